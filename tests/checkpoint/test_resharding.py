@@ -343,15 +343,15 @@ def test_what_lies_in_chunks_goes_through_the_booster(tmp_path: Path) -> None:
 
     job = Job(World(0, 1, 0, torch.device("cpu")), "3")
     with AsyncCheckpointer(tmp_path) as checkpointer:
-        with pytest.raises(GulliverError, match=r"lies in a chunk of ZeRO: call booster.save"):
+        with pytest.raises(GulliverError, match=r"ZeRO chunk: call booster.save"):
             checkpointer.save(1, {"model": job.plain})
         checkpointer.save(2, {"model": Net().double()})
-    with pytest.raises(GulliverError, match=r"lies in a chunk of ZeRO: call booster.load"):
+    with pytest.raises(GulliverError, match=r"ZeRO chunk: call booster.load"):
         load(tmp_path, {"model": job.plain})
     # Another booster does not know either what each rank has.
-    with pytest.raises(GulliverError, match=r"booster.save, of the booster that boosted it"):
+    with pytest.raises(GulliverError, match=r"booster.save of the booster"):
         Booster(plugin("3")).save(tmp_path, 3, job.plain)
-    with pytest.raises(GulliverError, match=r"booster.load, of the booster that boosted it"):
+    with pytest.raises(GulliverError, match=r"booster.load of the booster"):
         Booster(plugin("3")).load(tmp_path, job.plain)
 
 

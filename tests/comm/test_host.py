@@ -135,7 +135,7 @@ def test_a_rank_that_dies_or_hangs_is_named(how: signal.Signals) -> None:
         processes[1].send_signal(how)
         _, errors = processes[0].communicate(timeout=patient(40))
         assert processes[0].returncode in (1, 3)
-        assert "rank 1 is gone" in errors
+        assert "rank 1 was lost" in errors
     finally:
         for process in processes:
             process.kill()

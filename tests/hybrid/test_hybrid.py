@@ -125,7 +125,7 @@ def test_a_grid_numbers_the_tensor_axis_innermost(pool: Pool) -> None:
         ({"sp_size": 2}, "needs a sequence_parallelism_mode"),
         (
             {"sequence_parallelism_mode": "ring_attn", "sp_size": 4, "inner_ring_size": 3},
-            "no multiple of",
+            "sp_size=4 .* inner_ring_size 3",
         ),
         ({"cut": [1, 2]}, "needs a pp_size"),
         ({"tp": 2}, "has no argument 'tp'"),
@@ -141,7 +141,7 @@ def test_arguments_that_cannot_be_are_refused(arguments: dict[str, Any], message
 def test_a_mode_that_a_family_cannot_do_is_refused_naming_one_that_it_can(
     family: str, mode: str
 ) -> None:
-    with pytest.raises(GulliverError, match=f"{family} does not run under.*'split_gather'"):
+    with pytest.raises(GulliverError, match=f"{family} .*{mode}.*'split_gather'"):
         check_family(family, mode, size=2)
 
 
@@ -165,7 +165,7 @@ def _other_batches(world: World) -> str:
 
 def test_a_rank_that_reads_another_batch_is_named(pool: Pool) -> None:
     for message in pool.run(_other_batches, 3):
-        assert "rank 2 has another batch than rank 0" in message
+        assert "rank 2 has a different batch from rank 0" in message
 
 
 def _refusals(world: World, family: str, plugin: dict[str, Any], change: dict[str, Any]) -> str:

@@ -61,7 +61,7 @@ REFUSED: list[tuple[dict[str, Any], Callable[[Any], Any], str]] = [
     (TENSOR, _hook("lm_head", "forward_pre_hook"), "lm_head has hooks"),
     (TENSOR, _hook("model.embed_tokens", "full_backward_hook"), "model.embed_tokens has hooks"),
     (TENSOR, _hook("model.layers.1.mlp.act_fn"), "features or heads of one rank"),
-    (TENSOR, _on_parameter, "model.embed_tokens.weight has hooks, and tp_size=2 cuts"),
+    (TENSOR, _on_parameter, "model.embed_tokens.weight has hooks, but tp_size=2"),
     (TENSOR, _patched, "model.layers.1.mlp.down_proj has a forward of its own"),
     (SPLIT, _hook("model.layers.1"), "model.layers.1 has hooks, which would see a piece"),
     (SHARED, _hook("model.embed_tokens"), "model.embed_tokens has hooks, which would see a piece"),

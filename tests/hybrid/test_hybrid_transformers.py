@@ -489,7 +489,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "dense mask": (lambda g: _call(g, attention_mask=torch.ones(2, 1, 12, 12)), "expected 0 and 1"),
     "cache": (lambda g: _call(g, use_cache=True), "gulliver.LLM"),
     "past": (lambda g: _call(g, past_key_values=()), "past_key_values"),
-    "weights": (lambda g: _call(g, output_attentions=True), "no rank has them"),
+    "weights": (lambda g: _call(g, output_attentions=True), "output_attentions=True"),
     "short": (lambda g: _call(g, input_ids=_ids(2, 1), labels=_ids(2, 1)), "1 tokens is too short"),
     "unknown": (lambda g: _call(g, "bert", bonus=torch.ones(2, 12)), "bonus is not supported"),
     "cross": (

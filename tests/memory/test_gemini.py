@@ -172,7 +172,7 @@ def test_what_cannot_be_is_refused_before_anything_is_done(pool: Pool, tmp_path:
             said,
             (
                 "the smallest limit that works is 3MiB",
-                "as nothing lies behind it",
+                "with a disk",
                 "does not exist",
                 "LBFGS",
                 "of state do not fit the memory limit",
@@ -297,4 +297,4 @@ def test_memory_of_the_host_lies_behind_and_a_disk_behind_that(pool: Pool, tmp_p
             assert "of the disk a step reads" in told
     assert found[1][1].disk_read > found[2][1].disk_read, "more of the host moves less of the disk"
     assert 0 < pinned <= 64 * 2**20
-    assert re.search(r"host_limit=64.0 KiB is too small .* give it \d", said)
+    assert re.search(r"host_limit=64.0 KiB .* set it to \d", said)

@@ -354,17 +354,17 @@ def test_blocks_are_found_by_form(
         (
             lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)),
             lambda: GeminiPlugin("64MiB", activations="recompute"),
-            "no blocks to compute again: .*group single layers",
+            "no blocks",
         ),
         (
             lambda: flow(compiled=True),
             lambda: GeminiPlugin("64MiB", activations="recompute"),
-            "block 'blocks.0' is compiled and cannot be computed again",
+            "block 'blocks.0' is compiled",
         ),
         (
             stack,
             lambda: GeminiPlugin("64MiB", activations="offload"),
-            "activations='offload' needs memory behind the first one: name a disk",
+            "activations='offload' needs a slower tier",
         ),
         (
             stack,

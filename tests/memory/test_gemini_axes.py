@@ -281,7 +281,7 @@ def test_what_is_not_possible_together_is_refused_by_name(tmp_path: Path) -> Non
         with pytest.raises(GulliverError, match=rf"mesh.axes.* and zero.tiers.{told}"):
             check_plan(Plan.from_yaml(changed), 2)
     for options, message in (
-        ({"zero_stage": 1, "memory_limit": "1GiB"}, "take zero_stage=3"),
+        ({"zero_stage": 1, "memory_limit": "1GiB"}, "zero_stage=3"),
         ({"disk": "/tmp:1GiB"}, "needs a memory_limit"),
         ({"host_limit": "1GiB"}, "needs a memory_limit"),
         ({"memory_limit": "lots"}, "is no size"),

@@ -86,7 +86,7 @@ def test_a_disk_is_a_folder_that_may_have_colons_and_a_size() -> None:
     assert split_disk("C:1 TB") == ("C", "1 TB")
     for text, message in {
         "/scratch": r"such as disk='/scratch:100GiB'",
-        ":5GiB": "give a folder and a size",
+        ":5GiB": r"such as disk='/scratch:5GiB'",
         "/scratch:lots": r"disk='/scratch:lots': 'lots' is no size",
         "/scratch:0GiB": "is no size above 0",
         "/scratch:": "is no size",
@@ -311,9 +311,7 @@ def test_a_limit_that_is_too_small_names_the_least_and_that_one_works() -> None:
     plan = _plan(least)
     assert plan.predicted.moved is not None
     assert plan.predicted.moved.minimum <= byte_size("least", least)
-    with pytest.raises(
-        GulliverError, match=r"all state, as nothing lies behind it \(with a disk"
-    ) as caught:
+    with pytest.raises(GulliverError, match=r"all state.*with a disk") as caught:
         _plan("24MiB", disk=None)
     alone = str(caught.value).rpartition(" ")[2]
     whole = _plan(alone, disk=None).predicted.moved
@@ -351,12 +349,12 @@ def test_of_three_memories_the_slower_link_sets_the_pace() -> None:
     before = found.seconds(plan.work, replace(slow, name="host", behind=replace(fast, name="disk")))
     assert before.bottleneck.startswith("host: ")
     assert before.step > behind.step
-    with pytest.raises(GulliverError, match=r"host_limit=100.0 KiB is too small beside disk="):
+    with pytest.raises(GulliverError, match=r"host_limit=100.0 KiB is too small for disk="):
         find_residency(state, replace(tiers, host=100 * 2**10), plan.work)
     with pytest.raises(GulliverError, match=r"host_limit give 36.0 MiB, and .* give them \d"):
         find_residency(state, replace(tiers, disk_bytes=20 * MIB), plan.work)
     beyond = replace(tiers, host=11 * MIB, disk_bytes=70 * MIB)
-    with pytest.raises(GulliverError, match=r"what the disk has no room for, is \d+.* MiB"):
+    with pytest.raises(GulliverError, match=r"host_limit=11\.0 MiB .*\d+.* MiB"):
         find_residency(state, beyond, plan.work)
 
 

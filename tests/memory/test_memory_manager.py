@@ -256,7 +256,7 @@ def test_memory_is_used_again_and_what_is_still_looked_at_is_not(tmp_path: Path)
     second = manager.allocate_buffer(1024, torch.float32, GRADIENTS).fill_(2)
     assert second.data_ptr() != address
     assert torch.equal(view, torch.ones(10))
-    with pytest.raises(GulliverError, match=rf"still looked at: .* at least {3 * PAGE}"):
+    with pytest.raises(GulliverError, match=rf"views .* at least {3 * PAGE}"):
         manager.allocate_buffer(1024, torch.float32, GRADIENTS)
     del view
     assert manager.allocate_buffer(1024, torch.float32, GRADIENTS).data_ptr() == address
@@ -465,7 +465,7 @@ def test_a_forked_child_is_refused(tmp_path: Path):
         try:
             manager.use(objects[0])
         except GulliverError as error:
-            os._exit(0 if "make another after forking" in str(error) else 1)
+            os._exit(0 if "after forking" in str(error) else 1)
         os._exit(2)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     for n, managed in enumerate(objects):
@@ -541,14 +541,14 @@ def test_without_a_store_all_stays_or_is_refused():
 
 def test_bad_calls_are_refused(tmp_path: Path):
     store = DiskStore(tmp_path, 2**20)
-    with pytest.raises(GulliverError, match="give the host memory behind it"):
+    with pytest.raises(GulliverError, match="HostStore"):
         Manager(PAGE, "meta", store)
-    with pytest.raises(GulliverError, match="a number of bytes"):
+    with pytest.raises(GulliverError, match="budget=0"):
         Manager(0, "cpu", store)
     manager = Manager(2 * PAGE, "cpu", store)
     with pytest.raises(GulliverError, match="kind 'weights' of a: one of"):
         manager.add("a", "weights", 1, torch.float32)
-    with pytest.raises(GulliverError, match="not lent by this manager"):
+    with pytest.raises(GulliverError, match="not allocated by this manager"):
         manager.free_buffer(torch.zeros(1), GRADIENTS)
     managed = manager.add("a", PARAMETERS, 1, torch.float32)
     manager.remove(managed)

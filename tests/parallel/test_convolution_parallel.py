@@ -122,7 +122,7 @@ def test_what_cannot_be_exact_is_refused_by_name_on_all_ranks(pool: Pool) -> Non
     messages = pool.run(_refused, 2)
     assert messages[0] == messages[1]
     words = ("instance norm", "mode reflect", "mode bilinear",
-             "every rank would draw others", "height")  # fmt: skip
+             "different masks", "height")  # fmt: skip
     for word, message in zip(words, messages[0], strict=True):
         assert word in message
 

@@ -278,5 +278,5 @@ def _runs(world: World) -> list[str]:
 
 def test_forwards_draw_anew_and_what_cannot_be_drawn_again_is_refused(pool: Pool) -> None:
     ((again, own),) = pool.run(_runs, 1)
-    assert "dropout drops at random, runs several times in a forward" in again
-    assert "calls bernoulli, whose masks are not drawn by position" in own
+    assert "dropout drops at random" in again
+    assert "calls bernoulli" in own

@@ -299,13 +299,13 @@ def test_micro_batches_are_as_even_as_can_be(samples: int, parts: int) -> None:
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        (lambda: split(torch.zeros(3, 2), 4), "3 samples cannot be cut into 4 micro-batches"),
+        (lambda: split(torch.zeros(3, 2), 4), "3 samples cannot be split into 4 micro-batches"),
         (
             lambda: split({"x": torch.zeros(4, 2), "offsets": torch.zeros(3)}, 2),
             "'offsets' of the batch has 3 rows where 'x' has 4",
         ),
         (lambda: cut(plain(3), stack_of(plain(3)), 4), "3 blocks .* too few for 4 stages"),
-        (lambda: cut(plain(3), stack_of(plain(3)), 2, at=[1, 1]), "does not deal 3 blocks"),
+        (lambda: cut(plain(3), stack_of(plain(3)), 2, at=[1, 1]), r"cut=\[1, 1\] .*3 blocks"),
     ],
 )
 def test_what_cannot_be_cut_is_refused(wrong: Callable[[], Any], said: str) -> None:
@@ -352,7 +352,7 @@ def _caching(world: World) -> tuple[float, str]:
 def test_what_is_asked_of_every_block_is_left_out_or_refused(pool: Pool) -> None:
     for error, said in pool.run(_caching, 2):
         assert error <= BAR
-        assert "output_attentions=True asks for something of every block" in said
+        assert "output_attentions=True" in said
 
 
 def _refused(world: World) -> list[str]:
@@ -378,11 +378,11 @@ def _refused(world: World) -> list[str]:
 
 def test_wrong_runs_are_refused_by_name_on_every_rank(pool: Pool) -> None:
     for said in pool.run(_refused, 2):
-        assert "rank 1 has another batch than rank 0" in said[0]
-        assert "rank 1 has another batch than rank 0" in said[1]
-        assert "2 samples cannot be cut into 3 micro-batches" in said[2]
+        assert "rank 1 has a different batch from rank 0" in said[0]
+        assert "rank 1 has a different batch from rank 0" in said[1]
+        assert "2 samples cannot be split into 3 micro-batches" in said[2]
         assert "at least 2 micro-batches" in said[3]
-        assert "cannot order 5 micro-batches: take 4 or 6" in said[4]
+        assert "5 micro-batches: use 4 or 6" in said[4]
         assert "different numbers of labels" in said[5]
 
 
@@ -424,7 +424,7 @@ def test_a_rank_that_dies_or_hangs_in_mid_schedule_is_named(how: signal.Signals)
         for process in processes[:2]:
             _, errors = process.communicate(timeout=patient(40))
             assert process.returncode in (1, 3)
-            assert "rank 2 is gone" in errors
+            assert "rank 2 was lost" in errors
     finally:
         for process in processes:
             process.kill()

@@ -701,7 +701,7 @@ def test_kernels_are_chosen_by_what_is_asked_and_refuse_by_name() -> None:
     assert select(KernelRequirements("cuda", torch.float64, 64, 64)).name == "reference"
     masked = KernelRequirements("cuda", torch.bfloat16, 64, 64, "masked", True)
     assert select(masked).name == "reference", "the only one that gives the same bits"
-    with pytest.raises(GulliverError, match=r"'cuda flash' cannot .* not for cpu; 'cpu flash'"):
+    with pytest.raises(GulliverError, match=r"'cuda flash' .* not cpu.*'cpu flash'"):
         select(asked, "cuda flash")
     with pytest.raises(GulliverError, match="did you mean 'cpu flash'"):
         select(asked, "cpu flsh")
@@ -759,7 +759,7 @@ def test_bad_input_is_one_line_that_says_what_would_be_right() -> None:
     for mask, match in (
         (Mask(documents=torch.zeros(5)), r"documents has shape \(5,\).* \[6\] or \[1, 6\]"),
         (Mask(key_lengths=torch.tensor([7])), "key_lengths must be 1 numbers from 0 to 6"),
-        (Mask(key_documents=torch.zeros(6)), "give both"),
+        (Mask(key_documents=torch.zeros(6)), "key_documents"),
     ):
         _raises(match, lambda m=mask: attention(q, q, q, groups, mask=m))
     _raises("unknown gradient", lambda: shard(q, groups, gradient="sum"))  # type: ignore[arg-type]

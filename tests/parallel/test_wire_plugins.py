@@ -204,7 +204,7 @@ def test_smaller_blocks_are_advised_where_large_ones_harm(pool: Pool, name: str)
     plugin, options = REPLICAS[name]
     for told in pool.run(_uneven, 2, plugin, options, "int8", False):
         assert "gradient of 'small'" in told
-        assert "take int8:64" in told
+        assert "int8:64" in told
     assert pool.run(_uneven, 2, plugin, options, "int8:64", False)[0].startswith("[")
 
 
@@ -217,7 +217,7 @@ def test_the_gate_names_the_parameter_that_is_off() -> None:
         gate.end_step()
     overflowed = GradientGate(wire_format("fp8"), False, True)
     overflowed.add("a", exact * torch.inf, exact)
-    with pytest.raises(GulliverError, match="'a' is too far"):
+    with pytest.raises(GulliverError, match=r"'a'.*communication_dtype=fp8"):
         overflowed.end_step()
 
 

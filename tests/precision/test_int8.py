@@ -320,7 +320,7 @@ def test_what_cannot_be_is_refused_and_changes_nothing():
         quantised.load_state_dict(whole.state_dict())
     nibbles = gulliver.replace_module(nn.Sequential(nn.Linear(128, 4)), mode="int4")
     octets = gulliver.replace_module(nn.Sequential(nn.Linear(128, 4)), mode="int8")
-    with pytest.raises(GulliverError, match="another model or another mode"):
+    with pytest.raises(GulliverError, match="another model or mode"):
         nibbles.load_state_dict(octets.state_dict())
     with pytest.raises(RuntimeError, match="weight_scale"):
         whole.load_state_dict(quantised.state_dict())

@@ -92,7 +92,7 @@ def test_what_is_not_finite_arrives_so_alone_under_finite_scales(
         assert int((~added.isfinite()).sum()) == len(bad)
         if wire.scaled:
             assert nonfinite_blocks() == before + 3
-            assert ("arrives as one" in caplog.text) == (before == 0)  # said once
+            assert ("nonfinite_blocks" in caplog.text) == (before == 0)  # said once
             assert bool(packed[: 4 * -(-size // 256)].view(torch.float32).isfinite().all())
 
 
@@ -360,11 +360,11 @@ def test_ranks_that_disagree_about_a_format_are_told() -> None:
     lines = done.stdout.strip().splitlines()
     assert len(lines) == 6, done.stdout
     for line in lines:
-        assert "the ranks do different things" in line
+        assert "ranks run different collectives" in line
         assert "packed as fp8 in 256s" in line
     assert "packed as int8 in 128s" in lines[0]
 
 
 def test_a_maximum_is_not_packed() -> None:
-    with pytest.raises(GulliverError, match="'max' does not travel as fp8"):
+    with pytest.raises(GulliverError, match=r"'max'.*fp8"):
         check_packed("max", wire_format("fp8"))

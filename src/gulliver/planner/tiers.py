@@ -88,10 +88,10 @@ class MemoryTiers:
 
 def split_disk(text: str) -> tuple[str, str]:
     """Folder and size of ``/scratch:100GiB``; the folder may have colons."""
-    folder, _, size = text.rpartition(":")
-    right = f"set a folder and a size, such as disk='{folder or text}:100GiB'"
+    folder, colon, size = text.rpartition(":")
     if not folder:
-        raise GulliverError(f"disk={text!r} has no size: {right}")
+        lacks, example = ("folder", f"/scratch{text}") if colon else ("size", f"{text}:100GiB")
+        raise GulliverError(f"disk={text!r} has no {lacks}: set both, such as disk={example!r}")
     try:
         byte_size("disk", size, _ANY)
     except GulliverError as error:
