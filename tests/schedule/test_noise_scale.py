@@ -99,7 +99,7 @@ def measured(world: World, stage: int, micro: int) -> tuple[float, float, float]
 @pytest.mark.parametrize(("stage", "ranks", "micro"), grid([0, 1, 2, 3], [1, 2], [1, 2, 4]))
 def test_it_is_that_of_per_sample_gradients(pool: Pool, stage: int, ranks: int, micro: int) -> None:
     if ranks * micro == 1:
-        with pytest.raises(GulliverError, match="gradient_noise.*micro-batches"):
+        with pytest.raises(GulliverError, match=r"gradient_noise.*micro-batches"):
             pool.run(measured, 1, stage, micro)
         return
     signals, variances = brute_force(ranks * micro)
