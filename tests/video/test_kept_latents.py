@@ -179,7 +179,7 @@ def test_a_full_disk_is_one_line_and_what_was_done_stays(
     with pytest.raises(GulliverError, match=r"no space left .*; 8 of 27 windows .* done and stay"):
         encode(config)
     assert len(list((config.out / "shards").iterdir())) == 4
-    with pytest.raises(GulliverError, match="kept is not finished.* gulliver data encode"):
+    with pytest.raises(GulliverError, match=r"kept is not finished.* gulliver data encode"):
         LatentCache(config.out)
     monkeypatch.undo()
     assert encode(config).made == 27 - 8
