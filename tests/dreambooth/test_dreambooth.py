@@ -340,7 +340,7 @@ def test_a_run_stays_within_the_least_limit_that_its_plan_states(
     config = taught(bases["sd"], subject, tmp_path / "run", precision="fp32", steps=2, **disk)
     with pytest.raises(GulliverError) as error:
         dreambooth(replace(config, memory="8MiB"))
-    told = re.search(r"limit that works is (\d+MiB), 16.0 MiB of it for lib", str(error.value))
+    told = re.search(r"limit that works is (\d+MiB).* 16\.0 MiB", str(error.value))
     assert told is not None, error
     dreambooth(replace(config, memory=told[1]))
     assert "a step takes more than the memory limit" not in caplog.text

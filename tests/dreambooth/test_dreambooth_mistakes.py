@@ -65,7 +65,7 @@ def test_a_broken_picture_is_named_and_refused_or_skipped(tmp_path: Path, base: 
     (subject / "3.jpg").write_bytes(b"no picture")
     (subject / "notes.md").write_text("no picture either")
     config = _config(base, subject, tmp_path / "out")
-    with pytest.raises(GulliverError, match=r"1\.png cannot be read.*3\.jpg cannot be read"):
+    with pytest.raises(GulliverError, match=r"1\.png .*3\.jpg .*--on-broken"):
         dreambooth(config)
     assert not (tmp_path / "out").exists()
     found, told = _read(replace(config, on_broken="skip"))
@@ -78,7 +78,7 @@ def test_a_folder_without_pictures_is_refused(tmp_path: Path, base: Path) -> Non
     with pytest.raises(GulliverError, match="has no picture"):
         _read(_config(base, tmp_path / "subject", tmp_path / "out"))
     (tmp_path / "subject" / "a.png").write_bytes(b"")
-    with pytest.raises(GulliverError, match=r"no picture that can be read \(a\.png"):
+    with pytest.raises(GulliverError, match=r"no picture .*\(a\.png"):
         _read(_config(base, tmp_path / "subject", tmp_path / "out", on_broken="skip"))
 
 

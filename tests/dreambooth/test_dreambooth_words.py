@@ -86,9 +86,9 @@ def test_words_that_would_not_be_learnt_as_written_are_refused(base: Path, tmp_p
     config = _config(base, tmp_path, learn_token=True, initial="dog")
     told = _refused(replace(config, token="ho"))
     assert "--token ho is inside 'photo' (--prompt)" in told
-    with pytest.raises(GulliverError, match=r"--token ho is inside 'shop' \(there\)"):
+    with pytest.raises(GulliverError, match=r"--token ho .*'shop' \(there\)"):
         check_texts([make_tokenizer()], "ho", True, {"here": "a ho", "there": "a shop"}, print)
-    with pytest.raises(GulliverError, match="--token dog is a word of the base already"):
+    with pytest.raises(GulliverError, match="--token dog "):
         DiffusersBase(base).add_token("dog", None)
     flow = save_sd3(tmp_path / "sd3")
     told = _refused(replace(config, model=flow, token="<it>"))
@@ -136,9 +136,9 @@ def test_captions_with_braces_are_refused_by_the_name_of_the_file(
     config = _config(base, tmp_path)
     assert config.subject is not None
     for text, told in (
-        ("{token} {unknown}", r"0\.png 0\.txt has \{unknown\} in it"),
-        ("{token} {left|right}", r"0\.txt has \{left\|right\} in it"),
-        ("{token} {class}", r"0\.txt has \{class\} in it: give --class-word"),
+        ("{token} {unknown}", r"0\.png.* 0\.txt contains \{unknown\}"),
+        ("{token} {left|right}", r"0\.txt contains \{left\|right\}"),
+        ("{token} {class}", r"0\.txt contains \{class\}.*--class-word"),
     ):
         (config.subject / "0.txt").write_text(text)
         with pytest.raises(GulliverError, match=told):

@@ -42,11 +42,15 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> Example:
         (
             "a.csv",
             "prompt,completion\né,b\n".encode("latin1"),
-            "a.csv: no UTF-8: .* save the table",
+            r"a\.csv: invalid UTF-8.*save the table",
         ),
-        ("a.json", b'[{"text": "a"}, {"te', "a.json is no JSON list, or was cut off"),
+        ("a.json", b'[{"text": "a"}, {"te', r"a\.json is not a JSON list"),
         ("a.json", b'[{"text": "\xff"}]', r"a.json: invalid UTF-8: 0xff at byte 11"),
-        ("a.jsonl", b'{\n"text": "a"\n}', r"3 rows are bad, the first is .*a.jsonl:1: no JSON"),
+        (
+            "a.jsonl",
+            b'{\n"text": "a"\n}',
+            r"3 rows are bad, the first is .*a.jsonl:1: invalid JSON",
+        ),
         ("a.txt", b"a\0b", r"1 rows are bad, the first is .*a.txt: NUL byte: at byte 1"),
     ],
     ids=str,

@@ -99,7 +99,7 @@ def measured(world: World, stage: int, micro: int) -> tuple[float, float, float]
 @pytest.mark.parametrize(("stage", "ranks", "micro"), grid([0, 1, 2, 3], [1, 2], [1, 2, 4]))
 def test_it_is_that_of_per_sample_gradients(pool: Pool, stage: int, ranks: int, micro: int) -> None:
     if ranks * micro == 1:
-        with pytest.raises(GulliverError, match="two micro-batches or more"):
+        with pytest.raises(GulliverError, match=r"gradient_noise.*micro-batches"):
             pool.run(measured, 1, stage, micro)
         return
     signals, variances = brute_force(ranks * micro)
@@ -133,7 +133,7 @@ def test_what_has_no_whole_gradients_of_a_rank_is_refused() -> None:
     for plugin, told in (
         (HybridParallelPlugin(tp_size=1, verbose=False), "not measured under HybridParallelPlugin"),
         (GeminiPlugin("1GiB", verbose=False), "not measured under GeminiPlugin"),
-        (LowLevelZeroPlugin(step_in_backward=True), "leave step_in_backward away"),
+        (LowLevelZeroPlugin(step_in_backward=True), "step_in_backward"),
         (LowLevelZeroPlugin(precision="fp16"), "loss scale"),
     ):
         with pytest.raises(GulliverError, match=told):

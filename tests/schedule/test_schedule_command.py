@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -52,7 +53,7 @@ def test_measured_points_become_costs(tmp_path: Path) -> None:
         ({"sample_seconds": 0}, "a step takes no time"),
         ({"arrival": 9, "deadline": 5}, "deadline is 5.0"),
         ({"announced": "perhaps"}, "announced is 'perhaps': it must be of type bool"),
-        ({"measured": [], "sample_seconds": None}, "job 'a': no measured points: give at"),
+        ({"measured": [], "sample_seconds": None}, "job 'a': no measured points"),
     ],
 )
 def test_bad_jobs_are_refused_in_one_line(tmp_path: Path, changed: dict, told: str) -> None:
@@ -82,13 +83,13 @@ def test_bad_files_are_refused(tmp_path: Path) -> None:
 def test_jobs_that_the_cluster_can_never_run_are_refused() -> None:
     large = Job("a", 0.0, 100.0, 32, 8, Scaling(0.01))
     small = Job("a", 0.0, 100.0, 32, 1, Scaling(0.01))
-    with pytest.raises(GulliverError, match="asks for 8 slots and the cluster has 4"):
+    with pytest.raises(GulliverError, match=r"'a' requests 8 slots .*\b4;"):
         simulate([large], JobCluster(4), made("fifo"))
-    with pytest.raises(GulliverError, match="two jobs are named 'a'"):
+    with pytest.raises(GulliverError, match="named 'a'"):
         simulate([small, small], JobCluster(4), made("fifo"))
     with pytest.raises(GulliverError, match="no jobs"):
         simulate([], JobCluster(4), made("fifo"))
-    with pytest.raises(GulliverError, match="tenant '', which has no quota"):
+    with pytest.raises(GulliverError, match="tenant ''"):
         simulate([small], JobCluster(4, {"x": 1}), made("fifo"))
     with pytest.raises(GulliverError, match="quotas add up to 5"):
         JobCluster(4, {"x": 5})
@@ -102,34 +103,34 @@ def test_the_command_compares_explains_and_draws(
     trace, page = str(tmp_path / "t.json"), tmp_path / "page.html"
     assert run(trace, "--slots", "4", "--compare", "--html", str(page)) == 0
     out = capsys.readouterr().out
-    assert "no schedule has a mean completion time below" in out
+    assert "mean completion time" in out
     assert all(name in out for name in ("fifo", "srpt", "tiresias", "pollux", "rollout"))
     text = page.read_text()
     assert text.count("<svg") == 5
     assert "http" not in text
     assert run(trace, "--slots", "4", "--why", "c", "--policy", "fifo") == 0
-    assert "c at 0 s, policy fifo: waits: 4 of 4 slots are held" in capsys.readouterr().out
+    assert "c at 0 s, policy fifo: waits: 4 of 4 slots" in capsys.readouterr().out
     assert run(trace, "--slots", "4", "--json") == 0
     assert set(json.loads(capsys.readouterr().out)["rollout"]["ends"]) == set("abc")
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "code", "told"),
     [
-        (("stedy",), "unknown trace 'stedy': did you mean 'steady'"),
-        (("steady", "--policy", "first"), "unknown policy 'first'"),
-        (("steady", "--at", "3"), "name it with --why JOB"),
-        (("steady", "--why", "x", "--compare"), "leave --compare"),
-        (("steady", "--slots", "2"), "the cluster has 2: lower its slots"),
-        (("none.csv", "--slots", "2"), "cannot be read"),
+        (("stedy",), 1, "'stedy'.*'steady'"),
+        (("steady", "--policy", "first"), 1, "policy 'first'"),
+        (("steady", "--at", "3"), 2, "--at.*--why"),
+        (("steady", "--why", "x", "--compare"), 2, "--why.*--compare"),
+        (("steady", "--slots", "2"), 1, r"requests 4 slots .*\b2;"),
+        (("none.csv", "--slots", "2"), 1, r"none\.csv"),
     ],
 )
 def test_mistakes_end_in_one_line(
-    arguments: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]
+    arguments: tuple[str, ...], code: int, told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(*arguments) == 1
+    assert run(*arguments) == code
     error = capsys.readouterr().err
-    assert told in error
+    assert re.search(told, error)
     assert error.count("\n") == 1
 
 
@@ -140,7 +141,7 @@ def test_nodes_come_from_options_or_from_described_hardware(
     one = json.loads(capsys.readouterr().out)
     assert run("steady", "--policy", "fifo", "--json", "--node-slots", "8", "--across", "9") == 0
     assert json.loads(capsys.readouterr().out) == one
-    assert run("steady", "--across", "9") == 1
-    assert "say how many slots a node has" in capsys.readouterr().err
-    assert run("steady", "--hardware", "8xh100-infiniband", "--slots", "4") == 1
-    assert "--hardware says slots and nodes" in capsys.readouterr().err
+    assert run("steady", "--across", "9") == 2
+    assert "--node-slots" in capsys.readouterr().err
+    assert run("steady", "--hardware", "8xh100-infiniband", "--slots", "4") == 2
+    assert "--hardware" in capsys.readouterr().err

@@ -286,9 +286,9 @@ def test_jobs_that_the_cluster_can_never_run_are_refused_by_name(tmp_path: Path)
     cluster.submit("stranger", tenant="y")
     cluster.run(1)
     refused = cluster.controller.refused
-    assert "asks for 8 slots and the cluster has 4" in refused["large"]
-    assert "tenant 'y', which has no quota" in refused["stranger"]
-    with pytest.raises(GulliverError, match="'large' was refused: job 'large' asks for 8"):
+    assert "requests 8 slots but the cluster has 4" in refused["large"]
+    assert "tenant 'y'" in refused["stranger"]
+    with pytest.raises(GulliverError, match=r"'large'.* 8 slots"):
         live_why(history_of(cluster), "large")
 
 

@@ -62,8 +62,8 @@ def test_a_job_that_spans_is_slower_by_its_exchange_and_why_says_so() -> None:
     assert here[0].rate == pytest.approx(costs.throughput(3, 64))
     assert costs.seconds(3, 64) == pytest.approx(0.22 + 0.05 * (2 * 1 / 2 + 10 * 2 / 2 / 1))
     told = why(jobs, cluster, make_policy("fifo"), "c", 2.0)[0]
-    assert "of node 0" in told
-    assert "slower than with the best placement" in told
+    assert "1 on node 0 + 2 on node 1" in told
+    assert "% slower" in told
 
 
 def test_work_is_conserved_and_slots_are_never_exceeded_on_nodes() -> None:

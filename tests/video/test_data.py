@@ -344,12 +344,12 @@ def test_parquet_tables_are_read_as_well(folder: Path) -> None:
         ("absent.csv", None, "does not exist"),
         ("a.csv", "file,text\nx,y\n", "no column 'path'"),
         ("a.csv", "path,text\nnone.mp4,y\n", "no row that can be used, such as none.mp4"),
-        ("a.csv", "path,text\n\na.mp4,a ball, moving\n", "a.csv, line 3: the row has 3 fields wh"),
+        ("a.csv", "path,text\n\na.mp4,a ball, moving\n", "a.csv, line 3: the row has 3 fields"),
         ("a.csv", "path,text,text\na.mp4,a,b\n", "a.csv has the column 'text' twice"),
         ("a.csv", 'path,text\na.mp4,"a ball\nb.mp4,y\n', "line 2: unexpected end .* left open"),
-        ("a.csv", 'path,text\na.mp4,"a\nb.mp4,b"\n', "line 2: a quoted field goes on to line 3"),
-        ("a.csv", "path,text,fps\na.mp4,a,8\nb.mp4,b,nan\n", "a.csv, line 3: fps is nan, it must"),
-        ("a.csv", "path,text,fps\na.mp4,a,abc\n", "line 2: fps is 'abc', which is no number"),
+        ("a.csv", 'path,text\na.mp4,"a\nb.mp4,b"\n', "line 2: a quoted field .* line 3"),
+        ("a.csv", "path,text,fps\na.mp4,a,8\nb.mp4,b,nan\n", "a.csv, line 3: fps is nan"),
+        ("a.csv", "path,text,fps\na.mp4,a,abc\n", "line 2: fps is 'abc'"),
     ],
 )
 def test_tables_that_cannot_be_used_are_refused(
@@ -389,10 +389,10 @@ def test_a_spreadsheets_table_is_read_and_another_encoding_named(folder: Path) -
     table.write_bytes("\ufeffpath,text\r\nlong.mp4,un café\r\n".encode())
     assert ClipTable(table, BUCKETS).rows[0].text == "un café"
     table.write_bytes(b"path,text\nlong.mp4,tea\nlong.mp4,un caf\xe9\n")
-    with pytest.raises(GulliverError, match=r"clips.csv, line 3: byte 0xe9 is no UTF-8 \(at byte"):
+    with pytest.raises(GulliverError, match=r"clips.csv, line 3: byte 0xe9 .*UTF-8"):
         ClipTable(table, BUCKETS)
     table.write_bytes("path,text\n".encode("utf-16"))
-    with pytest.raises(GulliverError, match="line 1: byte 0xff is no UTF-8"):
+    with pytest.raises(GulliverError, match="line 1: byte 0xff "):
         ClipTable(table, BUCKETS)
 
 

@@ -128,7 +128,7 @@ def test_a_table_without_rows_goes_through_dedup(tmp_path: Path) -> None:
 def test_a_table_that_another_step_writes_is_refused(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text("path,text\na.mp4,\n")
     table = Table.read(tmp_path / "t.csv")
-    other = rf"another process is running caption \(process {os.getpid()}\) of .*t.csv"
+    other = rf"caption \(process {os.getpid()}\) on .*t\.csv"
     with held_table(table.path, "caption"):
         for step in (
             lambda: score(table, ("motion",)),

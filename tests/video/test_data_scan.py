@@ -240,7 +240,7 @@ def test_two_scans_of_a_table_at_once_are_refused(tmp_path: Path) -> None:
         other.write("caption (process 7)")
         other.flush()
         fcntl.flock(other, fcntl.LOCK_EX)
-        with pytest.raises(GulliverError, match=r"is at caption \(process 7\) of"):
+        with pytest.raises(GulliverError, match=r"caption \(process 7\) on"):
             scan(tmp_path, tmp_path / "clips.csv")
     assert len(scan(tmp_path, tmp_path / "clips.csv").table) == 1
 

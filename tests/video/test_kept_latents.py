@@ -179,7 +179,7 @@ def test_a_full_disk_is_one_line_and_what_was_done_stays(
     with pytest.raises(GulliverError, match=r"no space left .*; 8 of 27 windows .* done and stay"):
         encode(config)
     assert len(list((config.out / "shards").iterdir())) == 4
-    with pytest.raises(GulliverError, match="kept is not finished; run gulliver data encode"):
+    with pytest.raises(GulliverError, match=r"kept is not finished.* gulliver data encode"):
         LatentCache(config.out)
     monkeypatch.undo()
     assert encode(config).made == 27 - 8
@@ -356,7 +356,7 @@ def test_public_weights_train_on_kept_latents_and_texts_of_every_bucket(
             {"frame_interval": 2, "windows": 2},
             "frame_interval is 2 in this run, 1 .*; windows",
         ),
-        ({"scores": "1.2"}, "scores is 1.2 in this run, but none in the latents"),
+        ({"scores": "1.2"}, "scores is 1.2 in this run"),
         (
             {"shapes": ("9x32x32", "5x16x16")},
             "stored with other shapes than .* run gulliver data enc",

@@ -306,6 +306,6 @@ def check_trace(jobs: tuple[Job, ...], cluster: JobCluster) -> None:
         if cluster.quotas and job.tenant not in cluster.quotas:
             known = ", ".join(map(repr, cluster.quotas))
             raise GulliverError(
-                f"job {job.name!r} belongs to tenant {job.tenant!r}, which has no quota; add one "
-                f"to {known}"
+                f"job {job.name!r} belongs to tenant {job.tenant!r}, which has no quota; add "
+                f"one (tenants with a quota: {known})"
             )

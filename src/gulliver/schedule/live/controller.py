@@ -129,7 +129,8 @@ class Controller:
         if self.quotas and tenant not in self.quotas:
             known = ", ".join(map(repr, self.quotas))
             raise GulliverError(
-                f"job {name!r} belongs to tenant {tenant!r}, which has no quota; add one to {known}"
+                f"job {name!r} belongs to tenant {tenant!r}, which has no quota; add one "
+                f"(tenants with a quota: {known})"
             )
 
     def _follow_ends(self, now: float) -> list[str]:
