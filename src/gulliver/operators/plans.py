@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -24,7 +24,6 @@ from gulliver.plan.reading import join
 from gulliver.plan.results import Predicted, Seconds
 from gulliver.plan.tree import Mesh, OperatorBlock, OperatorChoice, OperatorPlan
 from gulliver.planner.model import blocks_of
-from gulliver.solve.activations import Choice
 from gulliver.solve.joint_search import JointPlan, solve_joint
 
 Batch = tuple[tuple[Any, ...], dict[str, Any]]
@@ -102,7 +101,6 @@ def find_operators(
     axes: Mapping[str, int] | None = None,
     memory: int | str | None = None,
     optimizer: torch.optim.Optimizer | None = None,
-    allowed: Sequence[Choice] = ("keep", "recompute"),
     states: int = 64,
 ) -> Plan:
     """Searches shardings and recomputation of a model's operators jointly.
@@ -115,7 +113,6 @@ def find_operators(
             for one axis.
         memory: bytes per rank for state and activations; None for the device's memory.
         optimizer: optimizer of the parameters, whose state is counted; None counts Adam's.
-        allowed: choices for what operators save.
         states: number of states of a kind that the search keeps.
 
     Raises:
@@ -130,7 +127,7 @@ def find_operators(
     form = form_of(given)
     budget = cluster.device.memory_bytes if memory is None else byte_size("memory", memory)
     problem = problem_of(model, given, tuple(axes.values()), cluster, moments_of(optimizer))
-    found = solve_joint(problem.blocks, budget, allowed, states, tolerance=0.01)
+    found = solve_joint(problem.blocks, budget, states=states, tolerance=0.01)
     device = "cuda" if cluster.device.to_device_rate is not None else "cpu"
     return plan_from(problem, found, Mesh(device, axes), form, budget)
 
