@@ -118,7 +118,7 @@ def search(options: Options) -> list[Point]:
     problem = problem_of(model, given, (RANKS,), cluster_of(options))
     blocks = problem.blocks
     least = least_memory(blocks).peak
-    most = solve_joint(blocks, 1 << 60, None, ("keep",)).cost.peak
+    most = solve_joint(blocks, 1 << 60, ("keep",)).cost.peak
     points = list[Point]()
     for share in options.budgets:
         budget = int(least + share * (most - least))
@@ -134,11 +134,11 @@ def search(options: Options) -> list[Point]:
 
 def solve_in_stages(blocks: Sequence[Block], budget: int) -> JointPlan:
     """Shardings with everything kept, for several rooms; then recomputation for each of them."""
-    lean = least_memory(blocks, None, ("keep",)).peak
+    lean = least_memory(blocks, ("keep",)).peak
     rooms = {max(lean, int(room * budget)) for room in ROOMS} | {lean, 1 << 60}
     found = list[JointPlan]()
     for room in sorted(rooms):
-        first = solve_joint(blocks, room, None, ("keep",)).picks
+        first = solve_joint(blocks, room, ("keep",)).picks
         before = [None, *(row[-1].strategy for row in first)]
         alone = [_fixed(*parts) for parts in zip(blocks, first, before, strict=False)]
         if least_memory(alone).peak > budget:

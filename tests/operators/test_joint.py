@@ -1,4 +1,4 @@
-"""Shardings, recomputation and off-load are picked jointly: no picks of brute force are better."""
+"""Shardings and recomputation are picked jointly: no picks of brute force are better."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from gulliver.errors import GulliverError
 from gulliver.solve import Block, Operator, Strategy, least_memory, solve_joint
 from gulliver.solve.activations import boxed
-from gulliver.solve.joint import ENTRY, EdgeSeconds, OffloadLink
+from gulliver.solve.joint import ENTRY, EdgeSeconds
 from tests.solve.solver_cases import joint_case, small_network
 
 
@@ -30,12 +30,11 @@ def test_no_bound_is_above_what_is_possible(seeds: range) -> None:
     for seed in seeds:
         draw = random.Random(seed)
         blocks = small_network(draw, draw.randint(2, 4), 4, 3)
-        link = OffloadLink(draw.choice([0.2, 1.0]), 1.0) if draw.random() < 0.3 else None
-        budget = least_memory(blocks, link).peak + draw.randint(0, 20)
-        exact = solve_joint(blocks, budget, link, tolerance=0, states=2000)
+        budget = least_memory(blocks).peak + draw.randint(0, 20)
+        exact = solve_joint(blocks, budget, tolerance=0, states=2000)
         assert exact.exact
         for states in (1, 8):
-            rough = solve_joint(blocks, budget, link, states=states, tolerance=0.3)
+            rough = solve_joint(blocks, budget, states=states, tolerance=0.3)
             assert rough.lower <= exact.cost.seconds * (1 + 1e-9)
             assert exact.cost.seconds <= rough.cost.seconds * (1 + 1e-9)
             assert rough.cost.peak <= budget
@@ -58,8 +57,8 @@ def test_no_picks_are_better_in_larger_cases() -> None:
 
 def _layer(name: str, wide: float) -> Operator:
     """Two ways: whole on each device, or sharded, which communicates."""
-    whole = Strategy("whole", 2.0, 4.0, state=8, saved=8, backward_bytes=2, movable=8)
-    parts = Strategy("parts", 1.0, 2.0, wide, wide, state=4, saved=4, backward_bytes=2, movable=4)
+    whole = Strategy("whole", 2.0, 4.0, state=8, saved=8, backward_bytes=2)
+    parts = Strategy("parts", 1.0, 2.0, wide, wide, state=4, saved=4, backward_bytes=2)
     dear = EdgeSeconds(((0.0, 0.1), (0.5, 0.0)), ((0.0, 0.5), (0.1, 0.0)))
     return Operator(name, (whole, parts), conversions=(dear,))
 

@@ -24,7 +24,7 @@ from gulliver.operators.plans import batch_of, find_operators, form_of, plan_fro
 from gulliver.plan import Plan
 from gulliver.plan.tree import Mesh
 from gulliver.solve import Choice, least_memory
-from gulliver.solve.joint import OffloadLink, Pick, joint_cost
+from gulliver.solve.joint import Pick, joint_cost
 from gulliver.solve.joint_search import JointPlan
 from tests.operators.operator_models import BATCH, LocalBytes, build, loss_of, one_process
 from tests.pool import Pool
@@ -55,11 +55,9 @@ def random_plan(kind: str, axes: dict[str, int], seed: int, fates: tuple[Choice,
             open_ = block.used_until(number, strategy) >= len(block.operators)
             if choice == "recompute" and (open_ or not operator.recomputable):
                 choice = "keep"
-            if choice == "offload" and not operator.strategies[strategy].movable:
-                choice = "keep"
             row.append(Pick(strategy, choice))
         picks.append(tuple(row))
-    cost = joint_cost(problem.blocks, picks, OffloadLink())
+    cost = joint_cost(problem.blocks, picks)
     found = JointPlan(tuple(picks), cost, 0.0, False, 0.0)
     return plan_from(problem, found, Mesh("cpu", axes), form_of(batch_of(batch)), 0)
 
@@ -92,7 +90,7 @@ def _runs(world: World, cases: list[tuple[str, Plan]]) -> list[float]:
     return [run(kind, plan)[0] for kind, plan in cases]
 
 
-FATES: tuple[Choice, ...] = ("keep", "keep", "recompute", "offload")
+FATES: tuple[Choice, ...] = ("keep", "keep", "recompute")
 
 
 def _check_picks(pool: Pool, kind: str, meshes: tuple[dict[str, int], ...], seeds: range) -> None:
@@ -296,7 +294,7 @@ def test_recomputing_from_what_is_gone_names_both_lines() -> None:
     )
     picks[block][place] = Pick(0, "recompute")  # what it adds is in no backward, and is not kept
     rows = tuple(map(tuple, picks))
-    found = JointPlan(rows, joint_cost(problem.blocks, rows, None), 0.0, False, 0.0)
+    found = JointPlan(rows, joint_cost(problem.blocks, rows), 0.0, False, 0.0)
     plan = plan_from(problem, found, Mesh("cpu", {"data": 2}), form_of(batch_of(batch)), 0)
     with pytest.raises(GulliverError) as told:
         check_operators(Plan.from_yaml(plan.to_yaml()), model, None)

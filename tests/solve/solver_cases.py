@@ -23,9 +23,9 @@ from gulliver.solve import (
     solve_joint,
 )
 from gulliver.solve.conversion import ConversionStep, Sharding, convert_least, moves_from
-from gulliver.solve.joint import ENTRY, EdgeSeconds, OffloadLink, Pick, joint_cost
+from gulliver.solve.joint import ENTRY, EdgeSeconds, Pick, joint_cost
 
-ALL: tuple[Choice, ...] = ("keep", "recompute", "offload")
+ALL: tuple[Choice, ...] = ("keep", "recompute")
 COUNTS = (1, 4, 16, math.inf)
 
 
@@ -43,7 +43,7 @@ def _strategy(draw: random.Random) -> Strategy:
     n, saved = draw.randint, draw.randint(0, 6)
     seconds = n(0, 5), n(0, 5), n(0, 2), n(0, 2)
     output = draw.choice([0, 0, n(1, 3)])
-    return Strategy("", *seconds, n(0, 4), saved, output, n(0, 3), n(0, 3), n(0, saved))
+    return Strategy("", *seconds, n(0, 4), saved, output, n(0, 3), n(0, 3))
 
 
 def small_network(draw: random.Random, blocks: int, operators: int, strategies: int) -> list[Block]:
@@ -80,11 +80,9 @@ def _passes(
     return total[0], total[1], int(total[2])
 
 
-def _by_hand(
-    blocks: Sequence[Block], picks: Sequence[Sequence[Pick]], link: OffloadLink
-) -> tuple[float, int] | None:
+def _by_hand(blocks: Sequence[Block], picks: Sequence[Sequence[Pick]]) -> tuple[float, int] | None:
     """Seconds and peak from the definition: who is there while each operator is in backward."""
-    entry, below, coming, peak, seconds, state = None, 0, 0, 0, 0.0, 0
+    entry, below, peak, seconds, state = None, 0, 0, 0.0, 0
     for block, chosen in zip(blocks, picks, strict=True):
         size = range(len(block.operators))
         cost = [_passes(block, chosen, n, entry) for n in size]
@@ -113,16 +111,14 @@ def _by_hand(
             needs = [taken[t].forward_bytes, taken[t].backward_bytes]
             needs += [taken[n].forward_bytes for n in run]
             own = cost[t][2] + taken[t].output + max(needs)
-            peak = max(peak, below + coming + there + sum(cost[n][2] for n in run) + own)
+            peak = max(peak, below + there + sum(cost[n][2] for n in run) + own)
         forward = sum(f for f, _, _ in cost)
         backward = sum(b for _, b, _ in cost) + sum(cost[n][0] for n in again)
-        seconds += max(forward, coming * link.write_s) + max(backward, coming * link.read_s)
+        seconds += forward + backward
         below += sum(taken[n].output + (cost[n][2] if n not in again else 0) for n in size)
-        coming = sum(taken[n].movable for n in size if chosen[n].choice == "offload")
-        below -= coming
         state += sum(s.state for s in taken)
         entry = chosen[-1].strategy
-    return seconds + coming * (link.write_s + link.read_s), peak + state
+    return seconds, peak + state
 
 
 def _picks(blocks: Sequence[Block], allowed: Sequence[Choice]) -> list[list[tuple[Pick, ...]]]:
@@ -148,31 +144,30 @@ def joint_case(seed: int, operators: int = 3, largest: int = 6000) -> bool:
     """Compares picks with brute force; whether the case was small enough for that."""
     draw = random.Random(seed)
     blocks = small_network(draw, draw.randint(1, 3), operators, 2)
-    link = OffloadLink(draw.choice([0.2, 1.0]), draw.choice([0.2, 1.0]))
-    allowed = ALL if draw.random() < 0.5 else ALL[:2]
+    allowed = ALL if draw.random() < 0.9 else ALL[:1]
     spaces, budget = _picks(blocks, allowed), draw.randint(5, 40)
     count = 1
     for space in spaces:
         count *= len(space)
     if count > largest:
         return False
-    everything = [(p, _by_hand(blocks, p, link)) for p in itertools.product(*spaces)]
+    everything = [(p, _by_hand(blocks, p)) for p in itertools.product(*spaces)]
     known = [(picks, cost) for picks, cost in everything if cost is not None]
     for picks, (seconds, peak) in random.Random(seed).sample(known, min(20, len(known))):
-        found = joint_cost(blocks, picks, link)
+        found = joint_cost(blocks, picks)
         assert (found.seconds, found.peak) == (pytest.approx(seconds), peak)
     least = min(peak for _, (_, peak) in known)
-    assert least_memory(blocks, link, allowed).peak == least
+    assert least_memory(blocks, allowed).peak == least
     best = min((seconds for _, (seconds, peak) in known if peak <= budget), default=None)
     if best is None:
         with pytest.raises(GulliverError, match=rf"\b{least}\b"):
-            solve_joint(blocks, budget, link, allowed, tolerance=0)
+            solve_joint(blocks, budget, allowed, tolerance=0)
         return True
-    found = solve_joint(blocks, budget, link, allowed, tolerance=0)
+    found = solve_joint(blocks, budget, allowed, tolerance=0)
     assert found.exact
     assert found.cost.seconds == pytest.approx(best)
     assert found.cost.peak <= budget
-    rough = solve_joint(blocks, budget, link, allowed, states=2, tolerance=0.1)
+    rough = solve_joint(blocks, budget, allowed, states=2, tolerance=0.1)
     assert rough.lower <= best * (1 + 1e-9) <= rough.cost.seconds * (1 + 2e-9)
     assert rough.cost.peak <= budget
     return True

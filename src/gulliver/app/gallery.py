@@ -94,11 +94,11 @@ class Gallery:
         write_text(made.path.with_suffix(".json"), text + "\n")
         return Entry(made.path, settings, facts)
 
-    def entries(self, most: int = SHOWN) -> list[Entry]:
+    def entries(self) -> list[Entry]:
         """Lists the newest clips first, ignoring other files."""
         found: list[Entry] = []
         for path in sorted(self.folder.glob("*.json"), reverse=True):
-            if len(found) == most:
+            if len(found) == SHOWN:
                 break
             found.extend(self._read(path))
         return found

@@ -187,8 +187,8 @@ def auto_engine(
     if operators:
         if host is not None or disk is not None:
             raise GulliverError(
-                "operators=True off-loads what operators save, where that pays, and no state: "
-                "leave host and disk out"
+                "operators=True plans for device memory only; leave out host and disk, or use "
+                "operators=False"
             )
         return _of_operators(model, optimizer, cluster, batch, samples, memory, precision, verbose)
     kind = precision or ("bf16" if world.device.type == "cuda" else "fp32")

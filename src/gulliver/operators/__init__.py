@@ -1,4 +1,4 @@
-"""Plans that shard, recompute and offload single operators of any model, found jointly."""
+"""Plans that shard and recompute single operators of any model, found jointly."""
 
 from typing import TYPE_CHECKING
 

@@ -14,7 +14,7 @@ from gulliver.comm.world import World
 from gulliver.errors import GulliverError
 from gulliver.memory.activations import wrap_call
 from gulliver.operators.plans import Program, axes_of, form_of, program_of
-from gulliver.operators.recompute import SavedCalls, SavedTensorStore
+from gulliver.operators.recompute import SavedCalls
 from gulliver.operators.rules import placements
 from gulliver.operators.run import OperatorMode, changed, local_of, spread, whole_of
 from gulliver.parallel.optimizer import (
@@ -66,7 +66,7 @@ def share_operators(
         group["params"] = [swapped.get(p, p) for p in group["params"]]
     move_state_to_replacements(inner, swapped)
     names = named_trainables(model, inner) if optimizer is not None else {}
-    engine = _Engine(plan, program, mesh, world.device)
+    engine = _Engine(plan, program, mesh)
     wrap_call(model, engine.call)
     boosted = OperatorOptimizer(inner, names, engine)
     boosted.checkpoint.describe_model(given_groups=given)
@@ -97,12 +97,9 @@ def _distribute(
 class _Engine:
     """Runner of the calls of a model."""
 
-    def __init__(
-        self, plan: Plan, program: Program, mesh: DeviceMesh, device: torch.device
-    ) -> None:
+    def __init__(self, plan: Plan, program: Program, mesh: DeviceMesh) -> None:
         assert plan.operators is not None, "the plan is of operators"
         self.program, self.mesh = program, mesh
-        self.store = SavedTensorStore(device) if program.away else None
         self._form = plan.operators.batch
 
     def call(self, forward: Any, *args: Any, **kwargs: Any) -> Any:
@@ -114,10 +111,7 @@ class _Engine:
                 f"{_described(form)}: plan again for it, or pad it"
             )
         program = self.program
-        again = None
-        if program.runs or program.away:
-            put = self.store.put if self.store is not None else _nowhere
-            again = SavedCalls(program.runs, program.stays, program.away, put)
+        again = SavedCalls(program.runs, program.stays) if program.runs else None
         trace = program.graph.trace
         mode = OperatorMode(program.calls, trace, self.mesh, again)
         if again is not None:
@@ -133,10 +127,6 @@ class _Engine:
             return mode.left(tensor, number, layouts.get(number, ()))
 
         return pytree.tree_map_only(Tensor, left, out)
-
-
-def _nowhere(_: Tensor) -> Any:
-    raise AssertionError("nothing is moved without a store")
 
 
 def _described(form: dict[str, str]) -> str:

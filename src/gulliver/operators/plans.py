@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -24,8 +24,6 @@ from gulliver.plan.reading import join
 from gulliver.plan.results import Predicted, Seconds
 from gulliver.plan.tree import Mesh, OperatorBlock, OperatorChoice, OperatorPlan
 from gulliver.planner.model import blocks_of
-from gulliver.solve.activations import Choice
-from gulliver.solve.joint import OffloadLink
 from gulliver.solve.joint_search import JointPlan, solve_joint
 
 Batch = tuple[tuple[Any, ...], dict[str, Any]]
@@ -41,7 +39,6 @@ class Program:
         parameters: layout in which each parameter is kept, by name.
         runs: number of the run of each call that is recomputed.
         stays: values that are kept whatever becomes of the call that gives them.
-        away: calls whose memories leave.
     """
 
     graph: Graph
@@ -49,7 +46,6 @@ class Program:
     parameters: Mapping[str, Layout]
     runs: Mapping[int, int]
     stays: frozenset[int]
-    away: frozenset[int]
 
 
 def batch_of(given: Any) -> Batch:
@@ -105,10 +101,9 @@ def find_operators(
     axes: Mapping[str, int] | None = None,
     memory: int | str | None = None,
     optimizer: torch.optim.Optimizer | None = None,
-    allowed: Sequence[Choice] = ("keep", "recompute", "offload"),
     states: int = 64,
 ) -> Plan:
-    """Searches shardings, recomputation and off-load of a model's operators jointly.
+    """Searches shardings and recomputation of a model's operators jointly.
 
     Args:
         model: whole model, perhaps on meta.
@@ -118,7 +113,6 @@ def find_operators(
             for one axis.
         memory: bytes per rank for state and activations; None for the device's memory.
         optimizer: optimizer of the parameters, whose state is counted; None counts Adam's.
-        allowed: choices for what operators save.
         states: number of states of a kind that the search keeps.
 
     Raises:
@@ -133,9 +127,7 @@ def find_operators(
     form = form_of(given)
     budget = cluster.device.memory_bytes if memory is None else byte_size("memory", memory)
     problem = problem_of(model, given, tuple(axes.values()), cluster, moments_of(optimizer))
-    link = link_of(cluster)
-    allowed = [c for c in allowed if link is not None or c != "offload"]
-    found = solve_joint(problem.blocks, budget, link, allowed, states, tolerance=0.01)
+    found = solve_joint(problem.blocks, budget, states=states, tolerance=0.01)
     device = "cuda" if cluster.device.to_device_rate is not None else "cpu"
     return plan_from(problem, found, Mesh(device, axes), form, budget)
 
@@ -146,14 +138,6 @@ def problem_of(
     """The joint search problem of a model."""
     graph = graph_of(trace_calls(model, batch), sizes, blocks_of(model))
     return Problem(graph, cluster, moments)
-
-
-def link_of(cluster: Cluster) -> OffloadLink | None:
-    """The link to the host's memory; None on CPUs."""
-    device = cluster.device
-    if device.to_host_rate is None or device.to_device_rate is None:
-        return None
-    return OffloadLink(1 / device.to_host_rate, 1 / device.to_device_rate)
 
 
 def moments_of(optimizer: torch.optim.Optimizer | None) -> int:
@@ -273,7 +257,7 @@ class _Compiler:
 
     def program(self) -> Program:
         layouts = [self._layouts(node) for node in range(len(self.graph.nodes))]
-        runs, stays, away = self._fates()
+        runs, stays = self._fates()
         calls, parameters = list[PlannedCall](), dict[str, Layout]()
         values = self.graph.trace.values
         home: dict[int, Layout] = {}
@@ -299,7 +283,7 @@ class _Compiler:
         parameters = {
             values[v].parameter: layout for v, layout in home.items() if values[v].parameter
         }
-        return Program(self.graph, tuple(calls), parameters, runs, stays, away)
+        return Program(self.graph, tuple(calls), parameters, runs, stays)
 
     def _layouts(self, node: int) -> Mapping[int, Layout]:
         choice, where = self.chosen[node], self.places[node]
@@ -319,22 +303,19 @@ class _Compiler:
             f"{choice.operator} does not support this layout: {lines}; possible: {some}"
         )
 
-    def _fates(self) -> tuple[dict[int, int], frozenset[int], frozenset[int]]:
-        """Recomputed runs of calls, kept values, and offloaded calls."""
-        runs, stays, away, number = dict[int, int](), set[int](), set[int](), 0
+    def _fates(self) -> tuple[dict[int, int], frozenset[int]]:
+        """Recomputed runs of calls, and kept values."""
+        runs, stays, number = dict[int, int](), set[int](), 0
         for block in self.graph.blocks:
             stays |= set(self.graph.gives(block[-1]))
             until = -1
             for node in block:
-                fate, calls = self.chosen[node].saved, self.graph.nodes[node].calls
                 number += until < node
-                if fate == "recompute":
+                if self.chosen[node].saved == "recompute":
                     self._check_again(node)
-                    runs.update(dict.fromkeys(calls, number))
+                    runs.update(dict.fromkeys(self.graph.nodes[node].calls, number))
                     until = max(until, self._used_until(node, block))
-                elif fate == "offload":
-                    away.update(calls)
-        return runs, frozenset(stays), frozenset(away)
+        return runs, frozenset(stays)
 
     def _used_until(self, node: int, block: range) -> int:
         users = [

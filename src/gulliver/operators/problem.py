@@ -349,7 +349,6 @@ class Problem:
             *(found.forward_s, found.backward_s, forward_s, backward_s, state, kept, output),
             max(0, found.forward_peak - kept - output) + room + passing,
             max(found.backward_peak + back_room + pending, step),
-            kept,
         )
 
     def _own(self, node: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Keeps, recomputes or offloads what each call saves for the backward.
+"""Keeps or recomputes what each call saves for the backward.
 
 A tensor that autograd saves in a call is identified by its origin: an input of the call (from the
 call that produced it, or from a change of layout), or memory that the call allocated. If it is to
@@ -9,13 +9,11 @@ run, communication included; each value is freed after its last use.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
@@ -64,26 +62,12 @@ class _Handle(NamedTuple):
     offset: int
 
 
-class _Away(NamedTuple):
-    fetch: Callable[[], Tensor]
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-
-
 class SavedCalls:
     """Holds what the calls of one forward save."""
 
-    def __init__(
-        self,
-        runs: Mapping[int, int],
-        stays: frozenset[int],
-        away: frozenset[int],
-        store: Callable[[Tensor], Callable[[], Tensor]],
-    ) -> None:
-        self._numbers, self._stays, self._away = runs, stays, away
-        self._store, self._runs = store, dict[int, _RecomputedRun]()
-        self._moved: dict[Origin, Callable[[], Tensor]] = {}
+    def __init__(self, runs: Mapping[int, int], stays: frozenset[int]) -> None:
+        self._numbers, self._stays = runs, stays
+        self._runs = dict[int, _RecomputedRun]()
         self.runner: OperatorMode | None = None
 
     def begin(
@@ -114,16 +98,10 @@ class SavedCalls:
             run = self.run_of(origin.call)
             run.wanted[origin] += 1
             return _Handle(run, origin, *form)
-        if origin.call in self._away:
-            if origin not in self._moved:
-                self._moved[origin] = self._store(tensor)
-            return _Away(self._moved[origin], *form)
         return tensor
 
     def unpacked(self, saved: Any) -> Tensor:
         """The tensor again."""
-        if isinstance(saved, _Away):
-            return saved.fetch().as_strided(saved.size, saved.stride, saved.offset)
         if not isinstance(saved, _Handle):
             return saved
         run = saved.run
@@ -233,55 +211,3 @@ def _own(tensor: Any) -> Tensor:
 
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
-
-
-# Host memory for offloaded tensors.
-
-
-class SavedTensorStore:
-    """Copies tensors to the host asynchronously, and back on demand."""
-
-    # On a GPU copies go through page-locked memory on their own stream. On a CPU a thread copies to
-    # numpy memory, since only torch's allocations count against the budget.
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._thread = ThreadPoolExecutor(1) if device.type == "cpu" else None
-        self.moved = 0
-
-    def put(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Offloads a tensor's memory; returns a function that restores it."""
-        flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        flat.set_(tensor.untyped_storage())
-        self.moved += flat.nbytes
-        return self._on_host(flat) if self._thread is not None else self._page_locked(flat)
-
-    def _on_host(self, flat: Tensor) -> Callable[[], Tensor]:
-        assert self._thread is not None, "copies run in a thread"
-        whole = flat.view(torch.uint8)
-        writing = self._thread.submit(lambda: np.array(whole.numpy(), copy=True))
-        form = flat.shape, flat.dtype
-        del flat
-
-        def fetch() -> Tensor:
-            found = torch.empty(form[0], dtype=form[1])
-            found.view(torch.uint8).copy_(torch.from_numpy(writing.result()))
-            return found
-
-        return fetch
-
-    def _page_locked(self, flat: Tensor) -> Callable[[], Tensor]:
-        stream = self._stream
-        assert stream is not None, "copies have a stream"
-        away = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
-            away.copy_(flat, non_blocking=True)
-        flat.record_stream(stream)
-
-        def fetch() -> Tensor:
-            torch.cuda.current_stream(self._device).wait_stream(stream)
-            return away.to(self._device, non_blocking=True)
-
-        return fetch

@@ -219,14 +219,14 @@ class TensorLayout:
 
 @dataclass(frozen=True)
 class OperatorChoice:
-    """Sharding of an operator, and whether its saved tensors are kept, recomputed or offloaded."""
+    """Sharding of an operator, and whether its saved tensors are kept or recomputed."""
 
     # Path in its block and name of its first function, to identify it.
     operator: str
     # Sharding along each axis of the mesh, such as ``columns``.
     along: dict[str, str]
-    # Whether saved tensors are kept, recomputed or offloaded.
-    saved: str = choice("keep", "keep", "recompute", "offload")
+    # Whether saved tensors are kept or recomputed.
+    saved: str = choice("keep", "keep", "recompute")
 
 
 @dataclass(frozen=True)

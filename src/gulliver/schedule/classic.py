@@ -12,6 +12,13 @@ import numpy as np
 from gulliver.schedule.state import Allotment, Decision, FreeSlots, JobState, Policy, View
 from gulliver.solve.allocation import allocate
 
+PERIOD = 60.0
+"""Seconds between rounds; arrivals and ends also trigger one."""
+FULL_WEIGHT = 14400.0
+"""Slot-seconds above which Pollux decreases a job's weight."""
+LEAST_SPEEDUP = 0.05
+"""Speedup that Pollux assigns to a job without slots."""
+
 
 def packed(view: View, order: Sequence[JobState], blocking: bool = False) -> Decision:
     """Gives jobs the slots they request, in order, as long as they fit."""
@@ -107,17 +114,9 @@ class Pollux(Policy):
     (age - resizes x resize) / (age + resize). Its genetic search is replaced by exact dynamic
     programming, because the sum of 1 / speedup is separable; batch sizes follow goodput. Not
     implemented: placement in the search, and a cluster of changing size.
-
-    Args:
-        period: seconds between rounds; arrivals and ends also trigger one.
-        service: slot-seconds above which a job's weight decreases.
-        least: speedup assigned to a job without slots.
     """
 
     name, what = "pollux", "power mean of speedups, batch sizes by goodput"
-
-    def __init__(self, period: float = 60.0, service: float = 14400.0, least: float = 0.05) -> None:
-        self.period, self.service, self.least = period, service, least
 
     def decide(self, view: View) -> Decision:
         """Solves the round."""
@@ -129,7 +128,7 @@ class Pollux(Policy):
             for s, n in zip(view.jobs, counts, strict=True)
             if n
         }
-        return Decision(given, view.now + self.period)
+        return Decision(given, view.now + PERIOD)
 
     def fitness(self, view: View) -> np.ndarray:
         """Values of every number of slots, [jobs, slots + 1], with the sum to be maximized."""
@@ -144,9 +143,9 @@ class Pollux(Policy):
             moved = (age - state.resizes * cost) / (age + cost) if age + cost > 0 else 1.0
             if state.started is not None:
                 stays = np.arange(slots + 1) == state.count
-                speed = np.where(stays, speed, speed * max(moved, self.least))
-            weight = min(1.0, self.service / max(state.service, 1.0)) ** 0.5
-            values[row] = -weight / np.maximum(speed, self.least)
+                speed = np.where(stays, speed, speed * max(moved, LEAST_SPEEDUP))
+            weight = min(1.0, FULL_WEIGHT / max(state.service, 1.0)) ** 0.5
+            values[row] = -weight / np.maximum(speed, LEAST_SPEEDUP)
             values[row, modes.useful + 1 :] = -np.inf
         return values
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from gulliver.errors import GulliverError, nearest
-from gulliver.schedule.classic import Fifo, Pollux, Srpt, Tiresias, shares
+from gulliver.schedule.classic import PERIOD, Fifo, Pollux, Srpt, Tiresias, shares
 from gulliver.schedule.estimates import Estimator
 from gulliver.schedule.jobs import JobCluster
 from gulliver.schedule.state import Allotment, Decision, JobState, Policy, View
@@ -364,6 +364,10 @@ def _totals(flat: list[JobState], estimator: Estimator, draw: np.random.Generato
 
 MOVES = 64
 """Maximum first steps to try per round of moves."""
+ROUNDS = 2
+"""Rounds of moving slots between jobs if no arrivals are expected."""
+MARGIN = 0.003
+"""Fraction of the predicted sum that a change has to save."""
 
 
 class Rollout(Policy):
@@ -372,9 +376,6 @@ class Rollout(Policy):
     Args:
         estimator: estimator of remaining samples for jobs that do not announce them; default: from
             loss curves.
-        margin: fraction of the predicted sum that a change has to save.
-        moves: rounds of moving slots between jobs if no arrivals are expected; 0 for none.
-        period: seconds between decisions while remaining samples are estimated.
         futures: number of sampled futures.
         coming: arrivals in each of them; 0 expects none.
         seed: seed of the futures.
@@ -388,16 +389,12 @@ class Rollout(Policy):
     def __init__(
         self,
         estimator: Estimator | None = None,
-        margin: float = 0.003,
-        moves: int = 2,
-        period: float = 60.0,
         futures: int = 8,
         coming: int = 12,
         seed: int = 0,
     ) -> None:
         self.estimator = estimator or Estimator()
         self.futures, self.coming, self.seed = futures, coming, seed
-        self.margin, self.moves, self.period = margin, moves, period
         self.pollux = Pollux()
 
     def begin(self, cluster: JobCluster) -> None:
@@ -410,7 +407,7 @@ class Rollout(Policy):
         # 1. Simulate all rules of `policies.py` to the end of the current jobs, including resizes.
         # 2. With the best rule as the future, try other first steps: keep everything, only use idle
         # slots, move slots between two jobs.
-        # 3. Drop a change that saves less than `margin` of the sum over staying (hysteresis).
+        # 3. Drop a change that saves less than `MARGIN` of the sum over staying (hysteresis).
         self.estimator.learn(view.finished)
         jobs = jobs_of(view, [self.estimator.remaining(state) for state in view.jobs])
         futures = futures_of(view, self.estimator, self.futures, self.coming, self.seed)
@@ -428,7 +425,7 @@ class Rollout(Policy):
         predicted = float(best.ends[0].sum())
         return Decision(
             given,
-            None if known else view.now + self.period,
+            None if known else view.now + PERIOD,
             _reasons(view, best, stays),
             predicted,
             fluid_bound(list(jobs.left), jobs.goodputs, [0.0] * len(jobs.left), view.cluster.slots),
@@ -470,7 +467,7 @@ class Rollout(Policy):
         ).follow()
         cost = found.cost.reshape(len(tried), count).mean(axis=1)
         best = int(cost.argmin())
-        if cost[best] > cost[0] * (1 - self.margin):
+        if cost[best] > cost[0] * (1 - MARGIN):
             best = 0
         alone = Worlds(jobs, (calm,), share, tried[best][None], limited).follow()
         lazy = [float(c) for c, keep in zip(cost, keeps, strict=False) if keep]
@@ -490,9 +487,8 @@ class Rollout(Policy):
         stays = found.counts[quiet]
         if not self._allowed(stays, view):
             stays = best.counts[0]
-        for _ in range(max(1, self.moves)):
-            tried = [stays, *(self._moved(best.counts[0], jobs, view) if self.moves else [])]
-            first = np.stack(tried)
+        for _ in range(ROUNDS):
+            first = np.stack([stays, *self._moved(best.counts[0], jobs, view)])
             again = Worlds(jobs, (rule,) * len(first), share, first, limited).follow()
             if float(again.cost[0]) < float(found.cost[quiet]):
                 found.cost[quiet] = again.cost[0]
@@ -502,9 +498,8 @@ class Rollout(Policy):
                 break
             best = _world(again, better)
         quiet_cost = float(found.cost[quiet])
-        if self._allowed(found.counts[quiet], view) and best.cost[0] > quiet_cost * (
-            1 - self.margin
-        ):
+        same = best.cost[0] > quiet_cost * (1 - MARGIN)
+        if self._allowed(found.counts[quiet], view) and same:
             return _world(found, int(quiet)), quiet_cost
         return best, quiet_cost
 

@@ -1,24 +1,20 @@
-"""Cost model of the joint search over shardings, recomputation and offload of operators.
+"""Cost model of the joint search over shardings and recomputation of operators.
 
 A network is a sequence of *blocks*, each a small graph of *operators* in forward order; the output
 of the last operator is the block's output. Each operator takes one of its *strategies* (shardings,
-with their seconds and bytes on a device), and one of three choices for its saved tensors: keep,
-recompute, offload.
+with their seconds and bytes on a device), and one of two choices for its saved tensors: keep or
+recompute.
 
 Seconds. Forward and backward of an operator consist of compute, communication, and the conversion
 of its inputs from the producers' layouts. Recomputation repeats the whole forward, including
-communication and conversions. A block's offloaded tensors are written during the forward of the
-next block, and read during the backward of the next block; the link is serial, and each of these
-passes takes the longer of the two times. Offload of the last block does not overlap with anything.
+communication and conversions.
 
 Memory. State (parameters, gradients, optimizer state) is always held. In addition the passes of
 operator t, forward and backward, need at once
 
     bytes left by operators below + run + saved_t + output_t + working_t
-    + bytes offloaded by the block below (in flight, or already back)
 
-An operator always leaves `output`, and also `saved` if that is kept. Offloaded tensors stay while
-their own block runs.
+An operator always leaves `output`, and also `saved` if that is kept.
 """
 
 from __future__ import annotations
@@ -39,7 +35,7 @@ ENTRY = -1
 # if its output does not stay, by any operator. The whole run is recomputed when the backward first
 # needs any of it, and each value is freed with the backward of its own operator. So operator t sees
 # the bytes of the whole open run below it, and may need the transient bytes of any forward in it.
-# Runs end with their block: a block's output is kept or offloaded.
+# Runs end with their block: a block's output is kept.
 @dataclass(frozen=True)
 class Strategy:
     """A sharding of an operator, with its costs on one device.
@@ -56,7 +52,6 @@ class Strategy:
         output: bytes that stay regardless of `saved`.
         forward_bytes: extra bytes while its forward runs.
         backward_bytes: extra bytes while its backward runs, including gradients.
-        movable: bytes of `saved` that can be offloaded.
     """
 
     name: str = ""
@@ -69,7 +64,6 @@ class Strategy:
     output: int = 0
     forward_bytes: int = 0
     backward_bytes: int = 0
-    movable: int = 0
 
 
 @dataclass(frozen=True)
@@ -123,16 +117,6 @@ class Block:
         return max([last, *(n for n, o in enumerate(self.operators) if number in o.inputs)])
 
 
-@dataclass(frozen=True)
-class OffloadLink:
-    """Link to the slower tier."""
-
-    # Seconds per byte written.
-    write_s: float = 0.0
-    # Seconds per byte read.
-    read_s: float = 0.0
-
-
 class Pick(NamedTuple):
     """The strategy of an operator, and the choice for its saved tensors."""
 
@@ -162,27 +146,20 @@ class _Pass(NamedTuple):
     saved: int
 
 
-def joint_cost(
-    blocks: Sequence[Block], picks: Sequence[Sequence[Pick]], link: OffloadLink | None = None
-) -> JointCost:
+def joint_cost(blocks: Sequence[Block], picks: Sequence[Sequence[Pick]]) -> JointCost:
     """Computes the costs of given picks."""
-    needs, given = list[tuple[int, int, tuple[int, int]]](), link
-    link = link or OffloadLink()
-    below = state = moved = waiting = 0
+    needs = list[tuple[int, int, tuple[int, int]]]()
+    below = state = 0
     seconds = 0.0
     entry: int | None = None
     for number, (block, chosen) in enumerate(zip(blocks, picks, strict=True)):
-        walk = _Walk(block, chosen, entry, below + waiting)
+        walk = _Walk(block, chosen, entry, below)
         needs += [(need, under, (number, place)) for place, (need, under) in enumerate(walk.needs)]
-        out, back = waiting * link.write_s, waiting * link.read_s
-        seconds += max(walk.forward, out) + max(walk.backward, back)
-        below, state, waiting = below + walk.left, state + walk.state, walk.moved
-        moved, entry = moved + walk.moved, chosen[-1].strategy
-    rest = waiting * (link.write_s + link.read_s)
+        seconds += walk.forward + walk.backward
+        below, state = below + walk.left, state + walk.state
+        entry = chosen[-1].strategy
     need, under, at = max(needs, key=lambda n: n[0])
-    if moved and given is None:
-        raise GulliverError("offload needs a link; pass its seconds per byte")
-    return JointCost(seconds + rest, state + need, at, state, under)
+    return JointCost(seconds, state + need, at, state, under)
 
 
 class _Walk:
@@ -190,7 +167,7 @@ class _Walk:
 
     def __init__(self, block: Block, picks: Sequence[Pick], entry: int | None, below: int) -> None:
         self.forward = self.backward = 0.0
-        self.state = self.left = self.moved = 0
+        self.state = self.left = 0
         self.needs: list[tuple[int, int]] = []
         run = replayed = 0
         until = -1
@@ -199,7 +176,7 @@ class _Walk:
                 run = replayed = 0
             taken = operator.strategies[pick.strategy]
             spent = _passes(operator, picks, number, entry)
-            under = below + self.left + self.moved + run
+            under = below + self.left + run
             working = max(taken.forward_bytes, taken.backward_bytes, replayed)
             self.needs.append((under + spent.saved + taken.output + working, under))
             self.forward += spent.forward
@@ -211,11 +188,9 @@ class _Walk:
                 until = max(until, block.used_until(number, pick.strategy))
                 self.backward += spent.forward
             else:
-                away = taken.movable if pick.choice == "offload" else 0
-                self.left += spent.saved - away
-                self.moved += away
+                self.left += spent.saved
         if until >= len(block.operators):
-            raise GulliverError("the output of a block cannot be recomputed; keep or offload it")
+            raise GulliverError("the output of a block cannot be recomputed; keep it")
 
 
 def _passes(operator: Operator, picks: Sequence[Pick], number: int, entry: int | None) -> _Pass:

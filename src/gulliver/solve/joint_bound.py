@@ -11,8 +11,6 @@ This is a shortest path through the operators, so it is exact and fast, and any 
 bound. States are the strategies that are still to be read and, in the block whose moments count,
 the end of the open run. The best price approximates the seconds that one more byte would save.
 Source: Everett 1963, "Generalized Lagrange multiplier method".
-
-The longer of two times is at least any weighted mean of both; `hidden` is the weight of the link.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gulliver.solve.activations import Choice, Floats
-from gulliver.solve.joint import ENTRY, Block, OffloadLink
+from gulliver.solve.joint import ENTRY, Block
 
 STEPS = 40
 """Number of prices tried for the same shares."""
@@ -46,8 +44,6 @@ class Bound:
     seconds: float
     # Approximate seconds saved per additional byte.
     price: float
-    # Weight of the link in the longer of compute and moves.
-    hidden: float
     # Least priced seconds from each block on, by the strategy of the previous block.
     rest: tuple[Floats, ...]
     # Shares of the price, by operator of the block whose passes count.
@@ -57,35 +53,23 @@ class Bound:
 class Relaxation:
     """Bounds of one network."""
 
-    def __init__(
-        self,
-        blocks: Sequence[Block],
-        budget: int,
-        link: OffloadLink | None,
-        allowed: Sequence[Choice],
-    ) -> None:
-        self.blocks, self.budget, self.link = blocks, budget, link
-        self.choices: list[Choice] = [c for c in allowed if c != "offload" or link is not None]
+    def __init__(self, blocks: Sequence[Block], budget: int, choices: Sequence[Choice]) -> None:
+        self.blocks, self.budget, self.choices = blocks, budget, choices
         self._known: dict[tuple[object, ...], Floats] = {}
-        self._known_for: tuple[float, float] | None = None
+        self._known_for: float | None = None
 
     def bound(self, at: int | None = None) -> Bound:
         """The best bound for the moments of a block."""
         at = len(self.blocks) - 1 if at is None else at
-        shares = (0.0, 0.5, 1.0) if "offload" in self.choices else (0.0,)
-        found = [self._best(at, hidden) for hidden in shares]
-        return max(found, key=lambda bound: bound.seconds)
-
-    def _best(self, at: int, hidden: float) -> Bound:
-        """Optimizes the price, the moments' shares, and the price again."""
+        # The price, the moments' shares, and the price again.
         shares = np.zeros(len(self.blocks[at].operators))
         shares[-1] = 1.0
-        top = self._best_price(partial(self._priced, at, hidden, shares))
+        top = self._best_price(partial(self._priced, at, shares))
         if not top.price:
             return top
-        top, shares = self._best_shares(top, partial(self._priced, at, hidden), shares)
+        top, shares = self._best_shares(top, partial(self._priced, at), shares)
         for factor in (0.9, 0.96, 1.04, 1.1):
-            again = self._priced(at, hidden, shares, factor * top.price)
+            again = self._priced(at, shares, factor * top.price)
             top = max((top, again), key=lambda bound: bound.seconds)
         return top
 
@@ -139,20 +123,20 @@ class Relaxation:
                 break
         return best
 
-    def _priced(self, at: int, hidden: float, shares: Floats, price: float) -> Bound:
+    def _priced(self, at: int, shares: Floats, price: float) -> Bound:
         rest = [np.zeros(len(self.blocks[-1].operators[-1].strategies))]
         moments = tuple(float(share) for share in price * shares)
         for number in range(len(self.blocks) - 1, -1, -1):
             entries = self._entries(number)
-            cost = self._cost(number, at, hidden, price, moments)
+            cost = self._cost(number, at, price, moments)
             rest.append((self._matrix(cost, entries) + rest[-1]).min(axis=1))
         seconds = float(rest[-1].min()) - price * self.budget
-        return Bound(seconds, price, hidden, tuple(reversed(rest)), moments)
+        return Bound(seconds, price, tuple(reversed(rest)), moments)
 
     def _matrix(self, cost: _Cost, entries: int) -> Floats:
         key = (id(cost.block), entries, cost.last, cost.later, cost.moments)
-        if (cost.price, cost.hidden) != self._known_for:
-            self._known, self._known_for = {}, (cost.price, cost.hidden)
+        if cost.price != self._known_for:
+            self._known, self._known_for = {}, cost.price
         if key not in self._known:
             self._known[key] = cost.matrix(entries)
         return self._known[key]
@@ -160,13 +144,11 @@ class Relaxation:
     def _entries(self, number: int) -> int:
         return len(self.blocks[number - 1].operators[-1].strategies) if number else 0
 
-    def _cost(
-        self, number: int, at: int, hidden: float, price: float, moments: tuple[float, ...]
-    ) -> _Cost:
+    def _cost(self, number: int, at: int, price: float, moments: tuple[float, ...]) -> _Cost:
         block, last = self.blocks[number], number == len(self.blocks) - 1
         here = moments if number == at else (0.0,) * len(block.operators)
         later = price if number < at else 0.0
-        return _Cost(block, here, later, last, hidden, price, self.link, self.choices)
+        return _Cost(block, here, later, last, price, self.choices)
 
     def guides(self, bound: Bound) -> dict[tuple[Block, int, bool], Guide]:
         """Guides of all blocks: least priced seconds of the network given a prefix of the block."""
@@ -175,7 +157,7 @@ class Relaxation:
         known: dict[tuple[Block, int, bool], Floats] = {}
         before = np.zeros(1)
         for number in range(len(self.blocks)):
-            cost = self._cost(number, at, bound.hidden, bound.price, bound.moments)
+            cost = self._cost(number, at, bound.price, bound.moments)
             entries = self._entries(number)
             key = (cost.block, entries, cost.last)
             if key not in known:
@@ -218,15 +200,12 @@ class Guide:
         # an open run.
         ahead = self._tables[number][tuple(strategies[:, 1 + a] for a in self._after[number])]
         cost = self._cost
-        link = cost.link or OffloadLink()
-        share = 1.0 if cost.last else cost.hidden
-        moves = share * (link.write_s + link.read_s) * states.moved
-        spent = (1 - cost.hidden) * states.passes + moves + cost.price * states.state + ahead
+        spent = states.passes + cost.price * states.state + ahead
         if not cost.last:
             return spent + cost.later * states.left
         here, there = sum(cost.moments[: number + 1]), sum(cost.moments[number + 1 :])
         run = cost.moments[number + 1] * states.run if there else 0.0
-        return spent + here * states.peak + there * (states.left + states.moved) + run
+        return spent + here * states.peak + there * states.left + run
 
 
 class GuidedStates(NamedTuple):
@@ -235,7 +214,6 @@ class GuidedStates(NamedTuple):
     passes: Floats
     state: Floats
     left: Floats
-    moved: Floats
     peak: Floats
     run: Floats
 
@@ -251,12 +229,8 @@ class _Cost:
     later: float
     # Whether it is the last block of all.
     last: bool
-    # Weight of the link in the longer of compute and moves.
-    hidden: float
     # Price of a byte of state.
     price: float
-    # Link to the slower tier.
-    link: OffloadLink | None
     # Choices for saved tensors.
     choices: Sequence[Choice]
 
@@ -312,20 +286,15 @@ class _Cost:
             backward = backward + np.reshape(conversion.backward_s, shape)
             if conversion.saved is not None:
                 saved = saved + np.reshape(conversion.saved, shape)
-        shown, ahead = 1 - self.hidden, self.later + sum(self.moments[number:])
-        output, state, moved = (
-            np.array([float(getattr(s, name)) for s in taken])
-            for name in ("output", "state", "movable")
+        ahead = self.later + sum(self.moments[number:])
+        output, state = (
+            np.array([float(getattr(s, name)) for s in taken]) for name in ("output", "state")
         )
         working = np.array([float(max(s.forward_bytes, s.backward_bytes)) for s in taken])
-        seconds = shown * (forward + backward) + self.price * state + ahead * output
+        seconds = forward + backward + self.price * state + ahead * output
         seconds = seconds + self.moments[number] * working
         stays = seconds + ahead * saved
-        if "offload" in self.choices and self.link is not None:
-            share = 1.0 if self.last else self.hidden
-            link = share * (self.link.write_s + self.link.read_s)
-            stays = np.minimum(stays, stays + (link - self.later) * moved)
-        return self._with_runs(number, stays, seconds + shown * forward, saved)
+        return self._with_runs(number, stays, seconds + forward, saved)
 
     def _with_runs(self, number: int, stays: Floats, again: Floats, saved: Floats) -> _Parts:
         """Adds the costs of recomputation, by the end of the run."""
@@ -345,7 +314,7 @@ class _Cost:
 class _Parts(NamedTuple):
     """Priced seconds of an operator, by the strategies of its inputs and its own."""
 
-    # Seconds if its saved tensors are kept or offloaded.
+    # Seconds if its saved tensors are kept.
     stays: Floats
     # Least seconds over all choices, with the shortest possible run.
     least: Floats

@@ -1,9 +1,9 @@
-"""Joint search over shardings, recomputation and offload for the least time.
+"""Joint search over shardings and recomputation for the least time.
 
 The undominated plans of each distinct block are computed once. Then the search goes through the
 chain of blocks; its states are, by the last operator's strategy:
 
-    seconds so far; state plus bytes left; state plus the peak so far; bytes in transfer
+    seconds so far; state plus bytes left; state plus the peak so far
 
 Exact pruning drops states that are dominated in all of these, that exceed the budget, or whose
 lower bound is above a known solution. If more than `states` per strategy remain, the search becomes
@@ -39,7 +39,6 @@ from gulliver.solve.joint import (
     ENTRY,
     Block,
     JointCost,
-    OffloadLink,
     Operator,
     Pick,
     Strategy,
@@ -51,18 +50,18 @@ from gulliver.solve.joint_bound import Bound, Guide, GuidedStates, Relaxation
 #
 # States are partial picks. The future depends on the strategies of operators that are still to be
 # read (the frontier), on the end of the open run, and on these measures, where less is better:
-# seconds, state, state plus the peak, state plus bytes left, bytes moved, the bytes and the largest
-# forward of the open run. A state is dropped if another one with the same frontier and run is at
-# least as good in all of them; that is exact. With more than `most` states per frontier, or too
-# many in total to compare, the best at several prices of memory below several peaks stay, and
-# `Plans.exact` is False.
+# seconds, state, state plus the peak, state plus bytes left, the bytes and the largest forward of
+# the open run. A state is dropped if another one with the same frontier and run is at least as good
+# in all of them; that is exact. With more than `most` states per frontier, or too many in total to
+# compare, the best at several prices of memory below several peaks stay, and `Plans.exact` is
+# False.
 #
 # O(operators x frontiers x most x picks), with as many frontiers as combinations of open
 # strategies: cost grows with the width of the block's graph, not its length.
 
 
-FORWARD, BACKWARD, STATE, LEFT, MOVED, PEAK, RUN, REPLAYED = range(8)
-CHOICES: tuple[Choice, ...] = ("keep", "recompute", "offload")
+FORWARD, BACKWARD, STATE, LEFT, PEAK, RUN, REPLAYED = range(7)
+CHOICES: tuple[Choice, ...] = ("keep", "recompute")
 Bytes = NDArray[np.int16]
 COMPARED = 16
 """Limit of states to compare, per state kept of a frontier; beyond it the best are taken."""
@@ -76,12 +75,11 @@ PRICES = np.array(
 
 
 class StateSizes(NamedTuple):
-    """Quantities that states are priced by: seconds, peak bytes, resident bytes, moved bytes."""
+    """Quantities that states are priced by: seconds, peak bytes, resident bytes."""
 
     seconds: Floats
     peak: Floats
     held: Floats
-    moved: Floats
 
 
 @dataclass(frozen=True)
@@ -96,8 +94,6 @@ class Rules:
     timed: bool = True
     # Approximate value of a byte in seconds.
     price: float = 0.0
-    # Approximate exposed seconds of moving a byte.
-    moved_s: float = 0.0
 
     def measures(self, values: Floats) -> Floats:
         """Measures by which states are compared."""
@@ -106,13 +102,7 @@ class Rules:
             values[:, STATE] + values[:, PEAK],
             values[:, STATE] + values[:, LEFT],
         ]
-        moves = "offload" in self.allowed
-        if moves:
-            columns.append(values[:, MOVED])
-        if self.timed and moves:
-            # Transfers overlap with forward and backward separately.
-            columns += [rounded(values[:, FORWARD]), rounded(values[:, BACKWARD])]
-        elif self.timed:
+        if self.timed:
             columns.append(rounded(values[:, FORWARD] + values[:, BACKWARD]))
         if values.shape[1] > RUN:
             columns += [values[:, RUN], values[:, REPLAYED]]
@@ -136,7 +126,7 @@ class Rules:
         count = min(len(PRICES), max(2, int(1.5 * math.sqrt(self.most))))
         price, share = (PRICES[:count, n, None] for n in (0, 1))
         bytes_ = (1 - share) * sizes.held + share * sizes.peak
-        spent = sizes.seconds + self.moved_s * sizes.moved if self.timed else 0.0
+        spent = sizes.seconds if self.timed else 0.0
         priced = spent + (self.price if self.timed else 1.0) * price * bytes_
         return boxed(kinds, sizes.peak, priced, max(1, self.most // count))
 
@@ -179,7 +169,7 @@ def block_plans(
 ) -> Plans:
     """Finds the undominated plans of a block."""
     starts = max(1, entries)
-    values = np.zeros((starts, 8))
+    values = np.zeros((starts, 7))
     until = np.full(starts, -1)
     strategies = np.arange(starts, dtype=np.int16)[:, None]
     choices, exact = np.zeros((starts, 0), dtype=np.int16), True
@@ -209,24 +199,24 @@ def block_plans(
 
 def _sizes(values: Floats) -> StateSizes:
     """Sizes of a block's states; open runs count as if they continued."""
-    state, under = values[:, STATE], values[:, LEFT] + values[:, MOVED]
-    ahead = under + values[:, RUN] + values[:, REPLAYED]
+    state = values[:, STATE]
+    ahead = values[:, LEFT] + values[:, RUN] + values[:, REPLAYED]
     seconds = values[:, FORWARD] + values[:, BACKWARD]
     peak = state + np.maximum(values[:, PEAK], ahead)
-    return StateSizes(seconds, peak, state + values[:, LEFT], values[:, MOVED])
+    return StateSizes(seconds, peak, state + values[:, LEFT])
 
 
 def _guided(values: Floats) -> GuidedStates:
-    columns = (STATE, LEFT, MOVED, PEAK, RUN)
+    columns = (STATE, LEFT, PEAK, RUN)
     passes = values[:, FORWARD] + values[:, BACKWARD]
     return GuidedStates(passes, *(values[:, column] for column in columns))
 
 
 def _picks(block: Block, number: int, allowed: Sequence[Choice]) -> list[tuple[int, Choice]]:
     operator, found = block.operators[number], list[tuple[int, Choice]]()
-    for (place, taken), choice in product(enumerate(operator.strategies), allowed):
+    for place, choice in product(range(len(operator.strategies)), allowed):
         again = operator.recomputable and block.used_until(number, place) < len(block.operators)
-        if {"keep": True, "recompute": again, "offload": taken.movable > 0}[choice]:
+        if choice == "keep" or again:
             found.append((place, choice))
     return found
 
@@ -253,7 +243,7 @@ def _placed(
     (place, choice), operator = pick, block.operators[number]
     taken = operator.strategies[place]
     forward, backward, saved = _passes(operator, taken, place, strategies, entries)
-    values, under = values.copy(), values[:, LEFT] + values[:, MOVED] + values[:, RUN]
+    values, under = values.copy(), values[:, LEFT] + values[:, RUN]
     working = np.maximum(max(taken.forward_bytes, taken.backward_bytes), values[:, REPLAYED])
     values[:, PEAK] = np.maximum(values[:, PEAK], under + saved + taken.output + working)
     values[:, FORWARD] += forward
@@ -266,9 +256,7 @@ def _placed(
         values[:, REPLAYED] = np.maximum(values[:, REPLAYED], taken.forward_bytes)
         until = np.maximum(until, block.used_until(number, place))
     else:
-        away = taken.movable if choice == "offload" else 0
-        values[:, LEFT] += saved - away
-        values[:, MOVED] += away
+        values[:, LEFT] += saved
     closed = until <= number
     values[closed, RUN:] = 0.0
     until = np.where(closed, -1, until)
@@ -330,7 +318,6 @@ class JointPlan:
 def solve_joint(
     blocks: Sequence[Block],
     budget: int,
-    link: OffloadLink | None = None,
     allowed: Sequence[Choice] = CHOICES,
     states: int = STATES,
     tolerance: float = 1e-3,
@@ -342,7 +329,6 @@ def solve_joint(
     Args:
         blocks: blocks in forward order; equal ones are solved once.
         budget: bytes of a device.
-        link: link to the slower tier; None disables offload.
         allowed: choices for saved tensors.
         states: number of states kept per kind; more is closer to exact, and slower.
         tolerance: acceptable gap; with 0 all rounds run.
@@ -351,36 +337,33 @@ def solve_joint(
         GulliverError: no picks fit into the budget; names the smallest feasible budget and the
             operator that needs it.
     """
-    chosen = possible(allowed, link)
-    lean, _ = _BlockChain(blocks, Rules(chosen, max(states, STATES), timed=False), link).best(
-        math.inf
-    )
-    least = joint_cost(blocks, lean, link)
+    chosen = _in_order(allowed)
+    lean, _ = _BlockChain(blocks, Rules(chosen, max(states, STATES), timed=False)).best(math.inf)
+    least = joint_cost(blocks, lean)
     if least.peak > budget:
         raise GulliverError(_too_little(blocks, budget, least))
-    relaxation = Relaxation(blocks, budget, link, chosen)
+    relaxation = Relaxation(blocks, budget, chosen)
     bound = relaxation.bound()
     guides, lower = relaxation.guides(bound), bound.seconds
     picks, cost = lean, least
-    exact, moves = False, link or OffloadLink()
+    exact = False
     # Bytes have a price even if memory is ample, so that the smaller of two equally fast states
     # stays.
     price = bound.price or SCARCE * bound.seconds / max(1, budget)
-    moved_s = bound.hidden * (moves.write_s + moves.read_s)
     for most in (*(level for level in LEVELS if level < states), states):
         # States far above the bound are not explored while a better answer is likely.
         for above in HOPES:
             if exact or cost.seconds <= lower * (1 + max(SAME, tolerance)):
                 break
             hope = min(cost.seconds, bound.seconds * (1 + above))
-            rules = Rules(chosen, most, price=price, moved_s=moved_s)
-            found, whole = _BlockChain(blocks, rules, link, guides, hope).best(budget, bound, hope)
+            rules = Rules(chosen, most, price=price)
+            found, whole = _BlockChain(blocks, rules, guides, hope).best(budget, bound, hope)
             if whole and not found:
                 lower = max(lower, hope)
             last = bool(found) or hope == cost.seconds
             exact = whole and last
             if found:
-                picks, cost = found, joint_cost(blocks, found, link)
+                picks, cost = found, joint_cost(blocks, found)
             if last:
                 break
     if cost.at[0] < len(blocks) - 1 and not exact and cost.seconds > lower * (1 + tolerance):
@@ -390,27 +373,20 @@ def solve_joint(
     return JointPlan(picks, cost, seconds, exact, bound.price)
 
 
-def least_memory(
-    blocks: Sequence[Block],
-    link: OffloadLink | None = None,
-    allowed: Sequence[Choice] = CHOICES,
-) -> JointCost:
+def least_memory(blocks: Sequence[Block], allowed: Sequence[Choice] = CHOICES) -> JointCost:
     """Finds the smallest feasible budget, and the operator that needs it.
 
     Args:
         blocks: blocks in forward order.
-        link: link to the slower tier; None disables offload.
         allowed: choices for saved tensors.
     """
-    chosen = possible(allowed, link)
-    picks, _ = _BlockChain(blocks, Rules(chosen, STATES, timed=False), link).best(math.inf)
-    return joint_cost(blocks, picks, link)
+    rules = Rules(_in_order(allowed), STATES, timed=False)
+    picks, _ = _BlockChain(blocks, rules).best(math.inf)
+    return joint_cost(blocks, picks)
 
 
-def possible(allowed: Sequence[Choice], link: OffloadLink | None) -> tuple[Choice, ...]:
-    """Allowed choices that are possible with the link."""
-    some: list[Choice] = [c for c in CHOICES if c in allowed]
-    return tuple(some) if link is not None else tuple(c for c in some if c != "offload")
+def _in_order(allowed: Sequence[Choice]) -> tuple[Choice, ...]:
+    return tuple(choice for choice in CHOICES if choice in allowed)
 
 
 def _too_little(blocks: Sequence[Block], budget: int, least: JointCost) -> str:
@@ -433,7 +409,6 @@ class _States:
     """Bytes of state plus bytes left."""
     peak: Floats
     """Bytes of state so far plus the peak of everything else."""
-    moving: Floats
     hope: Floats
     """Lower bound of the final seconds."""
     strategy: Bytes
@@ -452,11 +427,10 @@ class _BlockChain:
         self,
         blocks: Sequence[Block],
         rules: Rules,
-        link: OffloadLink | None,
         guides: Mapping[tuple[Block, int, bool], Guide] | None = None,
         known: float = math.inf,
     ) -> None:
-        self._rules, self._link = rules, link or OffloadLink()
+        self._rules = rules
         self._plans: list[Plans] = []
         made: dict[tuple[Block, int, bool], Plans] = {}
         for number, block in enumerate(blocks):
@@ -482,7 +456,7 @@ class _BlockChain:
         """Returns the best picks within a budget, or none, and whether they are exact."""
         zeros = np.zeros(1)
         start, none = np.zeros(1, np.int16), np.zeros(1, np.intp)
-        state = _States(zeros, zeros, zeros, zeros, zeros, start, none, none)
+        state = _States(zeros, zeros, zeros, zeros, start, none, none)
         history, exact = list[_States](), all(plans.exact for plans in self._plans)
         for number in range(len(self._plans)):
             state = self._grown(number, state, budget, bound, known)
@@ -523,23 +497,18 @@ class _BlockChain:
         return _States(*(np.concatenate(column) for column in columns))
 
     def _joined(self, number: int, state: _States, rows: Ints, some: Ints) -> _States:
-        plans, link = self._plans[number], self._link
+        plans = self._plans[number]
         values = plans.values[some][None]
-        seconds, held, peak, moving = (
-            column[rows][:, None]
-            for column in (state.seconds, state.held, state.peak, state.moving)
+        seconds, held, peak = (
+            column[rows][:, None] for column in (state.seconds, state.held, state.peak)
         )
-        spent = np.maximum(values[..., FORWARD], moving * link.write_s)
-        spent = spent + np.maximum(values[..., BACKWARD], moving * link.read_s)
-        if number == len(self._plans) - 1:
-            spent = spent + values[..., MOVED] * (link.write_s + link.read_s)
-        here = held + values[..., STATE] + moving + values[..., PEAK]
+        spent = values[..., FORWARD] + values[..., BACKWARD]
+        here = held + values[..., STATE] + values[..., PEAK]
         shape = (len(rows), len(some))
         return _States(
             (seconds + spent).ravel(),
             (held + values[..., STATE] + values[..., LEFT]).ravel(),
             np.maximum(peak + values[..., STATE], here).ravel(),
-            np.broadcast_to(values[..., MOVED], shape).ravel(),
             (seconds + spent).ravel(),
             np.broadcast_to(plans.exit[some], shape).ravel(),
             np.broadcast_to(rows[:, None], shape).ravel(),
@@ -560,15 +529,12 @@ class _BlockChain:
             return part.seconds
         rest = bound.rest[number + 1]
         ahead = rest[part.strategy] if len(rest) > 1 else rest[0]
-        link = bound.hidden * (self._link.write_s + self._link.read_s) * part.moving
-        return part.seconds + ahead + link + bound.price * (part.held - budget)
+        return part.seconds + ahead + bound.price * (part.held - budget)
 
     def _kept(self, state: _States) -> tuple[Ints, bool]:
         measures = [state.peak, state.held]
-        if "offload" in self._rules.allowed:
-            measures.append(state.moving)
         if self._rules.timed:
             measures.append(rounded(state.seconds))
-        sizes = StateSizes(state.seconds, state.peak, state.held, state.moving)
+        sizes = StateSizes(state.seconds, state.peak, state.held)
         kinds = state.strategy.astype(np.int64)
         return self._rules.best(kinds, np.stack(measures, axis=1), sizes)
