@@ -364,7 +364,7 @@ def test_the_command_trains_and_its_result_is_taken_by_a_run(
         ("--segment-frames 6", "multiple of 4, such as 8"),
         ("--segment-frames 8 --share-ranks 2", "exclude each other"),
         ("--ranks 3 --share-ranks 2", "must be a multiple of --share-ranks 2"),
-        ("--resume-step 3", "add --resume"),
+        ("--resume-step 3", "--resume-step 3 needs --resume"),
         ("--loss.kl 0.1", r"--loss.kl is 0.1: .*\(--model.posterior\)"),
         ("--loss.no-adaptive", "--loss.no-adaptive: there is no discriminator"),
         ("--data.scores 1.2 --data.table x", "--data.scores is 1.2"),

@@ -333,7 +333,7 @@ TABLE = DataConfig(table=Path("x.csv"))
     ("changes", "message"),
     [
         ({"pp_size": 7}, "--pp-size 7 exceeds the 6 blocks of model 'tiny'"),
-        ({"tp_size": 8}, "model 'tiny' has 4 heads"),
+        ({"tp_size": 8}, "--tp-size 8 .*4 heads of model 'tiny'"),
         ({"sp_size": 2, "plugin": "ddp"}, "--plugin ddp keeps the whole model"),
         ({"sequence_parallelism_mode": "ring_attn"}, "needs --sp-size 2"),
         ({"resume_step": 7}, "--resume-step 7 needs --resume"),
