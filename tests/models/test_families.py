@@ -111,7 +111,7 @@ LORA_MODES: tuple[dict[str, Any], ...] = (
 
 READER = re.findall(
     r"```python\n(.*?)```", (Path(__file__).parents[2] / "docs/families.md").read_text(), re.S
-)[-1]
+)[0]
 """The example of the page about adding a family."""
 
 

@@ -241,7 +241,7 @@ def test_files_of_something_else_are_named(tmp_path: Path) -> None:
     with pytest.raises(GulliverError, match=r"16 latent channels.*scaling_factor"):
         load_autoencoder(tmp_path / "x.safetensors")
     write_tensors(tmp_path / "x.safetensors", dict(make("frames").state_dict()))
-    with pytest.raises(GulliverError, match=r"x\.safetensors: norm_num_groups 32 does not divide"):
+    with pytest.raises(GulliverError, match=r"x\.safetensors: norm_num_groups=32 does not divide"):
         load_autoencoder(tmp_path / "x.safetensors")
     state, groups = make("frames").state_dict(), FRAMES["norm_num_groups"]
     name = next(iter(state))

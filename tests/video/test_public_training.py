@@ -192,5 +192,5 @@ def test_starts_that_cannot_be_are_refused_before_anything_is_loaded(
     refused("wide has width 24, but the model .* needs 16", model=wide)
     save_autoencoder(tmp_path / "four.safetensors", VideoAutoencoder(latent_channels=4, width=8))
     other = AutoencoderConfig(path=tmp_path / "four.safetensors")
-    with pytest.raises(GulliverError, match=r"latents have 4 channels, this STDiT3 .* reads 8"):
+    with pytest.raises(GulliverError, match=r"latents have 4 channels, but this STDiT3 .* needs 8"):
         train(config_of(parts, tmp_path / "run", autoencoder=other))

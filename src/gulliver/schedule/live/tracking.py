@@ -111,7 +111,7 @@ class Spool:
         """Reads a submission."""
         values = read_object(self.job(name) / "job.json")
         known = {f.name for f in fields(Submission)}
-        if values is None or not {"name", "script", "batch"} <= set(values) <= known:
+        if values is None or not {"name", "script", "batch_size"} <= set(values) <= known:
             raise GulliverError(f"{self.job(name) / 'job.json'} is not a job; submit it again")
         values["arguments"] = tuple(values.get("arguments", ()))
         return Submission(**values)
