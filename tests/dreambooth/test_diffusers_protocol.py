@@ -122,7 +122,7 @@ def test_a_folder_is_loaded_by_the_class_that_it_names(tmp_path: Path) -> None:
     with torch.no_grad():
         torch.testing.assert_close(loaded.encode(x), DiffusersAutoencoder(module).encode(x))
     (tmp_path / "config.json").write_text(json.dumps({**config, "_class_name": "AutoencoderDC"}))
-    with pytest.raises(GulliverError, match="of class 'AutoencoderDC'"):
+    with pytest.raises(GulliverError, match="'AutoencoderDC'"):
         load_autoencoder(tmp_path)
     with pytest.raises(GulliverError, match="ranks cannot share it"):
         share_autoencoder(DiffusersAutoencoder(module))

@@ -114,11 +114,11 @@ def test_prompts_beyond_the_text_encoder_are_refused_or_told(base: Path, tmp_pat
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"prompt": "{token} {unknown}"}, "--prompt has {unknown} in it"),
-        ({"prompt": "the {class} {token}"}, "--prompt has {class} in it: give --class-word"),
+        ({"prompt": "{token} {unknown}"}, "--prompt contains {unknown}"),
+        ({"prompt": "the {class} {token}"}, "--prompt contains {class}"),
         (
             {"class_word": "dog", "prior_prompt": "a {class} {x} {left|right}"},
-            "--prior-prompt has {x} in it",
+            "--prior-prompt contains {x}",
         ),
     ],
 )

@@ -222,7 +222,7 @@ def test_batches_are_announced_over_ranks_and_first_values_do_not_depend_on_them
     [
         ("columns", "did you mean 'column'"),
         ("whole", "did you mean 'whole:0'"),
-        ("whole:1", "the ranks 0 to 0"),
+        ("whole:1", "ranks are 0 to 0"),
         ({"a": "row"}, "unknown table 'b' in placement"),
     ],
 )
@@ -282,7 +282,7 @@ def test_what_is_wrong_on_one_rank_is_told_by_all_which_then_go_on(where: Any, p
         bad, missing, announced, small = one[0][4 * rank : 4 * rank + 4]
         who = f"rank {rank}: "
         assert bad.startswith(who + "table 'b' has rows 0 to 39; id 40 at position 0 of 2")
-        assert missing == who + "table 'b' has no ids"
+        assert missing.startswith(who + "table 'b' has no ids")
         assert announced == bad
         assert "distinct rows does not fit into a cache of" in small
     assert "not the next announced batch" in one[0][-1]

@@ -98,7 +98,7 @@ def test_a_checkpoint_is_saved_while_rows_move_and_loads_bit_for_bit(
 
 def test_states_of_other_sizes_are_refused_by_name() -> None:
     table, optimizer = cached("sum", "adagrad", torch.randn(ROWS, 8), 20)
-    with pytest.raises(RuntimeError, match=r"weight is \(50, 4\), the table \(50, 8\)"):
+    with pytest.raises(RuntimeError, match=r"weight has shape \(50, 4\), the table \(50, 8\)"):
         table.load_state_dict({"weight": torch.zeros(50, 4)})
     other = nn.EmbeddingBag(49, 8, sparse=True)
     state = torch.optim.Adagrad(other.parameters()).state_dict()

@@ -194,7 +194,7 @@ def test_a_position_that_does_not_fit_is_refused() -> None:
     ):
         with pytest.raises(GulliverError, match="other data, batch sizes or another seed"):
             changed[0].load_state_dict(inside)
-    with pytest.raises(GulliverError, match="seed 0, this loader has 1"):
+    with pytest.raises(GulliverError, match=r"seed 0, .*\b1:"):
         loaders(examples, (1, 2), rows=1, packing=True, seed=1)[0].load_state_dict(inside)
     with pytest.raises(GulliverError, match="not the state"):
         loader.load_state_dict({**inside, "inner": {"done": 1}})

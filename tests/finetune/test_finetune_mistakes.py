@@ -87,11 +87,14 @@ def test_a_run_folder_is_not_that_of_the_model_or_the_data(
         ({"out": model}, "is --model"),
         ({"out": link}, "is --model"),
         ({"out": model / "run"}, "or inside it"),
-        ({"out": model.parent}, "has --model"),
+        ({"out": model.parent}, "contains --model"),
         ({"out": data}, "is --data"),
         ({"out": data.parent / "run", "data": (data.parent,)}, "is --data"),
         ({"out": data, "data": (model / "config.json",), "held_out": data}, "is --held-out"),
-        ({"out": tmp_path, "method": "lora", "adapter": tmp_path / "adapter"}, "has --adapter"),
+        (
+            {"out": tmp_path, "method": "lora", "adapter": tmp_path / "adapter"},
+            "contains --adapter",
+        ),
     ):
         with pytest.raises(GulliverError, match=message):
             check_finetune(replace(config, **changes))

@@ -96,7 +96,7 @@ def test_ranks_that_key_value_heads_cannot_be_shared_by_are_refused() -> None:
     pytest.importorskip("transformers")
     model = build_family("llama, 2 KV heads")
     assert {one.copies for one in plan_tensor(model, 4).modules.values()} == {1, 2}
-    with pytest.raises(GulliverError, match=r"2 heads .* from 1 to 2 would do, or 4 or 8"):
+    with pytest.raises(GulliverError, match=r"2 heads .* tp_size from 1 to 2, or 4 or 8"):
         plan_tensor(model, 3)
 
 

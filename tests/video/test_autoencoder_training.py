@@ -364,7 +364,7 @@ def test_the_command_trains_and_its_result_is_taken_by_a_run(
         ("--segment-frames 6", "multiple of 4, such as 8"),
         ("--segment-frames 8 --share-ranks 2", "exclude each other"),
         ("--ranks 3 --share-ranks 2", "must be a multiple of --share-ranks 2"),
-        ("--resume-step 3", "add --resume"),
+        ("--resume-step 3", "--resume-step 3 needs --resume"),
         ("--loss.kl 0.1", r"--loss.kl is 0.1: .*\(--model.posterior\)"),
         ("--loss.no-adaptive", "--loss.no-adaptive: there is no discriminator"),
         ("--data.scores 1.2 --data.table x", "--data.scores is 1.2"),
@@ -377,7 +377,8 @@ def test_options_that_cannot_be_end_early_in_one_line(
 ) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(["train-autoencoder", "--out", str(tmp_path / "x"), "--steps", "10", *options.split()])
-    assert stopped.value.code == 2
+    # A module that is missing is no mistake of the arguments alone.
+    assert stopped.value.code == (1 if "nowhere" in options else 2)
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert line.startswith("gulliver: ")
     assert re.search(message, line), line
@@ -390,5 +391,5 @@ def test_nothing_held_out_and_other_ranks_are_refused(films: Path, tmp_path: Pat
         make_sources(table, data, 0)
     config = small(tmp_path, share_ranks=2)
     sources = make_sources(make_dataset(config.data, 9), config.data, 0)
-    with pytest.raises(GulliverError, match="must be a multiple"):
+    with pytest.raises(GulliverError, match="--share-ranks 2 "):
         AutoencoderTrainer(config, tiny(config), sources, World(0, 1, 0, torch.device("cpu")))

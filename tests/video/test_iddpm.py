@@ -196,5 +196,5 @@ def test_what_the_process_cannot_do_is_refused() -> None:
         IDDPM().sample(model, noise, y, cfg_scale=Guidance(image=3.0))
     with pytest.raises(GulliverError, match="edit ratios need a rectified flow model"):
         IDDPM().sample(model, noise, y, given=noise, mask=torch.full((2, 3), 0.5))
-    with pytest.raises(GulliverError, match=r"4 channels for latents of 4: .* pred_sigma=True"):
+    with pytest.raises(GulliverError, match=r"4 channels for latents of 4; .* pred_sigma=True"):
         IDDPM().sample(lambda x, t, **_: x, noise, y, steps=2)

@@ -345,7 +345,7 @@ def test_public_weights_train_on_kept_latents_and_texts_of_every_bucket(
     assert not (kept.out / "texts").exists()
     save_t5(tmp_path / "other", 16, seed=1)
     other = ModelConfig(weights=tmp_path / "weights", text_encoder=tmp_path / "other")
-    with pytest.raises(GulliverError, match=r"text_encoder is .*other in this run, .*t5 of "):
+    with pytest.raises(GulliverError, match=r"text_encoder is .*other in this run, .*t5 "):
         train(replace(kept, out=tmp_path / "no", model=other))
 
 
@@ -354,7 +354,7 @@ def test_public_weights_train_on_kept_latents_and_texts_of_every_bucket(
     [
         (
             {"frame_interval": 2, "windows": 2},
-            "frame_interval is 2 in this run, 1 .*; windows",
+            "frame_interval is 2 in this run, but 1 .*; windows",
         ),
         ({"scores": "1.2"}, "scores is 1.2 in this run"),
         (
@@ -377,7 +377,9 @@ def test_latents_of_another_autoencoder_or_of_another_file_are_refused(
 ) -> None:
     config = small(parts, tmp_path / "run", encoded=kept)
     other = replace(config, autoencoder=AutoencoderConfig(path=parts / "vae4.safetensors"))
-    with pytest.raises(GulliverError, match=r"autoencoder is VideoAuto.* in this run, VideoAuto"):
+    with pytest.raises(
+        GulliverError, match=r"autoencoder is VideoAuto.* in this run, but VideoAuto"
+    ):
         train(other)
     assert not config.out.exists()
     for path in (p for p in parts.iterdir() if p.suffix in (".mp4", ".csv")):

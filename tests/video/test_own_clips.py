@@ -132,7 +132,7 @@ def test_samples_that_cannot_be_are_refused_before_training(
     references = tmp_path / "references.txt"
     references.write_text('a ball {"reference_path": "a.png"}\n')
     for samples, message in (
-        (SamplesConfig(every=1, shape="5x16x17"), "--samples.shape 5x16x17 is not one"),
+        (SamplesConfig(every=1, shape="5x16x17"), "--samples.shape 5x16x17 "),
         (SamplesConfig(every=1, prompts=tmp_path / "none.txt"), "does not exist"),
         (SamplesConfig(every=1, prompts=long), "9 words"),
         (SamplesConfig(every=1, prompts=references), "uses references"),

@@ -186,11 +186,11 @@ def test_starts_that_cannot_be_are_refused_before_anything_is_loaded(
     alone = ModelConfig(weights=parts / "STDiT3")
     refused("needs the matching --autoencoder.path and --model.text-encoder", model=alone)
     refused("looks like a T5 text", model=ModelConfig(weights=parts / "t5", text_encoder=parts))
-    refused("share an STDiT3 alone, not an STDiT2", kind="STDiT2", sp_size=2)
+    refused("--sp-size .*STDiT3, not an STDiT2", kind="STDiT2", sp_size=2)
     save_t5(tmp_path / "wide", 24)
     wide = ModelConfig(weights=parts / "STDiT3", text_encoder=tmp_path / "wide")
     refused("wide has width 24, but the model .* needs 16", model=wide)
     save_autoencoder(tmp_path / "four.safetensors", VideoAutoencoder(latent_channels=4, width=8))
     other = AutoencoderConfig(path=tmp_path / "four.safetensors")
-    with pytest.raises(GulliverError, match=r"latents have 4 channels, this STDiT3 .* reads 8"):
+    with pytest.raises(GulliverError, match=r"latents have 4 channels, but this STDiT3 .* needs 8"):
         train(config_of(parts, tmp_path / "run", autoencoder=other))

@@ -84,7 +84,7 @@ def test_a_table_without_the_scores_of_a_style_is_refused(
     lines = [f"path,text,num_frames,height,width,fps,{header}", f"a.gif,a cat,1,32,32,8,{cells}"]
     table.write_text("\n".join(lines))
     for source, values in ((table, "path, text, num_frames"), (tmp_path, r"path, text\)$")):
-        with pytest.raises(GulliverError, match=f"columns {reads}: .* values: {values}"):
+        with pytest.raises(GulliverError, match=f"columns {reads}, .* values: {values}"):
             ClipTable(source, buckets, scores=style)
     table.write_text("\n".join(map(",".join, zip(lines, extra, strict=True))))
     assert ClipTable(table, buckets, scores=style).rows[0].text != "a cat"

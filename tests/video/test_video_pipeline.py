@@ -366,7 +366,7 @@ def test_parts_that_do_not_belong_together_are_refused_by_name(
         lambda: load(folders / "1.2", vae, tmp_path / "wide"),
     )
     refused(
-        r"latents have 4 channels, this STDiT3 of Open-Sora 1\.2 reads 8",
+        r"latents have 4 channels, but this STDiT3 of Open-Sora 1\.2 needs 8",
         lambda: load(folders / "1.2", tmp_path / "four.safetensors", t5),
     )
     save_huggingface(STDiT2(**{**SMALL, "in_channels": 4}), tmp_path / "published")

@@ -297,29 +297,29 @@ def test_a_truncated_checkpoint_is_passed_over(tmp_path: Path, autoencoder: Path
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "code", "message"),
     [
-        (["trian"], "unknown command 'trian': did you mean 'train'?"),
-        (["train", "--model.size", "tinny"], "unknown model size 'tinny': did you mean 'tiny'?"),
-        (["train", "--data.shapes", "13by32"], "'13by32' is not frames x height x width"),
-        (["train", "--data.table", "x", "--data.shapes", "4x32x32"], "such as 5x32x32"),
-        (["train", "--data.held-out", "12:9"], "is not digit:direction"),
-        (["train", "--autoencoder.path", "no.safetensors"], "no.safetensors does not exist"),
-        (["generate", "--run", "nowhere", "--prompt", "x"], "has no training run"),
-        (["generate", "--prompt", "x", "--out", "a.avi"], "cannot write 'a.avi'"),
-        (["generate"], "nothing to show"),
+        (["trian"], 2, "'train'"),
+        (["train", "--model.size", "tinny"], 2, "'tinny': did you mean 'tiny'?"),
+        (["train", "--data.shapes", "13by32"], 2, "'13by32'"),
+        (["train", "--data.table", "x", "--data.shapes", "4x32x32"], 1, "such as 5x32x32"),
+        (["train", "--data.held-out", "12:9"], 1, "is not digit:direction"),
+        (["train", "--autoencoder.path", "no.safetensors"], 1, "no.safetensors does not exist"),
+        (["generate", "--run", "nowhere", "--prompt", "x"], 1, "nowhere has no training run"),
+        (["generate", "--prompt", "x", "--out", "a.avi"], 2, "'a.avi'"),
+        (["generate"], 2, "nothing to show"),
     ],
 )
 def test_mistakes_end_in_one_clear_line(
-    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str], code: int, message: str, tmp_path: Path,
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     from gulliver.cli.dispatch import main
 
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as stop:
         main(arguments)
-    assert stop.value.code == 2
+    assert stop.value.code == code
     lines = capsys.readouterr().err.strip().splitlines()
     assert len(lines) == 1
     assert message in lines[0]
@@ -333,7 +333,7 @@ TABLE = DataConfig(table=Path("x.csv"))
     ("changes", "message"),
     [
         ({"pp_size": 7}, "--pp-size 7 exceeds the 6 blocks of model 'tiny'"),
-        ({"tp_size": 8}, "model 'tiny' has 4 heads"),
+        ({"tp_size": 8}, "--tp-size 8 .*4 heads of model 'tiny'"),
         ({"sp_size": 2, "plugin": "ddp"}, "--plugin ddp keeps the whole model"),
         ({"sequence_parallelism_mode": "ring_attn"}, "needs --sp-size 2"),
         ({"resume_step": 7}, "--resume-step 7 needs --resume"),
@@ -405,7 +405,7 @@ def test_training_on_a_table_counts_what_it_cannot_use(
     assert len(Run(config.out).log.read()) == 3
     for shape in ("8x32x32", "9x36x32"):
         odd = replace(config, out=tmp_path / "odd", data=replace(data, shapes=(shape,)))
-        with pytest.raises(GulliverError, match=rf"{shape}: frames must be 4 k \+ 1"):
+        with pytest.raises(GulliverError, match=rf"--data\.shapes {shape} .*4 k \+ 1"):
             train(odd)
     long = [{"path": "a.mp4", "text": "one two three four five six seven eight nine"}]
     wordy = replace(

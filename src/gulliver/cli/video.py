@@ -61,7 +61,7 @@ def train_command(config: TrainConfig, arguments: list[str]) -> int:
     else:
         code = ended(replace(train(config), result=config.out))
     if code == 0 and not under_launcher():
-        after_train(config)
+        after_train(with_encoded(config))
     return code
 
 

@@ -253,7 +253,7 @@ class Trainer(TrainingLoop):
         if broken and self.world.is_main:
             console().print(listing(broken))
         if misdescribed and self.world.is_main:
-            console().print(listing(misdescribed, "used although the table describes other sizes"))
+            console().print(listing(misdescribed, "used despite a mismatch with the table"))
 
     def _refuse_lost_data(self, problem: str) -> None:
         """Stops a run with too many lost clips, after saving its state. A collective call."""
