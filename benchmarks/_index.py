@@ -17,17 +17,17 @@ from benchmarks._harness import RESULTS, Bar, markdown_table
 
 HEAD = """# Benchmarks: how fast is it, compared with what?
 
-Every figure was measured next to a peer, on the same work, in the same run, taking turns. **All of
-them are from CPUs** (gloo between ranks); nothing has been measured on a GPU yet. A ratio above 1
-means that Gulliver is faster. The bar was set before the run; missed bars are shown as such.
+Every figure was measured alternately with a peer, on the same work in the same run. **All of them
+are from CPUs** (gloo between ranks); nothing has been measured on a GPU yet. A ratio above 1
+means that Gulliver is faster. Bars were set before the run; missed bars are shown as such.
 
 ![Speed relative to the peer, one bar per claim](assets/benchmarks.png)
 
 """
 TAIL = """
-`python -m benchmarks.NAME` runs one of them, `make bench` all, which takes hours and a quiet
-machine; parts that shape network links need root. The result files, named in the last column and
-kept in `benchmarks/results`, have every table, the versions, the command and the data as JSON.
+`python -m benchmarks.NAME` runs one of them. `make bench` runs all; it takes hours and a quiet
+machine. Those that shape network links need root. The result files named in the last column, in
+`benchmarks/results`, contain all tables, the versions, the command and the data as JSON.
 """
 
 
