@@ -53,8 +53,7 @@ def gather_state(shards: ShardedState, keep: bool) -> State:
 def stream_state(
     shards: ShardedState, chunks: Sequence[ShardedChunk]
 ) -> tuple[State, Iterator[tuple[str, str, Tensor]]]:
-    """Yields the full state of a sharded optimizer tensor by tensor (collective; all ranks
-    iterate).
+    """Streams the full optimizer state tensor by tensor (collective; all ranks iterate).
 
     Args:
         shards: sharded state.

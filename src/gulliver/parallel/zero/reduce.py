@@ -235,8 +235,7 @@ class GradientReducer:
     def vote_and_flush(
         self, extra: Sequence[int] = (), check: Callable[[list[int]], None] | None = None
     ) -> set[str]:
-        """Votes on which parameters have a gradient on any rank, and reduces all gradients
-        (collective).
+        """Votes on which parameters have a gradient on any rank, and reduces all gradients.
 
         All ranks call it, regardless of how backward was called.
 
