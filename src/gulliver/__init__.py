@@ -2,8 +2,8 @@
 
     from gulliver import Booster, LowLevelZeroPlugin
 
-The names in `__all__` are imported from their packages when they are first asked for (PEP 562), and
-so are the packages: ``import gulliver`` costs no time and imports no torch.
+The names in `__all__`, and their packages, are imported on first use (PEP 562): ``import gulliver``
+costs no time and does not import torch.
 """
 
 from importlib import import_module

@@ -37,21 +37,21 @@ reduce_scatter_flat: Callable[..., Any] = getattr(
 
 
 def fake_store() -> dist.Store:
-    """Makes a store for the process group "fake"; the import registers that backend."""
+    """Creates a store for the process group "fake"; the import registers that backend."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     return FakeStore()
 
 
 def local_tensor_mode(size: int) -> AbstractContextManager[Any]:
-    """Makes a mode in which one program computes the values of `size` ranks."""
+    """Creates a mode in which one program computes the values of `size` ranks."""
     from torch.distributed._local_tensor import LocalTensorMode
 
     return LocalTensorMode(size)
 
 
 def map_ranks(make: Callable[[int], Tensor]) -> Tensor:
-    """Makes, inside `local_tensor_mode`, the tensor with the value ``make(rank)`` on each rank."""
+    """Creates a tensor with the value ``make(rank)`` on each rank, inside `local_tensor_mode`."""
     from torch.distributed._local_tensor import rank_map
 
     return rank_map(make)
@@ -59,10 +59,10 @@ def map_ranks(make: Callable[[int], Tensor]) -> Tensor:
 
 @contextmanager
 def threaded_groups() -> Iterator[Callable[[BaseException], None]]:
-    """Lets ranks be threads of this process, with the process group "threaded".
+    """Runs ranks as threads of this process, with the process group "threaded".
 
     Yields:
-        A function that a failed rank calls with its error, so that the others stop waiting for it.
+        A function that a failed rank calls with its error, so that the others stop waiting.
     """
     from torch._C._distributed_c10d import (
         _set_thread_isolation_mode,  # pyright: ignore[reportAttributeAccessIssue]
@@ -82,13 +82,13 @@ def threaded_groups() -> Iterator[Callable[[BaseException], None]]:
 def scaled_matmul(
     a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype, fast: bool
 ) -> Tensor:
-    """Multiplies matrices of FP8 by the units for it; on a CPU torch computes the same in float32.
+    """Multiplies FP8 matrices on FP8 units; on a CPU torch computes the same in float32.
 
     Args:
-        a: matrix ``[m, k]``, row by row.
-        b: matrix ``[k, n]``, column by column.
-        a_scale: factor that decodes `a`, float32: one number, or ``[m, 1]``.
-        b_scale: factor that decodes `b`: one number, or ``[1, n]``.
+        a: matrix ``[m, k]``, row-major.
+        b: matrix ``[k, n]``, column-major.
+        a_scale: dequantization scale of `a`, float32: one number, or ``[m, 1]``.
+        b_scale: dequantization scale of `b`: one number, or ``[1, n]``.
         dtype: dtype of the result.
         fast: whether partial sums may be less precise than float32.
     """
@@ -98,7 +98,7 @@ def scaled_matmul(
 
 
 def storage_users(tensor: Tensor) -> int:
-    """Counts the tensors that share the storage of `tensor`, itself included."""
+    """Counts the tensors that share the storage of `tensor`, including itself."""
     storage = tensor.untyped_storage()
     return torch._C._storage_Use_Count(storage._cdata) - 1
 
@@ -110,7 +110,7 @@ without_torch_functions: Callable[[], AbstractContextManager[Any]] = (
 
 
 def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
-    """Steps an optimizer without its step hooks, which are for a step as a whole."""
+    """Steps an optimizer without its step hooks, which belong to a full step."""
     step = type(optimizer).step
     if getattr(step, "hooked", False):
         step = step.__wrapped__  # pyright: ignore[reportFunctionMemberAccess]
@@ -119,7 +119,7 @@ def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
 
 @contextmanager
 def step_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Runs the hooks of a step around what is done inside, once; schedulers see that it stepped."""
+    """Runs an optimizer's step hooks once around the block; schedulers see one step."""
     import torch.optim.optimizer as module
 
     for hook in (
@@ -137,34 +137,34 @@ def step_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def at_end_of_backward(function: Callable[[], None]) -> None:
-    """Calls `function` when the backward that is under way ends."""
+    """Calls `function` at the end of the running backward."""
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
 def backward_number() -> int:
-    """Number of the backward that runs in this thread; -1 outside of one."""
+    """Id of the backward running in this thread; -1 outside of one."""
     return torch._C._current_graph_task_id()
 
 
 def compiled_call(module: torch.nn.Module) -> Callable[..., Any] | None:
-    """Returns what ``module.compile()`` has put in place of the module's call, or None."""
+    """Returns the call that ``module.compile()`` installed, or None."""
     return getattr(module, "_compiled_call_impl", None)
 
 
 def replace_compiled_call(module: torch.nn.Module, call: Callable[..., Any]) -> None:
-    """Puts another function in the place of `compiled_call`."""
+    """Replaces the `compiled_call` of a module."""
     module._compiled_call_impl = call
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
-    """Whether a module is the wrapper that ``torch.compile(module)`` returned."""
+    """Whether a module is a wrapper returned by ``torch.compile(module)``."""
     from torch._dynamo.eval_frame import OptimizedModule
 
     return isinstance(module, OptimizedModule)
 
 
 def hooks_of(thing: Any, forward: bool = True) -> list[Any]:
-    """The hooks of a module or of a parameter, those of a module's forward if wished."""
+    """The hooks of a parameter or module, optionally including forward hooks."""
     kinds = ["_backward_hooks", "_backward_pre_hooks", "_post_accumulate_grad_hooks"]
     kinds += ["_forward_hooks", "_forward_pre_hooks"] if forward else []
     return [hook for kind in kinds for hook in (getattr(thing, kind, None) or {}).values()]
@@ -172,9 +172,9 @@ def hooks_of(thing: Any, forward: bool = True) -> list[Any]:
 
 @contextmanager
 def fake_mode() -> Iterator[Any]:
-    """A mode in which tensors have shapes and storages but no memory.
+    """Creates a mode in which tensors have shapes and storages but no memory.
 
-    An operation that has no shapes raises; torch would log its traceback besides.
+    An operation without shape inference raises; torch's log of its traceback is suppressed.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -189,7 +189,7 @@ def fake_mode() -> Iterator[Any]:
 
 @contextmanager
 def without_modes() -> Iterator[None]:
-    """Computes with real tensors, whatever modes see operations outside."""
+    """Computes with real tensors, regardless of active dispatch modes."""
     from torch.utils._python_dispatch import _disable_current_modes
 
     with _disable_current_modes():
@@ -197,14 +197,14 @@ def without_modes() -> Iterator[None]:
 
 
 def fake_kind() -> type[Tensor]:
-    """Class of the tensors that are made under `fake_mode`."""
+    """Class of the tensors created under `fake_mode`."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     return FakeTensor
 
 
 def needs_data(error: BaseException) -> bool:
-    """Whether an error says that fake tensors have no data, or an operation no rule for shapes."""
+    """Whether an error means that fake tensors lack data, or an operation lacks a shape rule."""
     from torch._subclasses import fake_tensor
 
     kinds = (
@@ -228,11 +228,11 @@ FORWARD_HOOKS = (
 
 @contextmanager
 def private_tables(module: torch.nn.Module, hooks: bool) -> Iterator[None]:
-    """Puts the attributes of a module back as they were: tensors, modules, hooks, all others.
+    """Restores all attributes of a module afterwards: tensors, modules, hooks and others.
 
     Args:
         module: module that may be changed inside.
-        hooks: whether its hooks are in force inside.
+        hooks: whether its hooks are active inside.
     """
     attributes = vars(module)
     before = dict(attributes)
@@ -251,7 +251,7 @@ def private_tables(module: torch.nn.Module, hooks: bool) -> Iterator[None]:
 
 
 def replace_tensors(module: torch.nn.Module, replace: Callable[[Tensor], Tensor]) -> None:
-    """Replaces a module's own parameters and buffers, past all checks."""
+    """Replaces a module's own parameters and buffers, bypassing all checks."""
     for table in (module._parameters, module._buffers):
         for name, tensor in table.items():
             if tensor is not None:
@@ -262,7 +262,7 @@ def replace_tensors(module: torch.nn.Module, replace: Callable[[Tensor], Tensor]
 
 
 def share_forward_hooks(old: torch.nn.Module, new: torch.nn.Module) -> None:
-    """Gives a module the forward hooks of the one it replaces; their handles remove them still."""
+    """Gives a module the forward hooks of the one it replaces; their handles still remove them."""
     for kind in FORWARD_HOOKS:
         setattr(new, kind, getattr(old, kind))
 
@@ -273,12 +273,12 @@ def outputs_hooks(module: torch.nn.Module) -> dict[int, Any]:
 
 
 def is_batch_norm(module: torch.nn.Module) -> bool:
-    """Whether a module takes mean and variance over samples."""
+    """Whether a module computes mean and variance over samples."""
     return isinstance(module, torch.nn.modules.batchnorm._BatchNorm)
 
 
 def order_outputs_hooks(module: torch.nn.Module, last: list[int]) -> None:
-    """Lets some hooks on a module's output run after all others, in their order."""
+    """Moves some hooks on a module's output behind all others, in their order."""
     hooks = module._forward_hooks
     for key in last:
         if key in hooks:
@@ -286,7 +286,7 @@ def order_outputs_hooks(module: torch.nn.Module, last: list[int]) -> None:
 
 
 def saving_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
-    """The pair of `torch.autograd.graph.saved_tensors_hooks` that is in force, or None."""
+    """The active pair of `torch.autograd.graph.saved_tensors_hooks`, or None."""
     autograd = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
     return autograd._top_saved_tensors_default_hooks(False)
 
@@ -320,38 +320,38 @@ def outside_transforms() -> Iterator[None]:
 
 
 def can_hook_saving() -> bool:
-    """Whether hooks on what autograd saves may be set: transforms of `torch.func` forbid them."""
+    """Whether saved-tensor hooks may be set: transforms of `torch.func` forbid them."""
     autograd = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
     return autograd._saved_tensors_hooks_is_enabled()
 
 
 def saving_is_hooked() -> bool:
-    """Whether `torch.autograd.graph.saved_tensors_hooks` of somebody are in force."""
+    """Whether any `torch.autograd.graph.saved_tensors_hooks` are active."""
     return saving_hooks() is not None
 
 
 def newest_node() -> int:
-    """Number of the node of autograd's graph that was made last in this thread.
+    """Sequence number of the autograd node created last in this thread.
 
-    A node is made before the operation runs that it is for, so that one which sees operations below
-    autograd knows the node by its number.
+    A node is created before its operation runs, so code that intercepts operations below autograd
+    can identify the node by this number.
     """
     return torch.autograd._get_sequence_nr() - 1  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def running_node() -> int:
-    """Number of the node whose backward runs in this thread; -1 outside of one."""
+    """Sequence number of the node whose backward runs in this thread; -1 outside of one."""
     node = torch._C._current_autograd_node()
     # What accumulates gradients has the highest number there is, and stands for no operation.
     return -1 if node is None or (number := node._sequence_nr()) >= 1 << 63 else number
 
 
 class Recomputed:
-    """Stands for a tensor that non-reentrant checkpointing has computed again.
+    """Reference to a tensor that non-reentrant checkpointing has recomputed.
 
     Args:
         value: tensor.
-        find: called to have it back.
+        find: returns the tensor again.
     """
 
     requires_grad = False
@@ -361,20 +361,19 @@ class Recomputed:
         self.find = find
 
     def detach(self) -> Recomputed:
-        """Returns itself: it refers to no graph."""
+        """Returns itself, because it refers to no graph."""
         return self
 
 
 @cache
 def replace_recomputed(refer: Callable[[Tensor], Recomputed | None]) -> None:
-    """Lets non-reentrant checkpointing keep what stands for parameters, once for all.
+    """Makes non-reentrant checkpointing keep references to parameters; installed once.
 
-    It keeps a frozen parameter as the very object that it is. Its data are another's once its
-    memory is given back, which a backward that comes later would read; a detached tensor goes on
-    looking at the memory that it was made of.
+    It keeps a frozen parameter object itself. Once the parameter's memory is freed and reused, a
+    later backward would read other data; a detached tensor keeps pointing at the old memory.
 
     Args:
-        refer: returns what stands for a tensor; None where it is to be kept, detached.
+        refer: returns the reference to a tensor; None to keep the tensor, detached.
     """
 
     def pack(x: Any) -> Any:
@@ -400,7 +399,7 @@ def replace_recomputed(refer: Callable[[Tensor], Recomputed | None]) -> None:
 
 
 def is_gloo(group: dist.ProcessGroup | None, device: torch.device) -> bool:
-    """Whether a group moves tensors of a device over gloo."""
+    """Whether a group communicates tensors of a device over gloo."""
     found = group or dist.group.WORLD
     if found is None or dist.get_backend(found) == "threaded":
         return False
@@ -408,9 +407,9 @@ def is_gloo(group: dist.ProcessGroup | None, device: torch.device) -> bool:
 
 
 def graph_redistribution() -> AbstractContextManager[Any]:
-    """Makes a context in which DTensor searches the least-cost way between two layouts.
+    """Context in which DTensor searches the cheapest conversion between two layouts.
 
-    Torch before 2.12 may have no such search; there it goes the way that it always does.
+    Torch before 2.12 may lack this search, and then uses its usual conversion.
     """
     from torch.distributed.tensor import _redistribute
 
@@ -419,7 +418,7 @@ def graph_redistribution() -> AbstractContextManager[Any]:
 
 
 def clear_redistributions() -> None:
-    """Forgets the ways between layouts that DTensor keeps, so that another search is asked."""
+    """Clears DTensor's cached conversions between layouts, so that it searches again."""
     from torch.distributed.tensor import _redistribute
 
     clear = getattr(getattr(_redistribute, "_gen_transform_infos", None), "cache_clear", None)
@@ -429,12 +428,12 @@ def clear_redistributions() -> None:
 
 @contextmanager
 def meta_devices(count: int) -> Iterator[None]:
-    """Lets a mesh on meta have devices, so that DTensor prices it as it does a mesh of GPUs.
+    """Gives a mesh on meta devices, so that DTensor estimates costs as for a mesh of GPUs.
 
-    On the CPU it would gather where GPUs exchange.
+    For the CPU it would choose gathers instead of all-to-alls.
 
     Args:
-        count: devices of a node.
+        count: devices per node.
     """
     torch.meta = SimpleNamespace(device_count=lambda: count)  # type: ignore[attr-defined]
     try:

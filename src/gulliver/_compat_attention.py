@@ -1,8 +1,8 @@
-"""Torch's private attention kernels and its ring, as `_compat.py` keeps the other private symbols.
+"""Torch's private attention kernels and its ring; see `_compat.py`.
 
-Kernels that return the log-sum-exp of each row's logits, which torch's public attention does not,
-and their backwards, which take the output and log-sum-exp of more keys than they see. All take q, k
-and v as [B, H, S, D] and return log-sum-exps as [B, H, S].
+These kernels return the log-sum-exp of each row's logits, unlike torch's public attention; their
+backwards accept an output and log-sum-exp over more keys than they are given. All take q, k and v
+as [B, H, S, D] and return log-sum-exps as [B, H, S].
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 def attention_op(name: str) -> Callable[..., Any] | None:
-    """Looks up a private attention operator of torch; None where there is none."""
+    """Looks up a private attention operator of torch; None if it does not exist."""
     packet = getattr(torch.ops.aten, name, None)
     return None if packet is None else packet.default
 
@@ -23,7 +23,7 @@ def attention_op(name: str) -> Callable[..., Any] | None:
 def cpu_flash_forward(
     q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, bias: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp; a row that the bias masks fully gives zeros and a finite number."""
+    """Output and log-sum-exp; a fully masked row gives zeros and a finite number."""
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
         q, k, v, 0.0, causal, attn_mask=bias, scale=scale
     )
@@ -80,7 +80,7 @@ def cuda_flash_backward(
 def cuda_efficient_forward(
     q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, bias: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp of CUDA's memory-efficient attention; q and k have as many heads."""
+    """Output and log-sum-exp of CUDA's memory-efficient attention; q and k have equal heads."""
     out, lse, _, _ = torch.ops.aten._scaled_dot_product_efficient_attention.default(
         q, k, v, bias, True, 0.0, causal, scale=scale
     )
@@ -113,12 +113,12 @@ def cuda_efficient_backward(
 
 
 def context_parallel_ring(rotate: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Torch's own ring attention, forward and backward, of any attention op.
+    """Torch's own ring attention, forward and backward, for any attention op.
 
-    Its public entrance knows the ops of CUDA only.
+    The public function only supports CUDA ops.
 
     Args:
-        rotate: method that passes keys and values on, "allgather" or "alltoall".
+        rotate: method that rotates keys and values, "allgather" or "alltoall".
     """
     from torch.distributed.tensor.experimental._context_parallel import _attention
 

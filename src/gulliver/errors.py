@@ -1,4 +1,4 @@
-"""The one error that users see, and how it says what was meant or is missing."""
+"""The errors that users see, and helpers for their messages."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ SHOWN = 32
 
 
 class GulliverError(ValueError):
-    """A user's mistake: one line says what is wrong and what would be right."""
+    """A user's mistake: one line says what is wrong and how to fix it."""
 
 
 class UsageError(GulliverError):
-    """A mistake in the arguments of a command, which then exits with 2."""
+    """A mistake in the arguments of a command, which exits with 2."""
 
 
 class MissingExtraError(GulliverError):
-    """A package that an extra of the installation has is not there."""
+    """A package of an optional extra is not installed."""
 
 
 @contextmanager
 def usage_errors() -> Iterator[None]:
-    """Makes errors of the block usage errors: it checks arguments, and computes nothing."""
+    """Converts errors of the block to usage errors; the block only checks arguments."""
     try:
         yield
     except MissingExtraError:
@@ -36,10 +36,10 @@ def usage_errors() -> Iterator[None]:
 
 
 def missing_extra(what: str, extra: str) -> MissingExtraError:
-    """Makes the error of a package that an extra of the installation has.
+    """Creates the error for a missing package of an optional extra.
 
     Args:
-        what: what needs which package.
+        what: the feature and the package it needs.
         extra: name of the extra in pyproject.toml.
     """
     return MissingExtraError(
@@ -48,11 +48,11 @@ def missing_extra(what: str, extra: str) -> MissingExtraError:
 
 
 def nearest(name: str, choices: Iterable[str]) -> str:
-    """Ends an error message: the choice most like `name`, or the list of choices.
+    """Completes an error message with the most similar choice, or with all choices.
 
     Args:
-        name: what the user wrote.
-        choices: what would have been accepted.
+        name: the user's input.
+        choices: valid values.
 
     Returns:
         A phrase such as ``did you mean 'tiny'?`` or ``choose from 'a', 'b'``.
@@ -68,14 +68,14 @@ def nearest(name: str, choices: Iterable[str]) -> str:
 def first_difference(
     every: Sequence[Mapping[str, str]],
 ) -> tuple[int, str, str | None, str | None] | None:
-    """Finds where something that all ranks should have alike differs from the first rank's.
+    """Finds the first value that should be equal on all ranks but differs from the first rank's.
 
     Args:
-        every: values by name, of each rank.
+        every: each rank's values by name.
 
     Returns:
-        The rank, the name, the first rank's value and that rank's, None where it has none; None
-        where all are alike.
+        The rank, the name, the first rank's value and that rank's (None if missing); None if all
+        are equal.
     """
     first = every[0]
     for rank, other in enumerate(every):
@@ -86,11 +86,11 @@ def first_difference(
 
 
 def once_differentiable(what: str, linear: bool = False) -> Callable[[Any], Any]:
-    """Declines to record a backward that cannot be differentiated; torch's lets saved tensors pass.
+    """Rejects differentiating a backward again; torch's decorator lets saved tensors pass.
 
     Args:
-        what: what it is the backward of, in terms of the user's options.
-        linear: whether the backward reads nothing but the incoming gradient.
+        what: the operation, in terms of the user's options.
+        linear: whether the backward only reads the incoming gradient.
     """
 
     def decorate(backward: Any) -> Any:

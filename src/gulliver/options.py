@@ -1,11 +1,11 @@
-"""Numbers and sizes that users give, the ranges that they must be in, and options in files.
+"""Numbers and sizes in user options, their valid ranges, and options in files.
 
 A field of an `Options` dataclass declares its type, its choices (``Literal["a", "b"]``) and its
-range (``Annotated[int, AT_LEAST_1]``), and `checked` applies them wherever a value comes from: the
-dataclass when a program makes one, `check_options` for a command line, `from_plain` for a file.
+range (``Annotated[int, AT_LEAST_1]``), and `checked` applies them to values from any source: the
+dataclass when constructed in Python, `check_options` for a command line, `from_plain` for a file.
 Sizes in bytes may be text, ``6GiB``, ``500 MB`` or ``70%``: `byte_size` reads all of them.
-`resolved` turns options into plain JSON for a file and `from_plain` turns them back; `differences`
-tells what has changed since.
+`resolved` converts options to plain JSON for a file and `from_plain` converts them back;
+`differences` lists the changes since.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from gulliver.errors import GulliverError, nearest
 if not typing.TYPE_CHECKING:
 
     class _RenamingType(type):
-        """Type of options dataclasses: constructors take old names of fields too."""
+        """Metaclass of options dataclasses: constructors also accept old field names."""
 
         def __call__(cls, *args: Any, **fields: Any) -> Any:
             if fields.keys() - field_hints(cls).keys():
@@ -147,7 +147,7 @@ def _text_size(name: str, text: str, whole: int | None) -> tuple[int, str]:
 
 
 def size_text(count: float) -> str:
-    """Writes a number of bytes for people."""
+    """Formats a number of bytes for messages."""
     for unit in ("B", "KiB", "MiB"):
         if count < 1024:
             return f"{count:,.0f} {unit}" if unit == "B" else f"{count:,.1f} {unit}"
@@ -156,7 +156,7 @@ def size_text(count: float) -> str:
 
 
 def size_at_least(count: int) -> str:
-    """Writes a size that is enough for so many bytes, rounded up, as `byte_size` reads it."""
+    """Formats a number of bytes, rounded up, in a form that `byte_size` reads."""
     for unit in ("GiB", "MiB", "KiB"):
         if count >= UNITS[unit]:
             return f"{math.ceil(count * 100 / UNITS[unit]) / 100:.2f}{unit}"
@@ -176,12 +176,12 @@ _CHECKING: ContextVar[bool] = ContextVar("checking", default=True)
 
 
 class Options(metaclass=_RenamingType):
-    """Base of option dataclasses, which are checked against their annotations when they are made.
+    """Base of option dataclasses, which are checked against their annotations when constructed.
 
-    Values are converted as in a file: whole numbers to floats, text to paths, lists to tuples.
+    Values are converted as in a file: integers to floats, text to paths, lists to tuples.
 
     Raises:
-        GulliverError: naming the field, its value and what would be right.
+        GulliverError: names the field, its value and the valid values.
     """
 
     GROUPS: ClassVar[Mapping[str, str]] = {}
@@ -223,7 +223,7 @@ IN_GIBIBYTES = ("PlanData", "PlannerConfig")
 
 
 def renamed_fields(kind: type, hidden: Collection[str] = ()) -> dict[str, str]:
-    """Present name of each old name of a field; `hidden` fields do not take the place of one."""
+    """Maps old field names to current ones; `hidden` fields do not replace others."""
     known = field_hints(kind).keys()
     taken = known - set(hidden)
     new = {
@@ -233,7 +233,7 @@ def renamed_fields(kind: type, hidden: Collection[str] = ()) -> dict[str, str]:
 
 
 def with_new_names(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values by the present names of their fields; those of nested options too."""
+    """Replaces deprecated option names by the current ones, recursively."""
     renamed, known, made = renamed_fields(kind), field_hints(kind), {}
     # Those by old names last: `dataclasses.replace` adds the present value of the new one.
     for name, value in sorted(values.items(), key=lambda pair: pair[0] in renamed):
@@ -246,7 +246,7 @@ def with_new_names(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def renamed_value(kind: type, old: str, value: Any) -> Any:
-    """The value of an option that was given by a name; a number of GiB becomes a size."""
+    """Converts the value of an option given by its old name; a number of GiB becomes a size."""
     if old != "memory" or kind.__name__ not in IN_GIBIBYTES or value is None:
         return value
     try:
@@ -261,7 +261,7 @@ _SHORT = {name: short for short, name in DTYPES.items()} | {"none": "fp32"}
 
 
 def alternative_dtype(value: Any, choices: Collection[Any]) -> Any:
-    """The other spelling of a dtype where only that is a choice: bf16 and bfloat16."""
+    """The other spelling of a dtype if only that one is valid: bf16 and bfloat16."""
     if not isinstance(value, str) or value in choices:
         return value
     other = _SHORT.get(value, DTYPES.get(value))
@@ -278,7 +278,7 @@ def part_of(options: Any, kind: type[Chosen]) -> Chosen:
 
 @contextmanager
 def unchecked() -> Iterator[None]:
-    """Makes options that `check_options` checks later, when their place is known."""
+    """Creates options unchecked; `check_options` checks them later, when their paths are known."""
     token = _CHECKING.set(False)
     try:
         yield
@@ -294,7 +294,7 @@ def field_hints(kind: type) -> dict[str, Any]:
 
 
 def check_options(options: Any, prefix: str = "--") -> None:
-    """Checks each value against its annotation, in options and in those inside them."""
+    """Checks all values against their annotations, also in nested options."""
     for field, hint in field_hints(type(options)).items():
         value = getattr(options, field)
         name = prefix + (field.replace("_", "-") if prefix.startswith("--") else field)
@@ -315,7 +315,7 @@ def check_needs(options: Any, needs: Mapping[str, tuple[bool, str]]) -> None:
 
 
 def _as_given(path: str, value: Any) -> str:
-    """Writes an option as a command line has it, and the value of one that is no switch."""
+    """Formats an option as on a command line, with its value unless it is a switch."""
     group, dot, name = path.replace("_", "-").rpartition(".")
     if isinstance(value, bool):
         return f"--{group}{dot}{'' if value else 'no-'}{name}"
@@ -415,7 +415,7 @@ def _checked_items(value: Any, hints: tuple[Any, ...], name: str) -> tuple[Any, 
 
 
 def _checked_as_any(value: Any, hints: tuple[Any, ...], name: str) -> Any:
-    """Returns `value` as the first of several types that it is of."""
+    """Returns `value` as the first of several types that it matches."""
     if value is None and type(None) in hints:
         return None
     problem: GulliverError | None = None
@@ -452,7 +452,7 @@ def differences(
 
 
 def from_keywords(kind: type[_Kind], given: Mapping[str, Any], owner: Callable[..., Any]) -> _Kind:
-    """Makes an options dataclass of a constructor's keywords; rejects names that neither has."""
+    """Creates an options dataclass from a constructor's keywords; rejects names unknown to both."""
     known = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
     given = with_new_names(kind, given)
     for name in given:

@@ -1,8 +1,8 @@
 """Models that are larger than memory: built on meta and filled chunk by chunk.
 
-A parameter on meta becomes a stretched nan, which takes no memory, until its chunk is made; then it
-is filled from a folder, or by the modules' own ``reset_parameters``, in torch's order. At no time
-is more of the model in memory than the limit allows, and a chunk.
+A parameter on meta becomes an expanded nan, which takes no memory, until its chunk is created; then
+it is filled from a folder, or by the modules' own ``reset_parameters``, in torch's order. Memory
+never holds more of the model than the limit plus one chunk.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def apply_plan(
 ) -> tuple[nn.Module, BoostedOptimizer]:
     """Runs a resolved plan: changes the model in place and wraps its optimizer (collective).
 
-    A plan that cannot run raises on all ranks, with nothing changed.
+    A plan that cannot run raises on all ranks before anything is changed.
     """
     plan, optimizer = resolved.plan, resolved.optimizer
     tensor, stages = resolved.tensor, resolved.stages
@@ -256,7 +256,7 @@ def _is_streamed(plan: Plan) -> bool:
 
 
 def _check_second(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    """Rejects a second optimizer where the first one holds the whole model."""
+    """Rejects a second optimizer if the first one holds the whole model."""
     half = plan.precision.parameters
     if any(is_boosted(p) for p in model.parameters()) and (plan.stage == 3 or half == "fp16"):
         what = "stage 3 has sharded all of" if plan.stage == 3 else "fp16 has one loss scale for"
@@ -281,7 +281,7 @@ def _check_whole(resolved: ResolvedPlan) -> None:
 
 
 def _checked_here(plan: Plan, model: nn.Module) -> dict[str, torch.dtype]:
-    """Names whose values in a file this rank checks against the range of fp16."""
+    """Names of the parameters whose saved values this rank checks against the range of fp16."""
     if plan.precision.parameters != "fp16":
         return {}
     world, turned = current_world(), {t for _, t in converted(model, plan.precision.kept)}
@@ -333,7 +333,7 @@ def _span(tensor: Tensor) -> int:
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether an element of one is an element of the other: columns of one table share none."""
+    """Whether two tensors share an element; disjoint columns of one table share none."""
     if one.device != other.device:
         return False
     size = one.itemsize

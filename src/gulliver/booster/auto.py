@@ -1,4 +1,4 @@
-"""The plugin of a grid."""
+"""Creates the plugin that runs a grid, and boosts models with plans found by search."""
 
 from __future__ import annotations
 
@@ -163,22 +163,22 @@ def auto_engine(
     Args:
         model: whole model.
         optimizer: optimizer of its parameters.
-        cluster: machines; None for those here, as measured by ``gulliver probe`` or as described.
-        batch: example of the batch, as the model takes it: one sample is enough.
+        cluster: hardware; None for the local machines, as measured by ``gulliver probe`` or
+            described.
+        batch: example of the model's input; one sample is enough.
         samples: samples per step over all ranks.
         memory: bytes per rank; None for the device's memory.
         precision: ``fp32``, ``bf16`` or ``fp16``; None for bf16 on GPUs and fp32 elsewhere.
         verbose: print the choice, the alternatives and the reason.
-        operators: whether each operator is shared, kept and recomputed in its own way
-            (`find_operators`), instead of a grid; every rank then reads all samples of a step, and
-            the example is a batch of them.
-        host: page-locked host memory of a rank for what does not fit `memory`, as text or in bytes;
+        operators: plan sharding and recomputation per operator (`find_operators`) instead of a
+            grid; every rank then reads all samples of a step, and `batch` is a batch of them.
+        host: page-locked host memory per rank for state that exceeds `memory`, as text or in bytes;
             None for none.
         disk: folder and bytes for it, ``/scratch:100GiB``; None for none.
 
     Raises:
-        GulliverError: nothing fits the memory, with the least that would do; a cluster of another
-            number of ranks; or none of the grids found can be run, with the reasons.
+        GulliverError: no plan fits the memory (names the least that would); `cluster` has another
+            number of ranks; or none of the grids found can be run (gives the reasons).
     """
     world = init_world()
     cluster = raise_on_any_rank(
@@ -253,7 +253,7 @@ def _of_operators(
     precision: str | None,
     verbose: bool,
 ) -> AutoEngine:
-    """The best plan of operators along one axis, or along two if the cluster has several."""
+    """Boosts with the best plan of operators along one axis, or two if the cluster has several."""
     from gulliver.operators.plans import find_operators
 
     def search() -> Plan:
@@ -275,7 +275,7 @@ def _of_operators(
 
 
 def _parts(batch: Any, count: int) -> list[Any]:
-    """A batch in equal parts of its samples."""
+    """Splits a batch into equal parts."""
     if isinstance(batch, dict):
         cut = {key: _parts(value, count) for key, value in batch.items()}
         return [{key: values[n] for key, values in cut.items()} for n in range(count)]

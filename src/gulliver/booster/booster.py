@@ -75,20 +75,20 @@ def _difference(every: Sequence[Signature]) -> str:
 
 
 class Booster(CheckpointIO):
-    """Boosts models as a plugin plans.
+    """Boosts models according to a plugin's plan.
 
     Args:
-        plugin: strategy that makes the plan; None for torch's DDP.
+        plugin: strategy that creates the plan; None for torch's DDP.
         mixed_precision: ``bf16`` runs calls of the model under autocast, parameters and reductions
             stay in their own dtype; None leaves the model as it is.
         plan: plan to run instead of a plugin's: ``Plan.load("plan.yaml")``.
         verbose: print the plan when the model is boosted; plugins have this option themselves.
         gradient_noise: measure the gradient noise scale, for `noise_scale`; it costs a pass over
-            the gradients of each backward and a number that travels at each step.
+            the gradients of each backward and an all-reduce of one number per step.
 
     Raises:
-        GulliverError: a precision that is not supported; a plugin and a plan; `gradient_noise` with
-            a plugin whose ranks have no whole gradients of their own.
+        GulliverError: the precision is not supported; both a plugin and a plan are given;
+            `gradient_noise` is used with a plugin whose ranks have no full local gradients.
 
     Example:
         >>> booster = Booster(plugin=LowLevelZeroPlugin(stage=2))
@@ -127,7 +127,7 @@ class Booster(CheckpointIO):
 
     @property
     def plan(self) -> Plan:
-        """The plan that runs now, with tuned values, once a model is boosted."""
+        """The running plan, with tuned values, once a model is boosted."""
         return self._running().plan
 
     @property
@@ -138,7 +138,7 @@ class Booster(CheckpointIO):
     def compare(self) -> Comparison:
         """Compares measured with predicted seconds and bytes of this rank.
 
-        Seconds are those between the steps so far, bytes those at their peak; see
+        Seconds are medians over the steps so far, bytes are peaks; see
         `gulliver.plan.results.Comparison`.
         """
         return self._running().compare()
@@ -173,15 +173,14 @@ class Booster(CheckpointIO):
     ) -> tuple[nn.Module, BoostedOptimizer | None, Any, Any, Any]:
         """Turns a model and its optimizer into the planned run.
 
-        Every rank calls it with the same model; values of rank 0 are taken. Criterion, data loader
-        and scheduler are given back as they came, so that a call reads like others of its kind; the
-        scheduler continues steering the boosted optimizer. What is wrong is rejected on all ranks,
-        before anything is done.
+        Every rank calls it with the same model; rank 0's values are used. Criterion, data loader
+        and scheduler are returned unchanged; the scheduler keeps controlling the boosted optimizer.
+        Errors are raised on all ranks, before anything is changed.
 
         Args:
-            model: model to run; it may be boosted again, with an optimizer of other parameters.
+            model: model to run; it may be boosted again with an optimizer of other parameters.
             optimizer: optimizer of its parameters; None runs the model without training it.
-            criterion: returned as it is, like the next two.
+            criterion: returned unchanged, like the next two.
             dataloader: loader of the run.
             lr_scheduler: scheduler of the optimizer.
 
@@ -189,8 +188,8 @@ class Booster(CheckpointIO):
             model, optimizer, criterion, dataloader, lr_scheduler.
 
         Raises:
-            GulliverError: the optimizer cannot be run so; the model is on another device than this
-                rank; ranks have built different models.
+            GulliverError: the optimizer is not supported by the plan; the model is on another
+                device than this rank; ranks have built different models.
         """
         world = init_world()
         choices = raise_on_any_rank(lambda: self._check(model, optimizer, world))
@@ -255,7 +254,7 @@ class Booster(CheckpointIO):
 
         Args:
             names: ``tensorboard``, ``wandb`` or ``mlflow``.
-            folder: folder of the run; a run of this folder that a tracker knows is continued.
+            folder: folder of the run; if a tracker knows a run of this folder, it is continued.
             config: hyperparameters to show.
             step: last step before this call, when a run is resumed.
 
@@ -280,7 +279,7 @@ class Booster(CheckpointIO):
                 self._scalars(name, float(value), step)
 
     def close(self) -> None:
-        """Waits for checkpoints, frees the memory that saving has needed, and ends trackers."""
+        """Waits for checkpoints, frees the memory used for saving, and closes trackers."""
         try:
             super().close()
         finally:
@@ -291,9 +290,9 @@ class Booster(CheckpointIO):
         """The gradient noise scale estimated so far; None before the first step.
 
         McCandlish et al. 2018, "An empirical model of large-batch training". A batch of that many
-        samples makes half the progress of the same samples one at a time. Every rank has the same
-        numbers. Micro-batches should be of one size; of sizes that differ by one sample, as 16 over
-        3 ranks, the estimate is off by less than a hundredth.
+        samples makes half the progress of the same samples one at a time. All ranks get the same
+        numbers. Micro-batches should have one size; if sizes differ by one sample, as for 16 over 3
+        ranks, the estimate is off by less than 1%.
 
         Args:
             batch: samples of a step since the last call, over all ranks and micro-batches.
@@ -323,11 +322,11 @@ class Booster(CheckpointIO):
         """Undoes `boost`: the model has ordinary full parameters again.
 
         Must be called on all ranks. The parameters are new tensors; the optimizers can still be
-        saved, and no longer step. 16 bits stay 16 bits.
+        saved, but no longer step. 16-bit parameters stay 16-bit.
 
         Args:
             model: model that `boost` returned.
-            optimizers: optimizers that it was boosted with, where there are several.
+            optimizers: the optimizers it was boosted with, if there are several.
 
         Returns:
             The user's module, which may be boosted again.
@@ -351,29 +350,29 @@ class Booster(CheckpointIO):
     ) -> dict[str, Any]:
         """Forward and backward of the next batch through the stages of a pipeline.
 
-        Without a pipeline it calls the model, so that one loop serves both. Gradients are there
-        when it returns; `optimizer.step` follows. Every rank calls it, those of one model with the
+        Without a pipeline it calls the model, so that one loop serves both. Gradients are complete
+        when it returns; `optimizer.step` follows. Every rank calls it; ranks of one model pass the
         same batch.
 
         Args:
             data_iter: iterator over batches: dicts of the model's keyword arguments, or tuples.
             model: model that `boost` returned.
-            criterion: the loss of a micro-batch's outputs and that micro-batch; the batch's loss is
-                their mean, weighted by samples or as `weight` says. None takes the outputs' own
-                ``loss``, and then tokens count alike wherever they are.
-            optimizer: optimizer that `boost` returned; None, or a model in evaluation, runs forward
-                only.
-            return_loss: whether the loss is wanted.
-            return_outputs: whether the outputs are wanted; the last stage gets them.
-            weight: what a criterion is a mean over, where that differs between micro-batches:
-                ``samples``, ``labels`` that are not -100, ``shifted_labels`` (without the first of
-                each sample), or a function of a micro-batch that counts it.
+            criterion: computes the loss from a micro-batch's outputs and the micro-batch; the
+                batch's loss is their mean, weighted by samples or by `weight`. None uses the
+                outputs' own ``loss``, in which all tokens have equal weight.
+            optimizer: optimizer that `boost` returned; None, or a model in evaluation mode, runs
+                forward only.
+            return_loss: whether to return the loss.
+            return_outputs: whether to return the outputs, on the last stage.
+            weight: the items that a criterion averages over, if their number differs between
+                micro-batches: ``samples``, ``labels`` that are not -100, ``shifted_labels``
+                (without the first of each sample), or a function of a micro-batch that counts it.
 
         Returns:
             ``loss``: of the whole batch, on every stage, or None; ``outputs`` or None.
 
         Raises:
-            GulliverError: the batch cannot be cut; ranks of one model have different batches.
+            GulliverError: the batch cannot be split; ranks of one model have different batches.
             StopIteration: there is no further batch.
         """
         if model not in self._optimizers:

@@ -198,7 +198,7 @@ def boosted_state(
 def _trained(
     model: nn.Module, leaves: dict[str, Tensor | Part], frozen: bool
 ) -> dict[str, Tensor | Part]:
-    """Leaves of a model by name, without frozen parameters unless they are wanted."""
+    """Leaves of a model by name, optionally without frozen parameters."""
     if frozen:
         return leaves
     every = model.named_parameters(remove_duplicate=False)

@@ -1,7 +1,8 @@
-"""Files of optimizers without their models: a run whose only step has one entry.
+"""Saves and loads models, optimizers and runs; an optimizer alone is a run with one step and entry.
 
-Every rank writes what it has, in the format of whole steps. The entry also has the float32 copies
-of 16-bit parameters, which a whole step keeps as the model, and shapes and dtypes of parameters.
+Every rank writes its shards, in the format of full steps. The entry of an optimizer saved alone
+also has the float32 master weights, which a full step saves as the model, and parameter shapes and
+dtypes.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ def read_optimizer(optimizer: BoostedOptimizer, reader: StepReader) -> None:
 
 
 def _check_stepped(optimizer: BoostedOptimizer, content: Mapping[str, Any], folder: Path) -> None:
-    """Rejects state of parameters of other shapes or dtypes."""
+    """Rejects state of parameters with other shapes or dtypes."""
     theirs = content.get("parameters", {})
     for name, ours in stepped(optimizer).items():
         there = theirs.get(name, ours)
@@ -151,7 +152,7 @@ def _of_all(mine: dict[Any, Any]) -> dict[Any, Any]:
 def read_sharded(
     holder: BoostedOptimizer, model: nn.Module, path: Path, strict: bool, checked: bool = False
 ) -> list[str]:
-    """Fills a model from a file or a Hugging Face folder; each rank reads what it holds."""
+    """Fills a model from a file or a Hugging Face folder; each rank reads only its shards."""
     leaves, elsewhere = holder.checkpoint.load_leaves(model), names_of_all(model, holder)
     aliases = holder.checkpoint.canonical_names(model)
     narrow = {} if checked else narrow_dtypes(model)
@@ -203,8 +204,8 @@ class CheckpointIO:
     ) -> bool:
         """Saves a step as one checkpoint while training continues (collective).
 
-        Each rank writes its part of the state; nothing is gathered. It loads at any number of
-        ranks, stage and chunk size, and with any plugin.
+        Each rank writes its part of the state; nothing is gathered. It can be loaded with any
+        number of ranks, stage, chunk size and plugin.
 
         Args:
             folder: folder of the run's checkpoints.
@@ -215,10 +216,10 @@ class CheckpointIO:
             state: further state of the run, by entry: the average of the weights, the loader's
                 position, numbers; see `gulliver.checkpoint.AsyncCheckpointer.save`.
             use_async: False returns when the step is complete.
-            frozen: whether parameters that are not trained are saved, too; without them it loads
-                with ``frozen=False``, into a model that has them.
-            options: arguments of `gulliver.checkpoint.AsyncCheckpointer`, for this folder; the
-                first save fixes them.
+            frozen: whether frozen parameters are saved too; a checkpoint without them loads with
+                ``frozen=False``, into a model that has them.
+            options: arguments of `gulliver.checkpoint.AsyncCheckpointer` for this folder, taken
+                from the first save.
 
         Returns:
             Whether the save was started; False if another was in flight and ``when_busy="skip"``
@@ -264,23 +265,23 @@ class CheckpointIO:
 
         Args:
             folder: folder of the run's checkpoints, or of one step.
-            model: model to fill in place; what is None is not loaded.
+            model: model to fill in place; None loads no model, and likewise for the next ones.
             optimizer: optimizer to fill in place.
             lr_scheduler: scheduler to fill in place.
-            state: what else to load, by entry; see `gulliver.checkpoint.load`.
-            step: number of the step; None for the newest complete one: the one saved last,
-                whatever its number.
+            state: further entries to load; see `gulliver.checkpoint.load`.
+            step: number of the step; None for the complete one that was saved last, whatever its
+                number.
             strict: raise on mismatches before anything is changed; otherwise report them.
             prefix: prefix of the model's names in the checkpoint.
             random: also restore the random generators, if an optimizer is loaded and the checkpoint
                 has this rank's.
-            frozen: whether parameters that are not trained are loaded, too.
+            frozen: whether frozen parameters are loaded too.
 
         Returns:
             The step, the values of `state`, and the mismatches.
 
         Raises:
-            GulliverError: there is no such step; something does not match; a file is broken.
+            GulliverError: there is no such step; something does not match; a file is corrupt.
         """
         self._check_single(model)
         holder = optimizer if model is None else self._optimizers.get(model, optimizer)
@@ -309,7 +310,7 @@ class CheckpointIO:
 
     @property
     def saves(self) -> int:
-        """Number of checkpoints that were begun."""
+        """Number of checkpoints started so far."""
         return sum(checkpointer.saves for checkpointer in self._checkpointers.values())
 
     @property
@@ -369,7 +370,7 @@ class CheckpointIO:
         names: set[str] | None,
         use_async: bool,
     ) -> None:
-        """Writes files of a model from memory if a rank has all of it, else from its parts."""
+        """Writes a model's files from memory if a rank has all of it, otherwise from its shards."""
         if not use_async and not _is_spread(holder):
             state = _whole_state(holder, model)
             state = state if names is None else {name: state[name] for name in names}
@@ -383,17 +384,17 @@ class CheckpointIO:
             self._await_model()
 
     def save_model(self, model: nn.Module, path: Path | str, use_async: bool = False) -> None:
-        """Writes the model's state dict, whole and under its own names, as one safetensors file.
+        """Writes the model's full state dict, under its own names, as one safetensors file.
 
-        Must be called on all ranks; rank 0 writes, including its buffers. It loads at any world
-        size and with any safetensors reader.
+        Must be called on all ranks; rank 0 writes, including its buffers. It can be loaded at any
+        world size and with any safetensors reader.
 
         Args:
             model: boosted or not.
             path: path of the file.
             use_async: write a boosted model while training continues; `wait`, or the next save of a
-                model, raises if that failed. Each rank writes its parts, from which rank 0 makes
-                the file: for that time the disk holds the model twice.
+                model, raises if that failed. Each rank writes its shards, which rank 0 merges into
+                the file; until then the disk holds the model twice.
         """
         plain, place = unwrapped(model), Path(path)
         self._await_model()
@@ -418,8 +419,8 @@ class CheckpointIO:
 
         Args:
             model: boosted or not.
-            path: a safetensors file, a Hugging Face folder, or a step or run, of which the entry
-                ``model`` is taken.
+            path: a safetensors file, a Hugging Face folder, or a step or run, whose entry ``model``
+                is read.
             strict: raise on missing or unexpected names.
 
         Returns:
@@ -441,11 +442,11 @@ class CheckpointIO:
 
         Args:
             model: boosted by this booster.
-            folder: folder to make; it must not exist.
+            folder: folder to create; it must not exist.
             use_async: write it while training continues, as `save_model` does.
             options: ``max_shard_bytes``, ``config`` and ``dtype``, as of
-                `gulliver.checkpoint.save_huggingface`; a transformers model's own configuration is
-                written where none is given.
+                `gulliver.checkpoint.save_huggingface`; by default, a transformers model's own
+                configuration is written.
         """
         holder = self._optimizers.get(model)
         if holder is None:
@@ -458,9 +459,9 @@ class CheckpointIO:
     def save_optimizer(self, optimizer: BoostedOptimizer, path: Path | str) -> None:
         """Writes the optimizer state by parameter name, and the plan, to a folder.
 
-        Must be called on all ranks. It loads at any world size, stage and chunk size, and with any
+        Must be called on all ranks. It can be loaded at any world size, stage, chunk size and
         plugin. The folder is a run whose only step has the entry ``optimizer``, with the plan in
-        its manifest; the step appears, or is replaced, whole or not at all.
+        its manifest; the step is written or replaced atomically.
         """
         plan = None if self._last is None else self._last.plan
         write_optimizer(boosted_only(optimizer), Path(path), plan)
@@ -474,7 +475,7 @@ class CheckpointIO:
     def save_lr_scheduler(self, lr_scheduler: Any, path: Path | str) -> None:
         """Writes a scheduler's numbers as JSON; rank 0 writes, the others need not call it.
 
-        Its functions are not saved: make the same scheduler before loading.
+        Its functions are not saved: create the same scheduler before loading.
         """
         write_scheduler(lr_scheduler, Path(path), init_world().is_main)
 
@@ -493,5 +494,5 @@ def _whole_state(holder: BoostedOptimizer | None, model: nn.Module) -> dict[str,
 
 
 def _is_spread(holder: BoostedOptimizer) -> bool:
-    """Whether a model is written tensor by tensor, because no rank can hold all of it."""
+    """Whether a model is written tensor by tensor because no rank can hold all of it."""
     return not holder.checkpoint.has_whole_model or holder.checkpoint.copy_limit is not None

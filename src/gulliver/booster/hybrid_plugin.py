@@ -38,26 +38,25 @@ from gulliver.planner.tiers import plan_tiers
 
 
 class HybridParallelPlugin(Plugin):
-    """Tensor, pipeline and sequence parallelism over one model, ZeRO over its replicas.
+    """Tensor, pipeline and sequence parallelism of one model, ZeRO over its replicas.
 
     Remaining ranks are used for data parallelism. The model stays the same object with the same
-    parameter names. The training loop does not change, except that pipelines use
+    parameter names. The training loop stays the same, except that pipelines use
     `Booster.execute_pipeline`.
 
     Args:
         tp_size: ranks that share each layer's tensors.
-        pp_size: stages that the blocks are cut into.
-        sp_size: ranks that share each sequence, in the modes that have ranks of their own.
+        pp_size: stages that the blocks are split into.
+        sp_size: ranks that share each sequence, in the modes with a separate sequence axis.
         sequence_parallelism_mode: ``split_gather``, ``ring``, ``all_to_all``, ``ring_attn`` or
             ``auto``; see `GridOptions`.
         zero_stage: what is sharded over the replicas; see `HybridOptions`.
         precision: ``bf16`` or ``fp16``; see `ZeroOptions`.
-        num_microbatches: micro-batches that a pipeline's batch is cut into; None for two to a
+        num_microbatches: micro-batches that a pipeline's batch is split into; None for two per
             stage.
         pp_style: the pipeline's schedule; see `PipelineOptions`.
-        max_norm: clip gradients to this norm of the whole model in every step; 0 does not.
-        memory_limit: memory for this rank's part of the state and for activations; see
-            `LimitOptions`.
+        max_norm: clip gradients to this norm of the full model in every step; 0 disables clipping.
+        memory_limit: memory for this rank's model state and activations; see `LimitOptions`.
         verbose: print the plan when the model is boosted.
         options: fields of `GridOptions`, `PipelineOptions`, `HybridOptions`, `ZeroOptions`,
             `LimitOptions`, `Fp8Options` and `CommunicationOptions`.
@@ -139,7 +138,7 @@ class HybridParallelPlugin(Plugin):
         check_sizes(self.mode, self.tp_size, self.sp_size)
 
     def sequence_plan(self, causal: bool) -> SequencePlan:
-        """How a sequence is over its ranks.
+        """How a sequence is distributed over its ranks.
 
         Raises:
             GulliverError: the inner sizes do not divide `sp_size`.
@@ -157,7 +156,7 @@ class HybridParallelPlugin(Plugin):
         return SequencePlan(ulysses, self.sp_size // (ulysses * inner), inner, layout)
 
     def choices(self, ranks: int, precision: str = "none") -> Plan:
-        """The axes, and how a model is sharded over them."""
+        """Plans the axes, and how a model is sharded over them."""
         sizes = size_axes(ranks, self.pp_size, self.sp_size, self.tp_size)
         device = current_world().device.type
         sequence = self.sequence_plan(causal=False)
@@ -209,7 +208,7 @@ class HybridParallelPlugin(Plugin):
         optimizer: torch.optim.Optimizer | None,
         cluster: Cluster | None,
     ) -> Plan:
-        """Mode of sequences, recomputed blocks, and chunks under a limit."""
+        """Chooses the sequence mode and recomputed blocks, and chunks under a limit."""
         family = family_of(model)
         check_family(family, self.mode, max(self.tp_size, self.sp_size))
         known = families().get(family or "")

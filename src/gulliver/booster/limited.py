@@ -116,7 +116,7 @@ class LimitedManager(Manager):
 
     @staticmethod
     def _grow(controller: BudgetController, text: str, needed: int) -> None:
-        """Raises the budget to what is needed, or an error if that exceeds the limit."""
+        """Raises the budget to the bytes needed; raises an error if that exceeds the limit."""
         if not controller.grow(needed):
             raise InsufficientMemory(f"{text}; {controller.least_limit(needed)}", needed) from None
 

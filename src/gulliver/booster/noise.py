@@ -2,17 +2,17 @@
 
 McCandlish et al. 2018, "An empirical model of large-batch training", appendix A.1. With G the true
 gradient and S the trace of a sample's covariance, the gradient of b samples has the expected
-squared norm |G|^2 + S / b. A step has N gradients of shares of its batch, one of each backward on
-each rank, and their mean; share i is a_i of the B samples, and adds up as its part g_i of the mean:
+squared norm |G|^2 + S / b. A step has N gradients, one per backward and rank, and their mean;
+gradient i covers the fraction a_i of the B samples and contributes g_i to the mean:
 
     sum_i E|g_i|^2 = A |G|^2 + S / B,  A = sum_i a_i^2        E|g|^2 = |G|^2 + S / B
 
-so that both are estimated without bias, by what differs:
+so that both have unbiased estimates:
 
     |G|^2 = (|g|^2 - sum_i |g_i|^2) / (1 - A)                 S = B (|g|^2 - |G|^2)
 
-Shares of one size give A = 1 / N and the paper's equations. Both are averaged over steps, apart, as
-there; the noise scale is S / |G|^2, in samples.
+Equal fractions give A = 1 / N and the paper's equations. As in the paper, both are averaged over
+steps separately; the noise scale is S / |G|^2, in samples.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class NoiseScale(NamedTuple):
     """Estimate of the noise of gradients.
 
     Attributes:
-        scale: noise scale in samples; inf where the gradient cannot be told from noise yet.
+        scale: noise scale in samples; inf while the gradient is indistinguishable from noise.
         signal: squared norm of the true gradient.
         variance: trace of the covariance of one sample's gradient.
         steps: number of steps that were measured.
@@ -55,8 +55,8 @@ def signal_of(whole: float, parts: float, evenness: float) -> float:
 
     Args:
         whole: squared norm of the mean gradient.
-        parts: sum of the squared norms of what the shares add to it.
-        evenness: sum of the squared shares, 1 / N of N alike.
+        parts: sum of the squared norms of each rank's weighted contribution to the mean gradient.
+        evenness: sum of the squared weights; 1 / N for N equal weights.
     """
     return (whole - parts) / (1 - evenness)
 
@@ -138,7 +138,7 @@ class NoiseMeter:
         self._calls, self._measured = 0, False
 
     def scale(self, batch: int) -> NoiseScale | None:
-        """Estimate by now; None before the first step.
+        """Current estimate; None before the first step.
 
         Args:
             batch: samples of the steps since the last call, over all ranks and micro-batches.
@@ -157,10 +157,10 @@ class NoiseMeter:
 
 
 def check_noise(plugin: Any, kinds: tuple[type, ...]) -> None:
-    """Rejects plugins whose ranks do not have full gradients of their own samples.
+    """Rejects plugins whose ranks do not have full gradients of their local samples.
 
     Raises:
-        GulliverError: the plugin is another one, steps in backward, or scales losses.
+        GulliverError: the plugin is not supported, steps in backward, or scales losses.
     """
     name = type(plugin).__name__
     if not isinstance(plugin, kinds):

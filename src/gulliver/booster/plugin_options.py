@@ -1,6 +1,6 @@
 """Options of the plugins, in groups that several plugins share.
 
-The constructor of a plugin names the common ones and takes the others by keyword; `sort_options`
+A plugin's constructor names the common options and takes the others by keyword; `sort_options`
 sorts them into groups and checks them against the annotations.
 """
 
@@ -42,19 +42,19 @@ class ZeroOptions(Options):
     """Options of ZeRO.
 
     Attributes:
-        precision: ``bf16`` or ``fp16`` turn the model's floating-point tensors and its inputs into
-            16 bits and train them through float32 copies in the shards, ``fp16`` with a dynamic
-            loss scale; None leaves the model as it is.
-        max_norm: global norm that gradients are clipped to at every step; 0 does not clip.
+        precision: ``bf16`` or ``fp16`` convert the model's floating-point tensors and inputs and
+            train with sharded float32 master weights, ``fp16`` with a dynamic loss scale; None
+            leaves the model as it is.
+        max_norm: global norm that gradients are clipped to at every step; 0 disables clipping.
         chunk_mb: size of a chunk in MiB: small ones start early, large ones use links better.
-            ``auto`` plans it under a memory limit, and else tunes it in the first steps of
+            ``auto`` plans it under a memory limit, and otherwise tunes it in the first steps of
             `LowLevelZeroPlugin`, which keeps the result for this model and cluster; ``again``
             ignores the result of an earlier job.
-        gather_ahead: chunks that stage 3 gathers ahead of the one in use.
-        assume_elementwise: shard an optimizer that is not known, on the user's word that its update
-            of an element depends on that element only.
-        assume_per_parameter: shard it by whole parameters, on the user's word that its update of a
-            parameter depends on the value, gradient and state of that parameter only.
+        gather_ahead: chunks that stage 3 prefetches.
+        assume_elementwise: shard an unknown optimizer, assuming that its update of an element
+            depends on that element only.
+        assume_per_parameter: shard it by whole parameters, assuming that its update of a parameter
+            depends only on that parameter's value, gradient and state.
     """
 
     precision: Literal["bf16", "fp16"] | None = None
@@ -66,12 +66,12 @@ class ZeroOptions(Options):
 
     @property
     def chunk_bytes(self) -> int:
-        """Size of chunks, before it is planned or tuned."""
+        """Size of chunks before planning or tuning."""
         size = DEFAULT_CHUNK_MB if isinstance(self.chunk_mb, str) else self.chunk_mb
         return int(size * MIB)
 
     def plan(self, stage: int, **others: Any) -> ZeroPlan:
-        """Returns the section of a plan, with fields that only some plugins have."""
+        """Returns the plan's section; `others` are fields that only some plugins have."""
         return ZeroPlan(
             stage=stage,
             chunk_bytes=self.chunk_bytes,
@@ -82,7 +82,7 @@ class ZeroOptions(Options):
         )
 
     def refuse_tuning(self) -> None:
-        """Declines to tune chunks where their size is planned or fixed."""
+        """Rejects tuning of chunks whose size is planned or fixed."""
         if self.chunk_mb == "again":
             raise GulliverError(
                 "chunk_mb='again' tunes chunks in the first steps of LowLevelZeroPlugin without a "
@@ -98,8 +98,8 @@ class LimitOptions(Options):
         memory_limit: memory for parameters, gradients, optimizer state, their buffers and
             activations on each rank, in bytes or as text: ``6GiB``, ``500 MB``, or ``70%`` of the
             device or, on a CPU, of this process's share. None for no limit.
-        host_limit: page-locked host memory of a GPU for what does not fit; None for none.
-        disk: folder and bytes for what does not fit, ``/scratch:100GiB``; None for none.
+        host_limit: page-locked host memory per GPU for state that does not fit; None for none.
+        disk: folder and bytes for state that does not fit, ``/scratch:100GiB``; None for none.
     """
 
     memory_limit: int | float | str | None = None
@@ -127,13 +127,14 @@ class PlacementOptions(Options):
     """Placement of state under a memory limit.
 
     Attributes:
-        placement_policy: ``auto`` keeps what costs least to keep; ``static`` the shares below.
-        shard_param_frac: share of the parameters that is sharded: 1.0, as stage 3 shards all.
-        offload_optim_frac: share of the optimizer state that may leave the device, ``static``.
-        offload_param_frac: share of the parameters that may leave the device, ``static``.
-        keep_freed: keep freed memory in the process for its next tensors, on a CPU with glibc,
-            where the limit has room for it and steps hardly wait for transfers: it saves page
-            faults. False always returns it to the system.
+        placement_policy: ``auto`` chooses what stays on the device by cost; ``static`` uses the
+            fractions below.
+        shard_param_frac: fraction of the parameters that is sharded; 1.0, as stage 3 shards all.
+        offload_optim_frac: fraction of the optimizer state that may leave the device (``static``).
+        offload_param_frac: fraction of the parameters that may leave the device (``static``).
+        keep_freed: on a CPU with glibc, reuse freed memory for later tensors if the limit has room
+            and steps hardly wait for transfers; this saves page faults. False always returns it to
+            the system.
     """
 
     placement_policy: Literal["auto", "static"] = "auto"
@@ -149,9 +150,9 @@ class StepOptions(Options):
 
     Attributes:
         step_in_backward: step each chunk inside `Booster.backward`, as soon as its gradient is
-            complete: gradients take less memory, and at stages 1 and 2 gathers begin earlier. With
-            `max_norm` and with ``fp16`` all gradients are waited for. Clipping in the loop comes
-            too late and is rejected, and `zero_grad` has to follow each step.
+            complete: gradients take less memory, and at stages 1 and 2 gathers begin earlier.
+            `max_norm` and ``fp16`` wait for all gradients. Clipping in the loop would be too late
+            and is rejected, and `zero_grad` must follow each step.
         activations: treatment of activations under a memory limit: ``keep``, ``recompute`` by
             blocks, ``offload`` to the host or the disk, or ``auto``, the fastest for each block.
         broadcast_buffers: give all ranks rank 0's buffers, such as running statistics, at every
@@ -170,12 +171,13 @@ class LinkOptions(Options):
     Attributes:
         overlap: False waits for every collective at once; the results are the same.
         axes: names and sizes of the mesh that collectives follow axis by axis, slowest links
-            first, such as ``{"node": 2, "local": 4}``; None sends straight from rank to rank.
+            first, such as ``{"node": 2, "local": 4}``; None sends directly from rank to rank.
             ``auto`` takes the faster of the two, and the best axes, as `cluster` predicts them.
-        rank_order: ranks as they fill the axes, the innermost first; None for 0, 1, 2 ...
-        cluster: links of the ranks for ``axes="auto"``; None for what ``gulliver probe`` measured
-            here, or else a description of such machines.
-        folder: folder that tuning writes ``chunks.json`` to; None for none.
+        rank_order: ranks in the order in which they fill the axes, innermost first; None for 0, 1,
+            2 ...
+        cluster: links of the ranks for ``axes="auto"``; None for the local ones, as measured by
+            ``gulliver probe`` or described.
+        folder: folder to which tuning writes ``chunks.json``; None for none.
     """
 
     overlap: bool = True
@@ -192,7 +194,7 @@ class Fp8Options(Options):
     Attributes:
         use_fp8: True, a scaling (``tensorwise``, ``rowwise``) or a
             `gulliver.plan.Fp8Plan`; layers compute in FP8 where that is predicted to be faster.
-        fp8_emulation: compute the numerics of FP8 without units for it: slower, for experiments.
+        fp8_emulation: emulate FP8 numerics on hardware without FP8 units; slow, for experiments.
     """
 
     use_fp8: bool | str | Fp8Plan = False
@@ -205,15 +207,17 @@ class Fp8Options(Options):
 
 @dataclass(frozen=True)
 class CommunicationOptions(Options):
-    """Formats of what ranks send.
+    """Wire formats of messages between ranks.
 
     Attributes:
-        communication_dtype: ``bf16``, ``fp8``, ``int8`` and others, for all of it, or by kind:
-            ``{"reduce": "fp8"}``; None for none. A format that the plan predicts to cost more time
-            than it saves stays off.
-        force_communication_dtype: use it nevertheless.
-        error_feedback: add what packing loses of a gradient to the next one; see docs/wire.md.
-        wire_gate: compare gradients with unpacked ones now and then, and stop if they are far off.
+        communication_dtype: ``bf16``, ``fp8``, ``int8`` and others, for all messages or by kind:
+            ``{"reduce": "fp8"}``; None for none. A format is not used if it is predicted to cost
+            more time than it saves.
+        force_communication_dtype: use it even so.
+        error_feedback: add the rounding error of a gradient's packing to the next one; see
+            docs/wire.md.
+        wire_gate: periodically compare packed gradients with unpacked ones, and stop packing if
+            they are far off.
     """
 
     communication_dtype: str | Mapping[str, str] | None = None
@@ -233,22 +237,21 @@ class CommunicationOptions(Options):
 
 @dataclass(frozen=True)
 class GridOptions(Options):
-    """How one model is over several ranks.
+    """How one model is distributed over ranks.
 
     Attributes:
         tp_size: ranks that share each layer's tensors.
         pp_size: stages that the blocks are cut into.
-        sp_size: ranks that share each sequence, in the modes that have ranks of their own.
+        sp_size: sequence-parallel ranks, for the modes with a separate sequence axis.
         sequence_parallelism_mode: ``split_gather`` or ``ring`` shard activations over the tensor
             axis; ``all_to_all`` (Ulysses) or ``ring_attn`` share sequences over `sp_size` ranks;
-            ``auto`` chooses between the latter two, and mixes of them, by predicted time.
-        sequence_length: length in tokens that ``auto`` predicts for; None for the longest that the
-            model takes.
+            ``auto`` chooses all_to_all, ring_attn or a combination by predicted time.
+        sequence_length: length in tokens that ``auto`` predicts for; None for the model's maximum.
         inner_ring_size: ranks of an inner ring, for ``ring_attn`` over links of two speeds.
         ulysses_size: ranks that exchange heads inside a ring, for ``ring_attn``.
-        tensor_rules: how modules are over the tensor axis, by pattern of their names, for models
-            without their own plan; see `gulliver.parallel.tensor`.
-        replicate_rest: keep modules that no rule matches whole on every rank.
+        tensor_rules: sharding style of modules, by name pattern, for models without a built-in
+            plan; see `gulliver.parallel.tensor`.
+        replicate_rest: replicate modules that no rule matches.
     """
 
     tp_size: Count = 1
@@ -264,19 +267,19 @@ class GridOptions(Options):
 
 @dataclass(frozen=True)
 class PipelineOptions(Options):
-    """How blocks are cut into stages, and in which order these run.
+    """How blocks are split into stages, and the order in which these run.
 
     Attributes:
-        num_microbatches: micro-batches that a batch is cut into; None for two to a stage.
+        num_microbatches: micro-batches that a batch is split into; None for two per stage.
         pp_style: schedule: ``gpipe``, ``1f1b``, ``interleaved``, ``zero_bubble``, ``zbv``,
             ``dualpipev``.
-        num_model_chunks: stages on each rank, for the schedules that have several.
-        cut: blocks of each stage, first to last; None cuts by predicted cost.
-        blocks: path of the list of blocks that is cut, where it is not found.
+        num_model_chunks: stages per rank, for schedules that have several.
+        cut: number of blocks of each stage, first to last; None balances predicted cost.
+        blocks: path of the list of blocks, if it is not found automatically.
         everywhere: paths of modules that every stage keeps because all blocks use their results.
         after: paths of modules that run after the blocks although they are registered before.
         extra: entries that a block returns after the hidden state; None for a plain tensor, -1 to
-            find out.
+            detect them.
     """
 
     num_microbatches: Count | None = None
@@ -294,17 +297,17 @@ class HybridOptions(Options):
     """How a sharded model runs.
 
     Attributes:
-        zero_stage: what is sharded over the replicas: 0 nothing, 1 the optimizer, 2 gradients too,
-            3 parameters too. None is 0, or 3 with a `memory_limit`, which needs it.
-        weights: folder of a Hugging Face checkpoint that a model on meta is filled from; each rank
-            reads its part.
+        zero_stage: state sharded over the replicas: 0 none, 1 optimizer state, 2 gradients too, 3
+            parameters too. None is 0, or 3 with a `memory_limit`, which needs it.
+        weights: folder of a Hugging Face checkpoint to fill a model on meta from; each rank reads
+            its part.
         checkpoint_activations: recompute blocks in backward instead of keeping activations.
         check_batches: compare the batches of the ranks of one model at every step.
-        dropout: how masks are drawn. ``exact``: by the position of each element, so that any grid
-            and one process drop the same. None: so where ranks share a model, else as torch does.
-            ``alike``: as torch does, which is cheaper, but other masks than one process draws:
-            ranks that share tensors or a sequence take one seed at each call, stages draw by
-            themselves.
+        dropout: how masks are drawn. ``exact``: by element position, so that any grid drops the
+            same elements as one process. None: ``exact`` if ranks share a model, otherwise as torch
+            does. ``alike``: as torch does, which is cheaper, but masks differ from those of one
+            process: ranks that share tensors or a sequence use one seed at each call, stages draw
+            independently.
     """
 
     zero_stage: Stage | None = None
@@ -328,7 +331,7 @@ def sort_options(
         A group for each of `kinds`.
 
     Raises:
-        GulliverError: no group has such an option, or a value is outside of its range.
+        GulliverError: no group has such an option, or a value is out of range.
     """
     kind_of = {field.name: kind for kind in kinds for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     for name in given:

@@ -1,7 +1,7 @@
-"""Plugins: short, hand-written strategies that make a plan.
+"""Plugins: short, hand-written strategies that create a plan.
 
-Each states its choices (`Plugin.choices`); `make_plan` resolves them for a model, and `apply_plan`
-runs the result, for all plugins alike.
+Each makes its choices (`Plugin.choices`); `make_plan` resolves them for a model, and `apply_plan`
+runs the result; both are the same for all plugins.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from gulliver.planner.wires import WireOptions, decide
 
 
 class Plugin(ABC):
-    """A strategy that makes plans."""
+    """A strategy that creates plans."""
 
     verbose: bool = True
     wires = WireOptions()
@@ -64,7 +64,7 @@ class Plugin(ABC):
             precision: dtype of autocast, or none.
 
         Raises:
-            GulliverError: that many ranks cannot run it.
+            GulliverError: it cannot run on that many ranks.
         """
 
     def for_model(
@@ -88,22 +88,22 @@ class Plugin(ABC):
     ) -> Plan:
         """Plans how a model would run; changes nothing.
 
-        One process can plan for any number of ranks. Where the ranks that the plan is of are up,
-        each of them calls it.
+        One process can plan for any number of ranks. If the planned ranks are running, each of them
+        calls it.
 
         Args:
-            model: whole model, perhaps on meta.
-            optimizer: optimizer of its parameters; None where it is not trained.
-            cluster: machines to plan for, one device of it for each rank; None for those at hand,
-                as they were measured by ``gulliver probe`` or are described.
-            sample: batch of one model, as keyword or positional arguments or a tensor, with which
-                compute is measured here, or of a model on meta estimated; without it seconds are
-                those of messages alone.
+            model: full model; it may be on meta.
+            optimizer: optimizer of its parameters; None without training.
+            cluster: hardware to plan for, one device per rank; None for the local machines, as
+                measured by ``gulliver probe`` or described.
+            sample: batch of one model, as keyword or positional arguments or a tensor, to measure
+                compute here, or to estimate it for a model on meta; without it, predicted seconds
+                cover messages only.
             precision: dtype of autocast, or none.
-            work: what a batch costs, such as `estimate_work` says, instead of a sample.
+            work: cost of a batch, such as from `estimate_work`, instead of a sample.
 
         Raises:
-            GulliverError: the model or its optimizer cannot be run so.
+            GulliverError: the plugin does not support the model or its optimizer.
         """
         ranks = current_world().size if cluster is None else cluster.size
         model, choices = unwrapped(model), self.choices(ranks, precision)
@@ -147,7 +147,7 @@ class Plugin(ABC):
         world: World,
         choices: Plan,
     ) -> tuple[nn.Module, BoostedOptimizer, Plan]:
-        """Plans and runs what `check` returned: the running model and optimizer, and the plan."""
+        """Plans and runs the choices of `check`; returns the running model, optimizer and plan."""
         plain = unwrapped(model)
         # A plan differs where the formats do, and ranks with different plans wait for each other.
         self.wires.check_equal_on_ranks()
@@ -174,20 +174,20 @@ class Plugin(ABC):
         drop_last: bool = False,
         **kwargs: Any,
     ) -> DataLoader:
-        """A loader that gives this rank its share of a data set; see `gulliver.data.DataLoader`.
+        """Creates a loader of this rank's share of a data set; see `gulliver.data.DataLoader`.
 
         Args:
             dataset: data set with a length.
             batch_size: samples per rank and step.
-            shuffle: whether each epoch has another order.
-            seed: seed of the order, the same on all ranks, and of what workers draw, another on
-                each.
-            drop_last: drop what does not divide, rather than repeat samples.
-            kwargs: further arguments of the loader. On a GPU batches arrive there ahead of use,
-                unless ``device=None`` is given.
+            shuffle: whether each epoch is reordered.
+            seed: seed of the order, which is the same on all ranks, and of the workers, which
+                differs per rank.
+            drop_last: drop the remainder instead of repeating samples.
+            kwargs: further arguments of the loader. On a GPU, batches are prefetched to it unless
+                ``device=None`` is given.
 
         Raises:
-            GulliverError: an argument that the loader does not have; fewer samples than ranks.
+            GulliverError: the loader has no such argument; there are fewer samples than ranks.
         """
         world, (place, size) = current_world(), self.data_place()
         if len(dataset) < size:  # type: ignore[arg-type]
@@ -226,7 +226,7 @@ class TorchDDPPlugin(Plugin):
         options: fields of `Fp8Options` and `CommunicationOptions`.
 
     Raises:
-        GulliverError: an option that it does not have, or a value out of range.
+        GulliverError: an option is unknown or its value out of range.
     """
 
     def __init__(
@@ -262,16 +262,15 @@ class LowLevelZeroPlugin(Plugin):
         max_norm: clip gradients to this global norm at every step; 0 leaves that to the loop.
         memory_limit: memory of each rank under stage 3; see `LimitOptions`.
         disk: folder and bytes for what does not fit; see `LimitOptions`.
-        activations: what happens to activations under a limit; see `StepOptions`.
+        activations: treatment of activations under a limit; see `StepOptions`.
         step_in_backward: step each chunk inside `Booster.backward`; see `StepOptions`.
-        weights: checkpoint that stage 3 fills the model from, as of `GeminiPlugin`.
+        weights: checkpoint to fill the model from at stage 3, as for `GeminiPlugin`.
         verbose: print the plan when the model is boosted, and what tuning found.
         options: fields of `ZeroOptions`, `LimitOptions`, `StepOptions`, `LinkOptions`,
             `Fp8Options` and `CommunicationOptions`.
 
     Raises:
-        GulliverError: an option that it does not have, a value out of range, or options that
-            exclude each other.
+        GulliverError: an option is unknown, its value out of range, or options exclude each other.
     """
 
     def __init__(
@@ -378,19 +377,19 @@ class LowLevelZeroPlugin(Plugin):
 
 
 class GeminiPlugin(Plugin):
-    """ZeRO's stage 3 under a memory limit: what does not fit is in the host or on a disk.
+    """ZeRO stage 3 under a memory limit, with offloading to the host or a disk.
 
-    Values are those of a run without a limit. Parameters, gradients and optimizer state move chunk
-    by chunk, ahead of use; which of them stay is planned from the order in which a step uses them.
-    A limit that is too small raises before the first step; the error names the smallest one that
-    works.
+    Results equal those of a run without a limit. Parameters, gradients and optimizer state are
+    prefetched chunk by chunk; which chunks stay is planned from the order in which a step uses
+    them. A limit that is too small raises before the first step; the error names the smallest one
+    that works.
 
     Args:
         memory_limit: memory of each rank in bytes or as text, ``6GiB`` or ``70%``; see
             `LimitOptions`. The interpreter and torch are not counted.
-        host_limit: page-locked host memory of a GPU that may be used; None for none.
-        disk: folder and the bytes that may be there, ``/scratch:100GiB``; None for none. With
-            `host_limit` it takes what does not fit the host's memory.
+        host_limit: page-locked host memory per GPU; None for none.
+        disk: folder and bytes that may be used there, ``/scratch:100GiB``; None for none. With
+            `host_limit` it holds state that exceeds the host's limit.
         precision: ``bf16`` or ``fp16``; see `ZeroOptions`.
         max_norm: clip gradients to this global norm at every step; 0 leaves that to the loop.
         step_in_backward: step each chunk inside `Booster.backward`, so that gradients take no
@@ -405,7 +404,7 @@ class GeminiPlugin(Plugin):
             `CommunicationOptions`.
 
     Raises:
-        GulliverError: an option that it does not have, or a value out of range.
+        GulliverError: an option is unknown or its value out of range.
     """
 
     takes = ("meta",)
@@ -474,7 +473,7 @@ class GeminiPlugin(Plugin):
         optimizer: torch.optim.Optimizer | None,
         cluster: Cluster | None,
     ) -> Plan:
-        """Chooses the chunk size, if it is not given, and the recomputed blocks."""
+        """Chooses the chunk size, if not given, and the recomputed blocks."""
         return plan_tiers(plan, model, optimizer, cluster, self.zero.chunk_mb == "auto")
 
 
@@ -485,7 +484,7 @@ class PlanPlugin(Plugin):
     """Runs a given plan.
 
     Args:
-        plan: loaded, perhaps edited, or made by a plugin.
+        plan: a plan that was loaded, edited, or created by a plugin.
         verbose: print the plan when the model is boosted.
     """
 

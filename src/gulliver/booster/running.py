@@ -1,4 +1,4 @@
-"""A step of a loop written for pipelines, for models that are not pipelined."""
+"""One step of a pipeline-style training loop, for models that are not pipelined."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def own_loss(outputs: Any, batch: Any) -> Tensor:
 
 
 def call(model: nn.Module, batch: Any) -> Any:
-    """A model's outputs for a batch: a dict of keyword arguments, a tuple, or one tensor."""
+    """Calls a model with a batch: a dict of keyword arguments, a tuple, or one tensor."""
     if isinstance(batch, Mapping):
         return model(**batch)
     return model(*batch) if isinstance(batch, tuple | list) else model(batch)
@@ -131,7 +131,7 @@ class Running:
 
     @property
     def disk_moved(self) -> tuple[int, int] | None:
-        """The same between host memory and disk; None without a disk."""
+        """Bytes the last step moved between host memory and disk; None without a disk."""
         return None if self._manager is None else self._manager.disk_moved
 
     @property

@@ -1,7 +1,7 @@
 """Checkpoints, saved while training continues and loaded at any number of ranks.
 
 Saving starts in `saving.py`, loading in `loading.py`; `interchange.py` converts between steps and
-Hugging Face folders. Sharded state arrives as `gulliver.memory.parts.Part`s.
+Hugging Face folders. Sharded state is represented by `gulliver.memory.parts.Part`.
 """
 
 from typing import TYPE_CHECKING

@@ -36,7 +36,7 @@ _hooked: list[Callable[[], None]] = []
 
 
 def install_hooks() -> None:
-    """Makes the step of every torch optimizer wait for what it changes; installed once."""
+    """Hooks every torch optimizer so that `step` waits for pending copies of what it changes."""
     if _hooked:
         return
 
@@ -114,7 +114,7 @@ ALIKE = 2**20
 class PerRank:
     """Marks an entry of a state that has a separate value on every rank.
 
-    On loading, the value goes to the rank of the same number, for any number of ranks.
+    On loading, the value goes to the same rank, for any number of ranks.
     """
 
     value: Any
@@ -193,7 +193,7 @@ def collect(
 
 
 def _content(value: Any) -> Any:
-    """Returns what to save of an object: its state dict, or the value itself."""
+    """Returns an object's state dict, or the value itself."""
     if isinstance(value, nn.Module):
         refuse_boosted(value, "save")
         return {

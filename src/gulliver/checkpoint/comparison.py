@@ -108,7 +108,7 @@ class Difference:
     relative: float = 0.0
 
     def add(self, one: Tensor, other: Tensor, tolerance: float, relative: float) -> None:
-        """Adds rows of elements, of one length, to the comparison."""
+        """Compares two equally long runs of elements and adds the result to the totals."""
         self.numel += one.numel()
         if one.dtype == other.dtype and torch.equal(_bytes(one), _bytes(other)):
             return

@@ -148,7 +148,7 @@ class Image:
         self.nbytes = self.header.nbytes + end
 
     def pages(self, page_bytes: int) -> Iterator[tuple[int, list[tuple[int, int, int]]]]:
-        """Cuts the file into pages."""
+        """Splits the file into pages."""
         runs: list[tuple[int, int, int]] = []
         offset = filled = 0
         for number, source in enumerate(self.sources):
@@ -165,7 +165,7 @@ class Image:
 
 
 def read_slots(path: Path) -> tuple[dict[str, Slot], dict[str, str]]:
-    """Reads the header of a safetensors file: its tensors and its text."""
+    """Reads the header of a safetensors file: its tensors and metadata."""
     # Opening it checks the header: tensors lie one behind the other, from there to the file's end.
     metadata = read_metadata(path)
     with named_errors(path, "read"), path.open("rb") as file:
@@ -231,7 +231,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def read_metadata(path: Path) -> dict[str, str]:
-    """Reads the text in the header of a safetensors file."""
+    """Reads the metadata of a safetensors file."""
     with _opened(path) as file:
         return dict(file.metadata() or {})
 

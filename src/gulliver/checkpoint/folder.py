@@ -1,4 +1,4 @@
-"""Folder of the steps of a run: their order, which are kept, and the writer's lock."""
+"""Folder of a run's steps: their order, which ones are kept, and the writer's lock."""
 
 from __future__ import annotations
 
@@ -93,11 +93,11 @@ class CheckpointFolder:
     """Checkpoints of one run, by step.
 
     Args:
-        root: folder of the run; made when the first step is saved.
+        root: folder of the run; created when the first step is saved.
         keep: number of newest steps to keep; 0 keeps all.
 
     Raises:
-        GulliverError: `keep` is not a whole number or is negative.
+        GulliverError: `keep` is not a non-negative integer.
     """
 
     def __init__(self, root: Path, keep: int = 3) -> None:
@@ -176,8 +176,8 @@ class CheckpointFolder:
     def publish(self, step: int) -> None:
         """Renames a step to its final name, moves `latest` to it, and removes old steps.
 
-        From the moment that it has its name the step is saved, and is found without `latest`: what
-        fails after that is logged.
+        Once renamed, the step is saved and is found without `latest`: later failures are only
+            logged.
         """
         # The rename is the commit. A crash before it leaves a temporary folder, after it a whole
         # step.
@@ -230,7 +230,7 @@ class CheckpointFolder:
         ]
 
     def needs(self) -> str:
-        """Describes how many steps need disk space, for messages."""
+        """Describes how many steps need disk space, for error messages."""
         return f"keep={self.keep} needs room for {self.keep + 1} steps" if self.keep else ""
 
 
@@ -294,7 +294,7 @@ class FolderLock:
 
 
 def lock_file(path: Path) -> int | None:
-    """Opens and locks a file; None if another process or handle holds the lock."""
+    """Opens and locks a file; None if another process or handle has it locked."""
     handle = os.open(path, OPEN_LOCK, 0o644)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

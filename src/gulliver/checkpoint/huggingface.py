@@ -1,8 +1,8 @@
 """Weights of a folder by the parameter names of a transformers model.
 
-transformers saves many models with other names, or in other pieces, than their parameters, and
-converts them on loading. `model_weights` applies the same table of conversions, so that all readers
-see the tensors of the model; block-scaled FP8 tensors appear as what they represent.
+transformers saves many models under other names or with other tensor splits than their parameters,
+and converts them on loading. `model_weights` applies the same conversions, so that all readers see
+the model's own tensors; block-scaled FP8 tensors appear dequantized.
 """
 
 from __future__ import annotations
@@ -88,10 +88,10 @@ def float_config(folder: Path | str) -> Any:
 
 @contextmanager
 def lazy_parameters() -> Iterator[None]:
-    """Inside, modules that are built have their parameters on meta, which takes no memory.
+    """Context in which modules are built with their parameters on meta, which takes no memory.
 
-    Buffers are made as ever, because their values come from no file. Parameters are made one at a
-    time and let go, so no more than the largest is ever there.
+    Buffers are created as usual, because their values are not in files. Parameters are created one
+    at a time and freed, so at most the largest exists at any time.
     """
     # Not torch.device("meta"): buffers would be made there as well, and their values be lost.
     register = nn.Module.register_parameter
@@ -110,7 +110,7 @@ def lazy_parameters() -> Iterator[None]:
 
 
 class ModelWeights(Weights):
-    """Tensors of files under other names, some of them computed."""
+    """Tensors of files under other names, some of them converted."""
 
     def __init__(
         self,
@@ -224,7 +224,7 @@ def _converted(weights: FileWeights, model: Any, names: set[str]) -> Weights:
 
 
 def _renamed(kept: list[str], model: Any, names: set[str]) -> list[tuple[str, str, str, Any]]:
-    """Model names, file names, and the converter and pattern that join them."""
+    """Model names, file names, and the converter and pattern that map between them."""
     try:
         from transformers import PreTrainedModel
         from transformers.conversion_mapping import get_model_conversion_mapping
@@ -268,7 +268,7 @@ def _convert(
 
 
 class _WholeShapes:
-    """Shows conversions the full shapes of parameters that the model may hold regions of."""
+    """Shows conversions the full shapes of parameters, of which the model may hold regions."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -286,7 +286,7 @@ def _slabs(
     info_of: Callable[[str], TensorInfo],
     tensor: Callable[[str], Tensor],
 ) -> _Slabs | None:
-    """Runs of a joined tensor that each come from one source; None if it is computed otherwise."""
+    """Runs of a joined tensor, each from one source; None if it has to be computed."""
     kinds = [(type(op).__name__, op.dim) for op in converter.operations if hasattr(op, "dim")]
     stacked = kinds in ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)])
     if not stacked or len(kinds) != len(converter.operations):
@@ -302,7 +302,7 @@ def _slabs(
 
 
 def _scaled(name: str) -> str:
-    """The weight that a tensor of scales belongs to, in any spelling; empty if none."""
+    """Name of the weight that a tensor of scales belongs to, in any spelling; empty if none."""
     for ending in (".qscale_weight", ".scale"):
         if name.endswith(ending):
             return f"{name.removesuffix(ending)}.weight"
@@ -318,7 +318,7 @@ def _read_whole(weights: Weights, name: str) -> Tensor:
 
 
 def _block(path: Path) -> tuple[int, int] | None:
-    """Rows and columns that share a scale; None if the configuration has no blocks."""
+    """Rows and columns that share a scale; None without block scaling."""
     file = (path if path.is_dir() else path.parent) / "config.json"
     values = read_json(file) if file.is_file() else {}
     size = (values.get("quantization_config") or {}).get("weight_block_size")
@@ -366,27 +366,25 @@ def load_huggingface(
 ) -> Mismatch:
     """Fills a model in place from a Hugging Face folder or a safetensors file.
 
-    Must be called on all ranks, which read what they need: for a `Part`, and for a parameter that
-    holds a
-    region of a whole (`gulliver.memory.parts.set_region`), only its elements. Values are
-    converted to the model's dtypes, where they fit. Names that share their memory with one that is
-    loaded (tied weights) need not be in the files. Boosted models can be loaded, too.
+    Must be called on all ranks. Each reads only what it needs: its elements of a `Part` or of a
+        parameter that holds a region (`gulliver.memory.parts.set_region`). Values are converted to
+        the model's dtypes if they fit. Tied weights need to be in the files only once. Boosted
+        models can be loaded too.
 
     Args:
         model: model to fill, or tensors and parts of tensors by name.
-        path: a folder with ``model.safetensors`` or an index, or a safetensors file; also a step's
-            or a run's, of which the entry ``model`` is taken.
-        strict: whether to reject what does not match, before anything is changed; else it is
-            reported.
+        path: a folder with ``model.safetensors`` or an index, or a safetensors file; or a step or
+            run, whose entry ``model`` is read.
+        strict: raise on mismatches before anything is changed; otherwise report them.
         prefix: text before the model's names in the files: ``"model."`` loads the weights of a
             causal language model into its backbone.
-        elsewhere: names that may be in the files and not in this model, as those of the other
-            stages of a pipeline are.
-        aliases: names of this model, and the names whose values they have where the files lack
-            them: tied weights of which one is in another stage.
-        like: model of transformers whose names these are, where `model` is none.
-        dtypes: narrower dtypes by name that the values have to fit, too: those to compute with.
-        check: whether to read values that are converted to a narrower dtype, to see if they fit.
+        elsewhere: names that may be in the files but not in this model, such as those of other
+            pipeline stages.
+        aliases: names of this model, each with the name to use if the files lack it: tied weights
+            of which one is in another stage.
+        like: transformers model that the names belong to, if `model` is a mapping.
+        dtypes: narrower compute dtypes by name that the values also have to fit.
+        check: whether to verify that values converted to a narrower dtype fit.
         fill: False to match and check only; the model may be on meta.
 
     Returns:

@@ -168,16 +168,16 @@ def export_huggingface(
 ) -> Path:
     """Turns a saved step into a Hugging Face folder, or a single safetensors file.
 
-    Tensors of which ranks saved parts are whole there. What is read is checked.
+    Sharded tensors are joined. Everything read is verified.
 
     Args:
-        path: folder of a step, or of a run; also a Hugging Face folder, to be cut or converted
+        path: folder of a step, or of a run; or a Hugging Face folder, to be split or converted
             again.
-        target: folder, or file ``*.safetensors``, to make; it must not exist.
+        target: folder, or file ``*.safetensors``, to create; it must not exist.
         entry: entry of the step whose tensors are written.
-        max_shard_bytes: bytes of tensors in a file of a folder; a larger tensor has one of its own.
+        max_shard_bytes: bytes of tensors per file of a folder; a larger tensor has its own file.
         dtype: dtype that floating-point tensors are converted to; None keeps their own.
-        prefix: text that names have to begin with to be written, without it.
+        prefix: writes only names with this prefix, and removes it.
         config: content of ``config.json``; None for that of the folder, if any.
         step: number of the step, of a run; None for the newest complete one.
         progress: callback that is given the bytes done and the total.
@@ -186,8 +186,8 @@ def export_huggingface(
         The target.
 
     Raises:
-        GulliverError: there is no such step, it is broken, or the target exists or cannot be
-            written; nothing is left of it then.
+        GulliverError: there is no such step, it is corrupt, or the target exists or cannot be
+            written; no partial target remains.
     """
     target = Path(target)
     folder = dtype is not None and step is None and not is_step_or_run(Path(path))
@@ -213,7 +213,7 @@ def _config_of(weights: Weights) -> Mapping[str, Any] | None:
 
 
 def _unprefixed(weights: Weights, prefix: str) -> dict[str, str]:
-    """Returns target names, each with its name in the source."""
+    """Maps target names to names in the source."""
     names = {n.removeprefix(prefix): n for n in weights.infos if n.startswith(prefix)}
     if not names or "" in names:
         raise GulliverError(
@@ -235,7 +235,7 @@ def write_untied(
 ) -> Path:
     """Writes a Hugging Face folder with the tensors in `names`, by default all.
 
-    Tied weights are there under one of their names; `aliases` has the others.
+    Tied weights are written under one of their names; `aliases` has the others.
     """
     refuse_existing(folder)
     if not max_shard_bytes > 0:

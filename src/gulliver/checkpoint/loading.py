@@ -1,4 +1,4 @@
-"""Nested values of a step before its tensors are read: a `Ref` represents each tensor."""
+"""Loads steps: plans how nested values are filled, with a `Ref` for each tensor not yet read."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def optimizer_state(
     optimizer: torch.optim.Optimizer,
     shapes: Sequence[Any] | None,
 ) -> Callable[[], None]:
-    """Reads the state of an optimizer; of DTensors only this rank's part."""
+    """Reads the state of an optimizer; for DTensors only this rank's part."""
     where = f"{reader.folder}, entry {entry!r}"
     content = with_refs(skeleton, reader.tensors(entry))
     if not isinstance(content, dict) or not {"state", "param_groups"} <= content.keys():
@@ -279,7 +279,7 @@ def _check_kind(reader: StepReader, entry: str, value: Any) -> None:
 
 
 def _check_scheduler(reader: StepReader, entry: str, value: Any, content: Any) -> None:
-    """Rejects anything but a scheduler's state, as a scheduler accepts any dict."""
+    """Rejects anything but a scheduler's state, because a scheduler accepts any dict."""
     if not isinstance(value, LRScheduler):
         return
     if not isinstance(content, dict) or not content.keys() & value.state_dict().keys():
@@ -313,8 +313,7 @@ def module_leaves(module: nn.Module) -> tuple[dict[str, Leaf], list[str]]:
     """Returns a module's tensors to fill in place, and the names that `load_state_dict` needs.
 
     The latter are entries that are not tensors of the module: the state of `get_extra_state`, and
-    what hooks and
-    overridden methods make of its tensors.
+        entries created by hooks and overridden methods.
     """
     refuse_boosted(module, "load")
     own = [*module.named_parameters(), *module.named_buffers()]
@@ -488,9 +487,9 @@ class Loaded:
 
     Attributes:
         step: number of the step.
-        values: values by entry, of what is no object with its own state.
+        values: values by entry, except objects that load their own state.
         mismatches: names and shapes by entry that did not match; empty if all did.
-        absent: entries that are wanted and not in the checkpoint.
+        absent: requested entries that are not in the checkpoint.
     """
 
     step: int
@@ -553,28 +552,26 @@ def load(
     strict: bool = True,
     prefix: str = "",
 ) -> Loaded:
-    """Loads a step, at any number of ranks.
+    """Loads a step, with any number of ranks.
 
-    Modules, and tensors and parts, also those in dicts and lists, are filled in place, reading only
-    their bytes; values are converted to their dtype if they fit. Other objects are given their
-    whole state by `load_state_dict`. What else there is in dicts and lists is in `Loaded.values`,
-    together with the tensors that were filled; what has no tensor in it, such as None, represents
-    whatever was saved. Everything is checked before anything is filled, but for the checksums of
-    what is read in place.
+    Modules, tensors and parts, including those in dicts and lists, are filled in place, reading
+    only their bytes; values are converted to their dtype if they fit. Other objects get their full
+    state by `load_state_dict`. Dicts and lists are returned in `Loaded.values`, with the filled
+    tensors; a value without tensors, such as None, stands for whatever was saved. Everything is
+    checked before anything is filled, except for checksums of data read in place.
 
     Args:
         path: folder of a run, or of one of its steps.
-        state: objects and values by entry, as for `AsyncCheckpointer.save`; what is not in it is
-            not loaded. None loads everything into new tensors.
-        step: number of the step, of a run; None for the newest complete one.
-        strict: whether to reject what does not match, before anything is changed; else it is
-            reported.
-        prefix: text before the state's names in the checkpoint: ``"encoder."`` loads a model's
-            encoder alone.
+        state: objects and values by entry, as for `AsyncCheckpointer.save`; other entries are not
+            loaded. None loads everything into new tensors.
+        step: number of the step of a run; None for the newest complete one.
+        strict: raise on mismatches before anything is changed; otherwise report them.
+        prefix: text before the state's names in the checkpoint: ``"encoder."`` loads only a model's
+            encoder.
 
     Raises:
         GulliverError: there is no such step; names, shapes, an optimizer's kind or groups do not
-            match; a value does not fit; a tensor is on meta; a file is broken.
+            match; a value does not fit; a tensor is on meta; a file is corrupt.
     """
     return read_during_writes(path, step, lambda folder: _load(folder, state, strict, prefix))
 

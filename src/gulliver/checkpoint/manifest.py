@@ -1,13 +1,13 @@
 """Manifest of a step: its files with sizes and checksums, and the location of all tensor parts.
 
-manifest.json      all that is said here
-state.json         what is no tensor, and where the tensors belong in it
-ENTRY.safetensors  the tensors of an entry; with several ranks a file of each,
+manifest.json      everything described here
+state.json         non-tensor values, with references to the tensors
+ENTRY.safetensors  the tensors of an entry; with several ranks one file each,
                    ENTRY-00002-of-00004.safetensors
 
-A tensor of which a file holds a part lies there under its own name, as one row of elements. Where
-that part is in the whole the manifest says: ``[file, start, stop]`` counts elements of the whole,
-``[file, start, stop, [dim, [[a, b], ...]]]`` those of a region of it.
+A part of a tensor is stored under the tensor's name, flattened. The manifest has its position:
+``[file, start, stop]`` counts elements of the full tensor, ``[file, start, stop, [dim, [[a, b],
+...]]]`` elements of a region.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ class PartEntry:
     region: Region | None = None
 
     def place(self, shape: tuple[int, ...]) -> PartOffset:
-        """Returns the part's position in a tensor of a shape."""
+        """Returns the part's position in a tensor of the given shape."""
         return PartOffset(shape, self.start, self.stop, self.region)
 
     def to_json(self) -> list[Any]:
-        """Returns the JSON values that are written."""
+        """Returns the JSON representation."""
         region = [] if self.region is None else [region_to_json(self.region)]
         return [self.file, self.start, self.stop, *region]
 
@@ -108,12 +108,12 @@ class Manifest:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files together, but for the manifest."""
+        """Total bytes of all files except the manifest."""
         return sum(entry.nbytes for entry in self.files.values())
 
 
 def file_to_json(entry: FileEntry) -> dict[str, Any]:
-    """Returns the JSON values of a file's entry."""
+    """Returns the JSON representation of a file's entry."""
     return {
         "bytes": entry.nbytes,
         "page_bytes": entry.page_bytes,
@@ -122,7 +122,7 @@ def file_to_json(entry: FileEntry) -> dict[str, Any]:
 
 
 def part_to_json(file: str, leaf: Tensor | Part) -> dict[str, Any]:
-    """Returns the JSON values of a part of a tensor in a file."""
+    """Returns the JSON representation of a part of a tensor in a file."""
     if isinstance(leaf, Part):
         place = PartEntry(file, leaf.start, leaf.stop, leaf.region)
         dtype = leaf.value.dtype
@@ -239,7 +239,7 @@ def tensor_from_json(value: Mapping[str, Any]) -> TensorEntry:
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether all files of a step exist in their sizes; their content is not checked."""
+    """Whether all files of a step exist and have the right size; their content is not checked."""
     try:
         manifest = read_manifest(folder)
     except GulliverError as error:

@@ -1,10 +1,10 @@
 """Heartbeats of the ranks that write a step, in its temporary folder.
 
-A heartbeat is a file that its rank holds a lock on while it writes; rank 0 has none. The system
-takes the lock away when the process ends, however it ends: rank 0, which waits for the rank's
-report, then gets the lock itself, and finds in the file whether the rank had finished. Nothing
-beats in time: a rank that is only slow still holds its lock, and must not be taken for dead. On
-file systems without locks rank 0 only has its patience.
+A heartbeat is a file that its rank locks while it writes; rank 0 has none. The system releases the
+lock when the process ends for any reason: rank 0, which waits for the rank's report, then acquires
+the lock and reads from the file whether the rank had finished. There is no timer: a slow rank still
+holds its lock and is not taken for dead. On file systems without locks, rank 0 relies on the
+timeout.
 """
 
 from __future__ import annotations

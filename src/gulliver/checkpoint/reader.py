@@ -1,4 +1,4 @@
-"""Checks whether saved values fit the dtype of what they are loaded into.
+"""Reads and verifies saved steps, and checks that values fit the dtype they are loaded into.
 
 Floating-point values may be rounded, but finite ones must stay finite. All other values must stay
 equal.
@@ -146,7 +146,7 @@ AHEAD = 8
 
 @dataclass(frozen=True)
 class Problem:
-    """Something broken in a step."""
+    """A defect of a step."""
 
     # Name of the file in the step's folder.
     file: str
@@ -167,7 +167,7 @@ class Problem:
 
 
 class BrokenFileError(GulliverError):
-    """A problem, raised by readers that cannot continue after it."""
+    """A problem after which a reader cannot continue."""
 
     def __init__(self, text: str, problem: Problem | None = None) -> None:
         super().__init__(text)
@@ -175,7 +175,7 @@ class BrokenFileError(GulliverError):
 
 
 class Verifier:
-    """Reader of a step's files that believes nothing."""
+    """Reader of a step's files that verifies everything."""
 
     def __init__(self, folder: Path, manifest: Manifest, engine: Engine | None = None) -> None:
         self.folder, self.manifest = folder, manifest
@@ -185,7 +185,7 @@ class Verifier:
         """Bytes read from the disk so far."""
 
     def check_size(self, name: str) -> FileEntry:
-        """Returns the entry of a file whose size is right."""
+        """Returns the entry of a file after checking its size."""
         if name not in self.manifest.files:
             raise GulliverError(f"{self.folder} does not list {name}: its manifest is broken")
         entry, size = self.manifest.files[name], _size(self.folder / name)
@@ -225,7 +225,7 @@ class Verifier:
         return found
 
     def _read_slots(self, file: str) -> dict[str, Slot]:
-        """Reads a header; if it is invalid, its checksum tells the cause."""
+        """Reads a header; if it is invalid, its checksum determines the cause."""
         try:
             return read_slots(self.folder / file)[0]
         except GulliverError:
@@ -483,7 +483,7 @@ class StepReader:
         return own_entry(entry, rank), self._ranks[rank][entry]
 
     def kind(self, entry: str) -> Mapping[str, Any]:
-        """Returns class and shapes of an optimizer or scheduler; empty if not recorded."""
+        """Returns the class and shapes of an optimizer or scheduler; empty if not recorded."""
         return self._kinds.get(entry, {})
 
     def whole(self, entry: str, names: Iterable[str]) -> dict[str, Tensor]:

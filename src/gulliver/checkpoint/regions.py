@@ -1,14 +1,13 @@
 """Overlaps of parts of a tensor: the elements that two have in common, and how to copy them.
 
-A part is a run of elements of a region, and a region is slices of a whole along one dim. In the
-row-major order of the whole a part is therefore an ascending row of *stretches*: one where it is
-not sliced, or sliced along the first dim; one for each row of what is before the dim otherwise.
-Stretches of two parts are intersected as sorted intervals (`overlap`), whatever their dims; what
-they have in common repeats itself with fixed strides, and is copied as few boxes (`Copies.boxes`),
-not row by row.
+A part is a run of elements of a region, and a region is slices of a full tensor along one dim. In
+the row-major order of the full tensor, a part is therefore an ascending list of contiguous runs:
+one if it is not sliced or sliced along the first dim; otherwise one per index of the dims before.
+The runs of two parts are intersected as sorted intervals (`overlap`), whatever their dims; the
+overlaps repeat with fixed strides, and are copied as a few boxes (`Copies.boxes`), not row by row.
 
-Read `stretches`, `overlap`, then `copy_bytes`. `missing` says what a set of parts lacks. Nothing
-here knows files.
+Read `stretches`, `overlap`, then `copy_bytes`. `missing` describes what a set of parts lacks.
+Nothing here accesses files.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ class ContiguousRuns:
 
 
 def stretches(place: PartOffset) -> ContiguousRuns:
-    """Cuts a part into its stretches."""
+    """Splits a part into its contiguous runs."""
     region = place.sliced
     if region is None:
         row = [place.start] if place.numel else []
@@ -124,11 +123,11 @@ class Copies:
         return int(self.count.sum())
 
     def scaled(self, size: int, source: int = 0) -> Copies:
-        """Converts to units of which an element has `size`, and adds `source` to the sources."""
+        """Converts to units of 1/`size` element, and adds `source` to the sources."""
         return Copies(self.source * size + source, self.target * size, self.count * size, self.kind)
 
     def packed(self) -> tuple[Copies, Copies]:
-        """Splits copies in two: into a row without gaps, and out of it."""
+        """Splits copies into two steps: into a row without gaps, and out of it."""
         row = np.cumsum(self.count) - self.count
         return replace(self, target=row), replace(self, source=row)
 
@@ -244,7 +243,7 @@ def _unit(target: Tensor, source: Tensor, copies: Copies) -> int:
 
 
 def missing(shape: tuple[int, ...], parts: Sequence[PartOffset]) -> str | None:
-    """Describes what keeps parts from covering a tensor exactly once; see the note above."""
+    """Describes why parts do not cover a tensor exactly once; see the note above."""
     whole = math.prod(shape)
     if not any(part.region for part in parts):
         return _not_once(sorted((part.start, part.stop) for part in parts), whole)
@@ -278,7 +277,7 @@ def _not_once(runs: list[tuple[int, int]], numel: int) -> str | None:
 
 
 def _reached(runs: Iterable[tuple[int, int]]) -> int:
-    """Returns how far runs go from 0 without a gap."""
+    """Returns the end of the gapless range that the runs cover from 0."""
     position = 0
     for start, stop in sorted(runs):
         if start > position:
@@ -292,7 +291,7 @@ def _said(region: Region) -> str:
 
 
 def region_to_json(region: Region) -> list[Any]:
-    """Returns the JSON values of a region in the manifest."""
+    """Returns the JSON representation of a region in the manifest."""
     return [region.dim, [list(run) for run in region.runs]]
 
 

@@ -1,4 +1,4 @@
-"""One save: the ranks' statuses, their agreement, and the result.
+"""Saves steps: the ranks' statuses, their agreement, and the result.
 
 `agree_on_save` is the whole agreement; it depends on nothing but the statuses of all ranks.
 """
@@ -157,30 +157,30 @@ GROWTH = 32
 class AsyncCheckpointer:
     """Saves a program's state while the program continues.
 
-    What torch's optimizers step, and their state, is copied by native threads while the next
-    forward and backward run; a step waits, by itself, for just what it is about to change. `save`
-    returns when everything else (averages, buffers, frozen weights) has been copied, as that may
-    change without asking. Code that changes what an optimizer steps calls `wait_copied` before.
+    Native threads copy parameters and state of torch optimizers while the next forward and backward
+    run; an optimizer step automatically waits for the tensors it changes. `save` returns when
+    everything else (averages, buffers, frozen weights) has been copied, because it may change at
+    any time. Other code that changes optimized parameters has to call `wait_copied` first.
 
     Args:
         folder: folder of the run; every step becomes a folder in it.
         keep: number of newest steps to keep; 0 keeps all.
-        mode: way to hold the copy. ``shadow`` holds a copy of the whole state in host memory, which
-            is made with the first save and used again: training is free as soon as memory has been
-            copied. ``ring`` holds `ring_mb` only: training is held up where the disk is slower than
-            a step. ``auto`` is a ring where the copy does not fit `memory_limit`, or where some of
-            the state is on disk, else a shadow.
+        mode: where the copy is held. ``shadow`` keeps a copy of the full state in host memory,
+            which is allocated by the first save and reused: training only waits for a memory copy.
+            ``ring`` holds only `ring_mb`: training waits if the disk is slower than a step.
+            ``auto`` is ``ring`` if the copy exceeds `memory_limit` or some of the state is on disk,
+            otherwise ``shadow``.
         ring_mb: MiB of the ring.
-        memory_limit: bytes of host memory that a rank's copy may take; None for what there is.
-        on_error: answer to a failure: ``raise`` lets the next call raise it, ``warn`` logs it and
-            continues.
+        memory_limit: bytes of host memory for a rank's copy; None for the available memory.
+        on_error: reaction to a failure: ``raise`` raises it from the next call, ``warn`` logs it
+            and continues.
         when_busy: behaviour of `save` while a step is still being written: ``wait`` or ``skip``.
         group: ranks that save together; None for all.
-        engine: engine that moves the bytes; None for the best that this machine has. With one of
-            yours, the pool is as large as you made it.
-        about: JSON values that the manifest is to say besides.
-        silence_s: seconds within which each rank has to begin to write. A rank that ends in the
-            middle of a save is noticed at once, and named.
+        engine: I/O engine; None for the best one on this machine. A given engine keeps the pool
+            size it was created with.
+        about: additional JSON values for the manifest.
+        silence_s: seconds within which each rank has to start writing. A rank that ends during a
+            save is detected at once, and named.
 
     Raises:
         GulliverError: an option is unknown or out of range, or `about` is not JSON.
@@ -251,22 +251,23 @@ class AsyncCheckpointer:
         return self._stalled + (0.0 if self._snapshot is None else self._snapshot.stall_s)
 
     def save(self, step: int, state: Mapping[str, Any]) -> bool:
-        """Begins to save a step (collective).
+        """Starts saving a step (collective).
 
         Args:
-            step: number of the step; one of that number is replaced when the new one is complete.
+            step: number of the step; an existing step of that number is replaced when the new one
+                is complete.
             state: values by entry, such as ``{"model": model, "optimizer": adam, "epoch": 3}``:
                 objects that have a ``state_dict``, or tensors, numbers, text and dicts, lists and
-                tuples of them. Tensors are taken to be the same on all ranks, and are shared out
-                among them, but for `Part`s, DTensors and `PerRank` values.
+                tuples of them. Tensors, except `Part`s, DTensors and `PerRank` values, must be the
+                same on all ranks; each rank writes some of them.
 
         Returns:
-            Whether it was begun: False where a save was in progress and ``when_busy`` is ``skip``,
-            or where it could not be and ``on_error`` is ``warn``.
+            Whether the save was started: False if one was in progress and ``when_busy`` is
+                ``skip``, or if it failed and ``on_error`` is ``warn``.
 
         Raises:
             GulliverError: the previous save failed (``on_error="raise"``), the folder cannot be
-                written or another job has it, or something in the state cannot be saved.
+                written or another job has locked it, or something in the state cannot be saved.
         """
         self._check_process()
         with _without_collection():
@@ -538,7 +539,7 @@ class AsyncCheckpointer:
         return failure
 
     def close(self) -> None:
-        """Waits for the save in progress, and frees memory and folder (collective).
+        """Waits for the save in progress, and releases memory and folder (collective).
 
         Raises:
             GulliverError: the last save failed (``on_error="raise"``).
@@ -579,7 +580,7 @@ class AsyncCheckpointer:
 
 @contextmanager
 def _without_collection() -> Iterator[None]:
-    """Disables garbage collection, as a full collection takes 0.1 s and more."""
+    """Disables garbage collection, because a full collection takes 0.1 s or more."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -285,7 +285,7 @@ class Snapshot:
 
     @cached_property
     def images(self) -> dict[str, Image]:
-        """Plans of the files by name, made on first use, as many tensors take time."""
+        """File plans by name, created on first use because many tensors take time."""
         return {file: Image(sources, {"format": "pt"}) for file, sources in self._sources.items()}
 
     @cached_property
@@ -452,7 +452,7 @@ class Snapshot:
     def _compare(self, storages: Iterable[int] | None) -> None:
         """Records changes to copied storages, None for all, before they are released.
 
-        One that is free may be written to at once, so this is done while no one else can find it.
+        Released storages may be written at once, so this runs while no other thread can find them.
         """
         dropped = []
         with self._lock:

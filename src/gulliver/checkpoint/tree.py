@@ -1,6 +1,6 @@
 """Nested states: tensors by name, and the rest as JSON with references to them.
 
-JSON and not pickle, as loading a pickle may run whatever code is in it.
+JSON instead of pickle, because loading a pickle may run arbitrary code.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One interface to steps, Hugging Face folders, safetensors files and tensors in memory.
 
-Each is a `Weights`: tensors by name, read run by run of elements. `batches` cuts them into runs
-that fit `BATCH`, and a `ReadBatch` is the memory that they are read into, again and again.
+Each is a `Weights`: tensors by name, read in runs of elements. `batches` splits them into runs that
+    fit `BATCH`, and a `ReadBatch` is the memory that is reused for each batch.
 """
 
 from __future__ import annotations
@@ -382,7 +382,7 @@ def _locate(path: Path) -> tuple[Path | None, Path | None]:
 def batches(
     infos: Mapping[str, TensorInfo], limit: int | None = None
 ) -> Iterator[list[tuple[str, int, int]]]:
-    """Cuts tensors into runs of elements to be read together."""
+    """Splits tensors into runs of elements to be read together."""
     limit = limit or BATCH
     found: list[tuple[str, int, int]] = []
     filled = 0
@@ -401,7 +401,7 @@ def batches(
 
 
 class ReadBatch:
-    """Memory that batch after batch is read into."""
+    """Memory that successive batches are read into."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
@@ -412,7 +412,7 @@ class ReadBatch:
         runs: list[tuple[str, int, int]],
         regions: Mapping[str, Region | None] | None = None,
     ) -> dict[str, Part]:
-        """Reads runs of elements; they are good until the next call."""
+        """Reads runs of elements; they are valid until the next call."""
         regions = regions or {}
         infos = [weights.infos[name] for name, _, _ in runs]
         sizes = [(b - a) * i.dtype.itemsize for (_, a, b), i in zip(runs, infos, strict=True)]

@@ -1,7 +1,7 @@
 """Streams tensors from anywhere into new files: read, converted and written batch by batch.
 
 Read `write_files`. Memory is bounded by `BATCH` and the engine's pages, whatever the tensors'
-sizes. What is made appears whole or not at all, also the folders above it.
+sizes. Output appears complete or not at all, including new parent folders.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def write_files(
 ) -> dict[str, FileEntry]:
     """Writes files sequentially; returns their entries by name.
 
-    `called` is what messages call the files. The disk writes what has been read while more is read.
+    `called` names the files in messages. Writing overlaps reading.
     """
     total, done = sum(plan.image.nbytes for plan in plans), 0
     batch, entries = ReadBatch(), dict[str, FileEntry]()
@@ -188,7 +188,7 @@ def write_single(
 ) -> None:
     """Writes tensors to one safetensors file atomically, replacing an existing one.
 
-    `names` has the names in `weights` by name in the file, `metadata` the text next to them.
+    `names` maps names in the file to names in `weights`; `metadata` goes into the header.
     """
     plan = plan_file(target, weights, names, dtype, metadata)
     clear_leftovers(target.parent)

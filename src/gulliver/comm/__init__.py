@@ -1,4 +1,4 @@
-"""Worlds of ranks, and the collectives between them."""
+"""Process worlds, and collectives between their ranks."""
 
 from typing import TYPE_CHECKING
 

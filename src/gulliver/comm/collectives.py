@@ -61,7 +61,7 @@ Group = dist.ProcessGroup | Torus | None
 
 
 class Handle:
-    """A collective in flight: `wait` returns when its result may be read."""
+    """A collective in flight; after `wait` its result may be read."""
 
     def __init__(self, *works: Any, finish: Callable[[], Any] | None = None) -> None:
         self._works, self._finish = works, finish
@@ -76,7 +76,7 @@ class Handle:
             finish()
 
     def is_completed(self) -> bool:
-        """Whether `wait` would return soon; it still has to be called."""
+        """Whether `wait` would return soon; it must still be called."""
         return all(work.is_completed() for work in self._works)
 
 
@@ -88,7 +88,7 @@ def group_size(group: Group = None) -> int:
 
 
 def group_rank(group: Group = None) -> int:
-    """This process's place in a group."""
+    """This process's rank in a group."""
     if isinstance(group, Torus):
         return group.rank
     return dist.get_rank(group) if dist.is_initialized() else 0
@@ -112,15 +112,14 @@ def all_reduce(
         op: sum, mean or max.
         group: None for the whole world.
         async_op: return at once; the result may be read after `Handle.wait`.
-        any_order: gloo's own ring may be used among more than two ranks too, where the tensor is
-            large. It uses less CPU time, but the order of summation depends on an element's
-            position: results are equal on all ranks and in all runs, but change if the tensor is
-            split differently.
+        any_order: allows gloo's own ring for large tensors on more than two ranks. It uses less CPU
+            time, but the order of summation depends on an element's position: results are equal on
+            all ranks and in all runs, but change if the tensor is split differently.
         wire: wire format of the elements.
         purpose: purpose, the same on all ranks; over gloo a difference is reported.
-        error: error of the last packing, of the tensor's size, which is added first; receives this
-            packing's error. Unused without packing.
-        finish: called by its own thread as soon as the result is there, where it is packed.
+        error: rounding error of the last packing, in the tensor's size; added first, then set to
+            this packing's error. Unused without packing.
+        finish: with packing, called on a background thread as soon as the result is there.
     """
     _check(tensor, op)
     _check_sum(tensor.dtype)
@@ -159,7 +158,7 @@ def all_reduce(
 def backend_all_reduce(
     tensor: Tensor, op: Op = "sum", group: dist.ProcessGroup | None = None, async_op: bool = False
 ) -> Handle:
-    """Runs the backend's all-reduce, whose order of addition over gloo is its own."""
+    """Runs the backend's all-reduce, whose order of addition is its own over gloo."""
     count_sent(2 * tensor.nbytes * (1 - 1 / group_size(group)))
     work = dist.all_reduce(tensor, REDUCTIONS[op], group=group, async_op=True)
     return _finished(Handle(work, finish=_mean(tensor, op, group_size(group))), async_op)
@@ -178,7 +177,7 @@ def reduce_scatter(
 ) -> Handle:
     """Writes this rank's shard of the reduction of `input` to `output`.
 
-    Over gloo the terms are added in the order of the ranks, of packed ones the own one first.
+    Over gloo, terms are added in rank order; packed ones start with this rank's own term.
 
     Args:
         output: flat, 1 / size of the input; it may be this rank's part of the input itself.
@@ -243,12 +242,12 @@ def all_gather(
         group: None for the whole world.
         async_op: return at once; the result may be read after `Handle.wait`.
         purpose: purpose, the same on all ranks; over gloo a difference is reported.
-        wire: wire format of the elements. All ranks then have the same bits, those of the packed
-            elements, also of the own part: its exact values stay in `input` alone.
+        wire: wire format of the elements. With packing, all ranks get bitwise equal, rounded
+            results, including for their own part, whose exact values remain only in `input`.
         add: whether packed elements are added to what `output` holds, which may be narrower.
 
     Raises:
-        GulliverError: sizes or dtypes do not fit; elements that are not packed are to be added.
+        GulliverError: sizes or dtypes do not match; `add` without packing.
     """
     _check(output, "sum")
     _check(input, "sum")
@@ -310,7 +309,7 @@ def gather_objects(value: Any, group: Group = None) -> list[Any]:
 def broadcast(
     tensor: Tensor, src: int = 0, group: Group = None, wire: WireFormat = IDENTITY
 ) -> None:
-    """Replaces `tensor` on every rank with that of rank `src` of the group."""
+    """Replaces `tensor` on every rank with the one of rank `src` of the group."""
     # Packed in a wire format all ranks get the same bits, rank `src` too.
     _check(tensor, "sum")
     check_wire(wire)
@@ -340,7 +339,7 @@ def _rank_groups(group: Group) -> tuple[RankGroup, ...]:
 
 
 def _plain(group: Group, rank: int = 0) -> tuple[dist.ProcessGroup | None, int]:
-    """Torch's group for this one, and its number for a rank."""
+    """Torch's process group for a group, and its number for a rank."""
     if not isinstance(group, Torus):
         return group, rank
     rank_group = group.flat
@@ -511,9 +510,9 @@ def choose_axes(
 
     Args:
         cluster: links of the ranks, measured or described.
-        collectives: names ("all_reduce", "reduce_scatter", "all_gather") and bytes of the whole
-            tensor of each, such as `gulliver.hardware.costs.zero_collectives` lists for a step.
-        size: ranks of the world, to be checked; None for what the cluster has.
+        collectives: names ("all_reduce", "reduce_scatter", "all_gather") and bytes of each full
+            tensor, such as `gulliver.hardware.costs.zero_collectives` lists for a step.
+        size: expected number of ranks; None for that of the cluster.
 
     Raises:
         GulliverError: the cluster has another number of ranks.

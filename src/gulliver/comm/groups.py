@@ -1,4 +1,4 @@
-"""Ranks in a row, with the group that they alone belong to."""
+"""Ordered ranks, with their process group."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class RankGroup:
 
 
 class _Place(NamedTuple):
-    """This process's place in a group."""
+    """This process's position in a group."""
 
     rank: int
     ranks: tuple[int, ...]
@@ -71,7 +71,7 @@ def _place(group: dist.ProcessGroup | None) -> _Place:
 
 
 def rank_group_of(group: dist.ProcessGroup | None) -> RankGroup:
-    """The ranks of a group, as it numbers them."""
+    """The ranks of a group, in its order."""
     place = _place(group)
     if group is None and place.world is not None:
         return place.world
@@ -147,7 +147,7 @@ def shared_rank_group(rows: Sequence[Sequence[int]], use: str) -> RankGroup:
 
 
 def lasting_group(rank_group: RankGroup) -> dist.ProcessGroup:
-    """The process group of a rank group, also of one rank; it lives as long as the world."""
+    """The process group of a rank group, even of one rank; it lives as long as the world."""
     groups = _made.setdefault(dist.group.WORLD, {})
     for shared in groups.values():
         if rank_group.process_group is not None and shared.group is rank_group.process_group:

@@ -1,8 +1,8 @@
 """Collectives of ranks on one host, which read each other's memory instead of sending it.
 
-Over the loopback of a network each element is copied four times, and wakes threads on both sides.
-Here the extension `gulliver.comm._host` copies it once, straight out of the other rank's tensor.
-`open_host_team` says for which groups that is allowed; all others keep to messages.
+Over a loopback network each element is copied four times, and threads wake on both sides. Here the
+extension `gulliver.comm._host` copies it once, directly from the other rank's tensor.
+`open_host_team` checks which groups may do this; all others exchange messages.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class HostWork:
 
 
 class HostTeam:
-    """Ranks of a group that read each other's memory."""
+    """Ranks of a group that read each other's memory directly."""
 
     def __init__(self, native: Any, rank_group: RankGroup, group: Any) -> None:
         self.native, self.rank, self.size = native, rank_group.rank, rank_group.size
@@ -82,13 +82,13 @@ class HostTeam:
         self._lock = threading.Lock()
 
     def let_go(self) -> None:
-        """Drops the tensors that no rank needs any more: who counts their users looks next."""
+        """Drops tensors that no rank needs any more, before references to them are counted."""
         with self._lock:
             while self._read and self.native.complete(self._read[0][0]):
                 self._read.popleft()
 
     def takes(self, output: Tensor, input: Tensor, op: str) -> bool:
-        """Whether a sum of these dtypes is made here."""
+        """Whether a reduction of these dtypes is supported here."""
         cpu = input.device.type == "cpu"
         return cpu and op != "max" and (input.dtype, output.dtype) in _DTYPES
 
@@ -107,9 +107,10 @@ class HostTeam:
     def all_reduce(
         self, tensor: Tensor, op: str, purpose: Purpose, now: bool
     ) -> list[HostWork] | None:
-        """Replaces a tensor by the reduction; returns what is to be waited for.
+        """Replaces a tensor by the reduction; returns the operations to wait for.
 
-        None where it is not made here: any small one is `now`, else sums that ranks cut evenly.
+        None if not supported here: small tensors only with `now`, others if ranks divide them
+            evenly.
         """
         tensor = tensor.detach()
         if now and tensor.nbytes <= SMALL_BYTES:
@@ -136,7 +137,7 @@ class HostTeam:
             return True
 
     def _tag(self, purpose: Purpose) -> int:
-        """The next tag of the group: ranks that do something else have another one."""
+        """The next tag of the group; ranks that run another operation have another one."""
         return flight_recorder.next_tag(self._group(), 1, purpose)
 
     def _sum(self, output: Tensor, input: Tensor, op: str, tag: int) -> HostWork:
@@ -166,15 +167,15 @@ class HostTeam:
 
 
 def host_team(group: Any) -> HostTeam | None:
-    """The team of a group for which one was opened; never that of a torus."""
+    """The opened team of a group, if any; never that of a torus."""
     return _teams.get(group or dist.group.WORLD) if _teams else None
 
 
 def open_host_team(group: dist.ProcessGroup | None) -> str:
-    """Lets ranks of a group read each other's memory; a collective call.
+    """Lets ranks of a group read each other's memory (collective).
 
     Returns:
-        Why they exchange messages instead; empty where they do not.
+        Why they exchange messages instead; empty on success.
     """
     key = group or dist.group.WORLD
     if key is None or not sends_directly(group, torch.empty(0)):
@@ -213,7 +214,7 @@ def open_host_team(group: dist.ProcessGroup | None) -> str:
 
 
 def log_host_team(group: dist.ProcessGroup | None) -> None:
-    """Opens a group's team, and says on its first rank why there is none."""
+    """Opens a group's team; its first rank logs why there is none."""
     problem = open_host_team(group)
     if problem and rank_group_of(group).rank == 0:
         _LOG.info("ranks exchange messages, and not shared memory: %s", problem)
@@ -225,7 +226,7 @@ def drain_host_teams(until: float) -> bool:
 
 
 def close_host_teams(seconds: float) -> None:
-    """Ends all teams when the world ends, after at most so many seconds."""
+    """Closes all teams when the world ends, after at most this many seconds."""
     drain_host_teams(time.monotonic() + seconds)
     _teams.clear()
 
@@ -246,7 +247,7 @@ def _load() -> tuple[Any, str]:
 
 
 def _make_page(native: Any, rank_group: RankGroup) -> str:
-    """Makes the file of the shared page; empty where that cannot be."""
+    """Creates the file of the shared page; empty if that is impossible."""
     folder = "/dev/shm" if Path("/dev/shm").is_dir() else None
     try:
         handle, name = tempfile.mkstemp(prefix="gulliver-", dir=folder)

@@ -1,6 +1,6 @@
 """Rendezvous of the ranks of one machine, over a store that listens on localhost only.
 
-torch's own ways to meet make a store that listens on all interfaces, where any host on the network
+torch's own rendezvous creates a store that listens on all interfaces, where any host on the network
 may read and write it. Gloo's and NCCL's listeners follow the interface that the environment names.
 """
 
@@ -56,7 +56,7 @@ class LocalRendezvous(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """One agent, on this machine."""
+        """Returns a rendezvous of one agent, on this machine."""
         assert self._store is not None
         return RendezvousInfo(self._store, 0, 1, RendezvousStoreInfo(LOCALHOST, self._port))
 

@@ -1,7 +1,7 @@
 """Wire formats: encodings of tensor elements in messages between ranks.
 
-Every collective, exchange and message takes one. What they are, and how elements are packed, is
-in `gulliver.precision.wire`; how packed elements are reduced and gathered is in `packed.py`.
+Every collective, exchange and message takes one. `gulliver.precision.wire` defines them and packs
+elements; `packed.py` reduces and gathers packed elements.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Messages:
         self._works, self._keep, self._finish, self.arriving = works, keep, finish, arriving
 
     def wait(self) -> Any:
-        """Waits for all messages; returns the received tensors. Sent ones may be reused then."""
+        """Waits for all messages; returns the received tensors. Sent ones may then be reused."""
         for work in self._works:
             work.wait()
         finish, self._finish = self._finish, None

@@ -1,9 +1,9 @@
 """Collectives of packed elements: all-reduce, reduce-scatter and all-gather in a wire format.
 
-A rank that passes packed elements on cannot add them up. So every rank sends each part straight to
-its owner, who unpacks them, adds them up in float32 or wider, this rank's own term as it is, and
-packs the sum once more where others need it. All ranks, the owner too, continue with what was
-packed, so they have the same bits.
+Packed elements cannot be summed on the way. So every rank sends each part directly to its owner,
+which unpacks the terms, adds them in float32 or wider to its own unpacked term, and packs the sum
+again if others need it. All ranks, including the owner, use the packed result, so results are
+bitwise equal.
 
 | | packed | error at most, of one format's bound |
 |---|---|---|
@@ -12,8 +12,8 @@ packed, so they have the same bits.
 | all-reduce | twice for each axis | one of each term, and one of the sum |
 
 Each is a generator, as in `steps.py`, made of one exchange: over gloo point-to-point messages,
-over other backends their all-to-all. Over a torus it goes axis by axis, and what was added up along
-one axis is packed again for the next.
+over other backends their all-to-all. Over a torus it runs axis by axis, and sums along one axis are
+packed again for the next.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Packer:
         }
 
     def buffer(self, numel: int, like: Tensor) -> Tensor:
-        """Bytes for packed elements."""
+        """Allocates bytes for packed elements."""
         count = packed_bytes(numel, self.wire)
         if like.device.type == "cpu":
             return acquire_buffer(count, torch.uint8)
@@ -253,6 +253,6 @@ def _wide(term: Tensor) -> Tensor:
 
 
 def _cut(numel: int, count: int, block: int) -> list[int]:
-    """Lengths of the ranks' parts in whole blocks; the last may be shorter or empty."""
+    """Lengths of the ranks' parts in full blocks; the last may be shorter or empty."""
     each = -(-numel // (count * block)) * block
     return [max(0, min(each, numel - number * each)) for number in range(count)]

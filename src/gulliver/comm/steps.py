@@ -1,9 +1,9 @@
-"""The engine that makes progress on collectives over gloo while Python computes.
+"""Runs collectives over gloo in background threads while Python computes.
 
-A collective is a generator: it posts messages, yields them, and is resumed when they have arrived;
-then it uses them, and may post the next ones. Posting copies into sockets and what follows adds up,
-and both leave the interpreter meanwhile, so neither takes time from the thread that trains, as long
-as there is a core for them.
+A collective is a generator: it posts messages, yields them, and resumes when they have arrived;
+    then it uses them, and may post the next ones. Posting copies into sockets, and the next step
+    adds; both release the GIL, so they take no time from the training thread as long as there is a
+    free core.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class PendingCollective:
         return self._done.is_set()
 
     def end(self, error: BaseException | None = None) -> None:
-        """Called by the thread that finishes."""
+        """Marks the collective as ended; called by the thread that finishes it."""
         self._error = error
         _under_way.discard(self)
         self._done.set()
@@ -94,7 +94,7 @@ class _Threads:
         _serve("finish", self._arriving, self._finish)
 
     def drive(self, steps: Steps, exchange: PendingCollective) -> None:
-        """Submits a collective with its own thread; threads start on demand."""
+        """Submits a collective to its own thread; threads start on demand."""
         with self._lock:
             self._driven += 1
             more = self._drivers < min(THREADS, self._driven)
@@ -297,7 +297,7 @@ def reduce_scatter_steps(
     tags: Sequence[int],
     segment: tuple[int, int],
 ) -> Steps:
-    """One segment, an interval of each part, from the inner to the outer axis."""
+    """Processes one segment, an interval of each part, from the inner to the outer axis."""
     sizes, length = [rank_group.size for rank_group in rank_groups], segment[1] - segment[0]
     stages: list[tuple[AxisExchange, Tensor]] = []
     dtype = input.dtype
@@ -340,7 +340,7 @@ def all_gather_steps(
     tags: Sequence[int],
     segment: tuple[int, int],
 ) -> Steps:
-    """One segment, an interval of each part, from the outer to the inner axis."""
+    """Processes one segment, an interval of each part, from the outer to the inner axis."""
     stages: list[tuple[AxisExchange, Tensor, dict[int, Tensor]]] = []
     for depth, rank_group in enumerate(rank_groups):
         exchange = AxisExchange(rank_group, tags[depth])
@@ -378,7 +378,7 @@ def all_reduce_steps(
     tags: Sequence[int],
     segment: tuple[int, int],
 ) -> Steps:
-    """One segment: reduces on the way out, and returns the sums on the way back."""
+    """Processes one segment: reduces inner to outer, and returns the sums outer to inner."""
     levels: list[_Level] = []
     mine = segment
     for depth in reversed(range(len(rank_groups))):
@@ -436,7 +436,7 @@ class _Level:
                 self.back.receive(peer, self._part(peer))
 
     def scatter(self) -> Messages:
-        """Sends to each rank its interval."""
+        """Sends each rank its interval."""
         for peer in self.out.peers:
             self.out.send([peer], self._part(peer))
         return self.out.arrivals()
@@ -447,7 +447,7 @@ class _Level:
         add_up(own, own, self.slots, self.rank_group.rank, op)
 
     def gather(self) -> Messages:
-        """Sends the finished interval to all."""
+        """Sends the finished interval to all ranks."""
         if not self.whole:
             self.back.send(self.back.peers, self._part(self.rank_group.rank))
         return self.back.arrivals()
@@ -512,7 +512,7 @@ def _slot(peer: int, rank: int) -> int:
 
 
 def _scratch(slots: Tensor, dtype: torch.dtype) -> Tensor:
-    """The buffer for a sum that is sent on."""
+    """The buffer for a sum that will be sent."""
     return slots[0] if slots.dtype == dtype else torch.empty_like(slots[0], dtype=dtype)
 
 
@@ -534,7 +534,7 @@ def _cut(interval: tuple[int, int], count: int) -> list[tuple[int, int]]:
 
 
 def _segments(length: int, nbytes: int, rank_groups: Sequence[RankGroup]) -> list[tuple[int, int]]:
-    """Intervals of a part that travel one at a time."""
+    """Intervals of a part that are sent one at a time."""
     if len(rank_groups) == 1 or not nbytes:
         return [(0, length)]
     wanted = min(max(nbytes // SEGMENTS, LEAST_SEGMENT), MOST_SEGMENT)

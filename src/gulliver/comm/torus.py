@@ -1,10 +1,10 @@
 """Named axes over the ranks, and the torus that a collective may follow.
 
     axes = make_axes({"node": 2, "local": 4})          # outer to inner, slow to fast
-    reduce_scatter(part, whole, group=axes.torus())    # as group=None, step by step over the axes
+    reduce_scatter(part, whole, group=axes.torus())    # like group=None, but axis by axis
 
-An axis is a rank group through each rank. A torus is all ranks that some axes reach; its ranks are
-numbered with the outer axis first, so that rank (o, i) is o * inner + i, and every collective that
+Along an axis, each rank belongs to one rank group. A torus is the set of all ranks along some axes;
+its ranks are numbered outer axis first, so that rank (o, i) is o * inner + i. Every collective that
 takes a group takes a torus.
 """
 
@@ -39,7 +39,7 @@ class Axes:
 
     @cached_property
     def mesh(self) -> DeviceMesh | None:
-        """Torch's mesh of the same names; None in a world of one."""
+        """Torch's mesh of the same names; None in a world of one rank."""
         if self.ranks is None:
             return None
         groups: list[Any] = [self.group(name) for name in self.sizes]
@@ -48,7 +48,7 @@ class Axes:
         )
 
     def group(self, name: str) -> dist.ProcessGroup | None:
-        """The ranks along one axis, through this one; None in a world of one."""
+        """The ranks along one axis, including this one; None in a world of one rank."""
         self._check((name,))
         return lasting_group(self.rank_group(name)) if self.ranks is not None else None
 
@@ -62,7 +62,7 @@ class Axes:
         return Torus.along(self, names, flat)
 
     def rank_group(self, name: str) -> RankGroup:
-        """This rank's line along one axis."""
+        """This rank's group along one axis."""
         return self.rank_groups[name]
 
     def flat(self, names: Sequence[str]) -> RankGroup:
@@ -96,14 +96,13 @@ class Torus:
 
     Args:
         axes: name and size of each, outer to inner; their product is the size of the world.
-        order: ranks of the world in the order of their places, innermost axis fastest; None for
-            0, 1, 2 and so on. With nodes numbered otherwise, list the ranks node by node.
+        order: world ranks in the order of their positions, innermost axis fastest; None for 0, 1, 2
+            and so on. If nodes are numbered differently, list the ranks node by node.
         device_type: kind of device of the tensors.
 
     Attributes:
         axes: name and size of each, outer to inner.
-        rank_groups: the lines through this rank that collectives go along, outer to inner: one for
-            each axis that has more than one rank.
+        rank_groups: this rank's group along each axis with more than one rank, outer to inner.
         flat: all its ranks, numbered outer axis first.
 
     Raises:
@@ -135,17 +134,17 @@ class Torus:
 
     @property
     def size(self) -> int:
-        """Ranks."""
+        """Number of ranks."""
         return self.flat.size
 
     @property
     def rank(self) -> int:
-        """This process's number among them."""
+        """This process's rank in the torus."""
         return self.flat.rank
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Ranks of the group in the world."""
+        """World ranks of the torus."""
         return self.flat.ranks
 
     def __repr__(self) -> str:
@@ -159,13 +158,14 @@ def make_axes(
 
     Args:
         sizes: name and size of each axis, outer to inner; the innermost has the fastest links.
-        order: the ranks of the world as they fill the axes, the innermost first; None for
-            0, 1, 2 ... So ``[0, 2, 1, 3]`` says that ranks 0 and 2 are near each other.
+        order: world ranks in the order in which they fill the axes, innermost first; None for 0, 1,
+            2 ... With ``[0, 2, 1, 3]``, ranks 0 and 2 are neighbours.
         device_type: kind of device of the tensors, "cpu" or "cuda"; None is "cuda" where NCCL is
             in use.
 
     Raises:
-        GulliverError: the sizes do not make the world, or the order is not one of its ranks.
+        GulliverError: the sizes do not multiply to the world size, or the order is not a
+            permutation of its ranks.
     """
     world = dist.get_world_size() if dist.is_initialized() else 1
     if not sizes or min(sizes.values()) < 1 or math.prod(sizes.values()) != world:

@@ -105,7 +105,7 @@ class FlightRecorder:
     def next_tag(
         self, group: dist.ProcessGroup | None, count: int = 1, purpose: Purpose = ANY
     ) -> int:
-        """Records a collective; returns the first of `count` tags that are its own."""
+        """Records a collective; returns the first of `count` tags reserved for it."""
         self.check()
         key = group or dist.group.WORLD
         with self._lock:
@@ -117,7 +117,7 @@ class FlightRecorder:
         return (1 + purpose.code) * TAGS + purpose.wire * _NUMBERS + number
 
     def note_exchange(self, group: dist.ProcessGroup | None, purpose: Purpose) -> None:
-        """Records an exchange that all ranks of a group make with tags of their own."""
+        """Records an exchange that all ranks of a group run with their own tags."""
         # Numbered by themselves, below those of collectives, whose tags stay what they are.
         self.check()
         key = group or dist.group.WORLD
@@ -385,7 +385,7 @@ class Watchdog:
             self._heard[other] = status, time.monotonic()
 
     def _failure(self) -> str | None:
-        """The line about a passage that failed on another rank."""
+        """Describes a section that failed on another rank."""
         for other, (status, _) in self._heard.items():
             if status.passage:
                 return f"rank {other} failed: {status.error}"
@@ -396,7 +396,7 @@ class Watchdog:
         return self._inside and any(status.passage == self._passages for status in statuses)
 
     def _lost(self) -> tuple[int, str] | None:
-        """A rank that is reported lost, by itself or another, and why."""
+        """A rank reported lost, by itself or another, and the reason."""
         for other, (status, _) in self._heard.items():
             if status.end:
                 return other, status.end
@@ -417,7 +417,7 @@ class Watchdog:
         return None
 
     def _declare(self, rank: int, reason: str) -> None:
-        """Notifies the main thread, and ends the process if that is stuck."""
+        """Notifies the main thread, and ends the process if that thread is stuck."""
         self.lost, self.reason = rank, reason
         self._known.set()
         if not self._stop.wait(GRACE_S):

@@ -54,8 +54,8 @@ def init_world(
 ) -> World:
     """Joins the world described by torchrun's environment, or a world of one.
 
-    A world of one makes no process group. Calling it again gives the same world. Where another
-    library has made torch's process group, its ranks are the world.
+    A world of one creates no process group. Calling it again returns the same world. If another
+    library has already created torch's process group, its ranks are the world.
 
     Args:
         timeout_s: longest wait inside a collective.
@@ -63,7 +63,7 @@ def init_world(
         device: device of this rank; None for the GPU of its local rank, or the CPU without GPUs.
 
     Raises:
-        GulliverError: the environment is incomplete, or the ranks could not meet.
+        GulliverError: the environment is incomplete, or the ranks could not connect.
     """
     global _world, _watchdog
     if _world is not None:
@@ -152,7 +152,7 @@ def _shutdown_at_exit() -> None:
 
 
 def _exit_failed(why: str, status: int) -> NoReturn:
-    """Publishes why this rank ends, and ends it."""
+    """Publishes why this rank ends, and exits."""
     if _watchdog is not None:
         _watchdog.stop(why)
         if _watchdog.rank == 0:

@@ -1,4 +1,4 @@
-"""Traversal of batches: nested dicts, lists, tuples, named tuples and dataclasses."""
+"""Pinned host memory for batches, and their copies to a device."""
 
 from __future__ import annotations
 
@@ -87,14 +87,14 @@ PORTABLE = 1
 
 
 class CopyEvent(Protocol):
-    """An event that tells whether a copy is done, such as `torch.cuda.Event`."""
+    """An event that reports whether a copy is done, such as `torch.cuda.Event`."""
 
     def query(self) -> bool:
-        """Whether it has happened."""
+        """Whether the event has happened."""
         ...
 
     def synchronize(self) -> None:
-        """Waits until it has."""
+        """Waits for the event."""
         ...
 
 
@@ -128,7 +128,7 @@ class ArenaStatistics:
 
     @property
     def hit_rate(self) -> float:
-        """Share of tensors placed in existing memory; 1 before the first."""
+        """Fraction of tensors placed in existing memory; 1 before the first."""
         total = self.hits + self.misses
         return self.hits / total if total else 1.0
 
@@ -142,7 +142,7 @@ class ArenaStatistics:
 
 
 class _Block(NamedTuple):
-    """A part of a slab, which lives at least as long."""
+    """A part of a slab, which it keeps alive."""
 
     slab: _Slab
     start: int
@@ -169,16 +169,16 @@ class _Block(NamedTuple):
 class PinnedArena:
     """Pre-allocated host memory for tensors, reclaimed automatically.
 
-    A block is reused once its last tensor is gone and the device copies from it are done. The
-    loader registers its own copies; other code that copies to a device asynchronously calls `hold`,
-    or keeps the tensor until then. Any thread may use it. Blocks begin on a page and waste less
-    than an eighth of their tensor, besides the rest of a page.
+    A block is reused once its last tensor is freed and device copies from it are done. The loader
+    registers its own copies; other code that copies to a device asynchronously calls `hold`, or
+    keeps the tensor until then. Thread-safe. Blocks are page-aligned; beyond page rounding, they
+    waste less than an eighth of their tensor's size.
 
     Args:
-        limit: most bytes of all slabs together. What does not fit is ordinary memory, counted as a
-            miss; an arena neither grows beyond its limit nor waits for memory.
-        pin: whether to lock the pages, so that devices copy at full speed and without the host
-            waiting; None locks them where there is CUDA. Otherwise buffers are page-aligned.
+        limit: maximum bytes of all slabs together. Tensors that do not fit get ordinary memory,
+            counted as a miss; an arena neither exceeds its limit nor waits for memory.
+        pin: whether to page-lock memory, so that device copies are fast and asynchronous; None does
+            so if CUDA is available. Otherwise buffers are only page-aligned.
 
     Raises:
         GulliverError: a limit below a page, or page-locking without CUDA.
@@ -208,9 +208,9 @@ class PinnedArena:
     def copy_all(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Copies the host tensors of a batch, of any shapes, strides and dtypes.
 
-        Dense tensors keep their strides, others become contiguous. Of a tensor that is not a plain
-        one on the host (sparse, quantized, nested, a subclass, on a device already) the result is
-        the tensor itself; one without elements takes no memory.
+        Dense tensors keep their strides, others become contiguous. Tensors that are not plain host
+        tensors (sparse, quantized, nested, subclasses, on a device) are returned unchanged; empty
+        ones take no memory.
         """
         copies = list(tensors)
         chosen = [place for place, tensor in enumerate(tensors) if _is_plain(tensor)]
@@ -223,7 +223,7 @@ class PinnedArena:
         """Allocates uninitialized host tensors, in one slab if possible.
 
         Args:
-            like: tensors with the shapes, strides and dtypes wanted; their device may be ``meta``.
+            like: tensors with the requested shapes, strides and dtypes; they may be on ``meta``.
         """
         needs = [tensor.numel() * tensor.element_size() for tensor in like]
         with self._lock:
@@ -232,22 +232,22 @@ class PinnedArena:
         return [_tensor(owner, tensor) for owner, tensor in zip(owners, like, strict=True)]
 
     def hold(self, tensors: Iterable[Tensor], until: CopyEvent) -> None:
-        """Keeps tensors, and so their blocks, until an event has happened."""
+        """Keeps tensors, and therefore their blocks, until an event has happened."""
         self._held.append((until, list(tensors)))
 
     def warm_up(self, batches: Iterable[Any], in_flight: int) -> None:
-        """Allocates all memory that batches of certain shapes need.
+        """Allocates all memory for batches of certain shapes.
 
-        Afterwards no request misses while at most `in_flight` batches, of whatever order and
-        shapes of the table, are alive at once.
+        Afterwards no request misses while at most `in_flight` batches of these shapes, in any
+        order, are alive at once.
 
         Args:
             batches: one example of every shape that occurs, nested as the batches will be; tensors
-                on the device ``meta`` say shape and dtype without taking memory.
-            in_flight: batches alive at once, the one being placed included.
+                may be on ``meta``, to take no memory.
+            in_flight: batches alive at once, including the one being placed.
 
         Raises:
-            GulliverError: the limit is less than that needs; the system does not lock as much.
+            GulliverError: the limit is too low; the system cannot lock that much memory.
         """
         need = max((batch_bytes(batch) for batch in batches), default=0)
         with self._lock:
@@ -285,7 +285,7 @@ class PinnedArena:
             event.synchronize()
 
     def _place(self, needs: list[int]) -> list[_Block | int]:
-        """Returns a block for each size, or the size if it has to be ordinary memory."""
+        """Returns a block for each size, or the size if it needs ordinary memory."""
         self._reclaim()
         sizes = [size_class(need) for need in needs]
         # One hole for all, see [Note: why a warmed-up arena never misses].
@@ -326,7 +326,7 @@ class PinnedArena:
         return _Block(self._slabs[number], start, size, need)
 
     def _owner(self, block: _Block | int) -> np.ndarray:
-        """Creates the object whose end frees a block, see [Note: who frees a block]."""
+        """Creates the object whose deletion frees a block, see [Note: who frees a block]."""
         if isinstance(block, int):
             return np.empty(block, np.uint8)
         owner = block.slab.bytes[block.start : block.start + block.asked]
@@ -405,7 +405,7 @@ def _unlock(runtime: Any, address: int, memory: np.ndarray) -> None:
 
 
 def batch_bytes(batch: Any) -> int:
-    """Bytes of an arena that a batch needs."""
+    """Arena bytes that a batch needs."""
     total = 0
 
     def count(leaf: Any) -> Any:

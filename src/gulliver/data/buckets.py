@@ -1,9 +1,9 @@
 """Published resolutions by name, with their sizes per aspect ratio.
 
 Names are ``144p`` to ``4k`` with 17 ratios of height to width, ``256`` to ``2880`` with 40 (those
-of PixArt), and ``256px``, ``768px``, ... of squares of any side, whose sizes are computed (2.0).
+of PixArt), and ``256px``, ``768px``, ... for squares of any side, whose sizes are computed (2.0).
 
-Source: Open-Sora 1.2 and 2.0; the tables are exact, rounding and all.
+Source: Open-Sora 1.2 and 2.0; the tables are exact, including rounding.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Resolution:
     sizes: Sizes
 
     def nearest(self, height: int, width: int) -> tuple[int, int]:
-        """The size with the aspect ratio nearest to that of a picture."""
+        """The size with the aspect ratio nearest to an image's."""
         return self.sizes[min(self.sizes, key=lambda ratio: abs(ratio - height / width))]
 
 
@@ -125,7 +125,7 @@ def _table(ratios: str, sizes: str, unit: int = 1) -> Sizes:
 
 
 def _computed(pixels: int) -> dict[str, tuple[int, int]]:
-    """Computes 2.0's sizes by width:height, as near to a number of pixels as the grid allows."""
+    """Computes 2.0's sizes by width:height, as close to a number of pixels as the grid allows."""
     found: dict[str, tuple[int, int]] = {}
     for side in SIDES:
         across, down = map(float, side.split(":"))
@@ -167,7 +167,7 @@ def _square_of(name: str) -> Resolution | None:
 
 @cache
 def resolution(name: str) -> Resolution:
-    """Returns the resolution of a name."""
+    """Returns the resolution with a name."""
     if name in VIDEO_SIZES:
         pixels, sizes = VIDEO_SIZES[name]
         return Resolution(name, pixels, _table(VIDEO_RATIOS, sizes))
@@ -206,7 +206,7 @@ EXAMPLE = '{"240p": {1: (1.0, 120), 51: (0.5, 12)}}'
 
 @dataclass(frozen=True)
 class BucketRule:
-    """One length of one resolution."""
+    """A clip length at one resolution."""
 
     # Resolution of the clips.
     resolution: Resolution
@@ -232,14 +232,14 @@ class BucketConfig:
     """Rules that assign clips to buckets.
 
     Args:
-        values: lengths by resolution, and for each a chance or two and a batch size.
+        values: for each resolution and length, one or two probabilities and a batch size.
         where: name of the configuration, for messages.
-        unit: frames and pixels that a model needs its sizes to be multiples of, (t, h, w): sizes
-            are cut to t k + 1 frames and multiples of h and w.
+        unit: frames and pixels (t, h, w) that sizes must be multiples of for a model: sizes are
+            rounded down to t k + 1 frames and multiples of h and w.
 
     Raises:
-        GulliverError: an unknown resolution, a length or a chance that is none, a bucket that is
-            never used; all chances 0; videos that are cut to stills.
+        GulliverError: an unknown resolution, an invalid length or probability, a bucket that is
+            never used; all probabilities are 0; videos would be shortened to one frame.
     """
 
     def __init__(
@@ -256,7 +256,7 @@ class BucketConfig:
     def load(cls, path: Path, unit: tuple[int, int, int] = (1, 1, 1)) -> Self:
         """Reads a JSON or YAML file, or the assignment to `bucket_config` in a Python file.
 
-        A Python file is not run: what it assigns must be written out.
+        A Python file is not executed: the assigned value must be a literal.
 
         Raises:
             GulliverError: the file is missing or unreadable, or its content is rejected.
@@ -264,7 +264,7 @@ class BucketConfig:
         return cls(_read(path), str(path), unit)
 
     def _check_lengths(self) -> None:
-        """Rejects video lengths that a model's unit would cut to one frame."""
+        """Rejects video lengths that a model's unit would shorten to one frame."""
         step = self.unit[0]
         for rule in self.rules:
             if rule.keep and 1 < rule.frames <= step:
@@ -278,12 +278,12 @@ class BucketConfig:
 
         Args:
             sizes: sizes of the clips.
-            interval: distance in frames between those taken.
-            seed: seed of the chances.
-            epoch: number of the epoch, which has chances of its own.
+            interval: distance between sampled frames.
+            seed: seed of the random draws.
+            epoch: number of the epoch; each has its own random draws.
 
         Returns:
-            The number of each clip's rule [N], -1 for those that are left out.
+            The index of each clip's rule [N], -1 if left out.
         """
         pixels, count = sizes.heights * sizes.widths, len(sizes.frames)
         chosen, tried = np.full(count, -1), ""
@@ -321,17 +321,17 @@ class BucketConfig:
         return [found[key] for key in keys]
 
     def bucket(self, rule: BucketRule, height: int, width: int) -> Bucket:
-        """The bucket of a rule with the aspect ratio nearest to that of a clip."""
+        """The bucket of a rule with the aspect ratio nearest to a clip's."""
         t, h, w = self.unit
         size = rule.resolution.nearest(height, width)
         down, across = (side // step * step for side, step in zip(size, (h, w), strict=True))
         return Bucket((rule.frames - 1) // t * t + 1, down, across)
 
     def batch_sizes(self, scale: int = 1) -> dict[Bucket, int]:
-        """Lists the batch size of every possible bucket, the smaller one of two rules.
+        """Lists the batch size of every possible bucket; the smaller one if two rules share it.
 
         Args:
-            scale: number of ranks that the configuration's sizes are for, each.
+            scale: number of ranks, if the configuration's sizes are per rank.
         """
         found: dict[Bucket, int] = {}
         for rule in (rule for rule in self.rules if rule.keep):
@@ -383,7 +383,7 @@ def chances(seed: int, epoch: int, rule: int, count: int) -> np.ndarray:
 
 
 def _ordered(rules: Iterator[BucketRule]) -> list[BucketRule]:
-    """Sorts rules by pixels, then length, the most first."""
+    """Sorts rules by pixels, then length, in descending order."""
     # Stable: of 2880 and 4k, which have as many pixels, the first named is tried first.
     found = list(rules)
     names = list(dict.fromkeys(rule.resolution.name for rule in found))

@@ -1,8 +1,7 @@
-"""Frames of video and picture files, decoded with PyAV and turned upright.
+"""Frames of video and image files, decoded with PyAV and rotated upright.
 
-Read `upright_frames` first. Phones store the sensor's picture with its orientation:
-in a video's display matrix, in a picture's EXIF orientation. Decoders hand out the stored picture.
-What this does not know: tables, buckets, and which frames are wanted.
+Read `upright_frames` first. Phones store the sensor's image with its orientation: in a video's
+display matrix, in an image's EXIF orientation. Decoders return the stored image.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class Turn(NamedTuple):
         return not self.swaps and self.a >= 0 and self.d >= 0
 
     def applied(self, picture: np.ndarray) -> np.ndarray:
-        """Turns a stored picture [H, W, 3] for display; a view."""
+        """Turns a stored image [H, W, 3] for display; a view."""
         across, down = (self.c, self.b) if self.swaps else (self.a, self.d)
         if self.swaps:
             picture = picture.swapaxes(0, 1)
@@ -123,7 +122,7 @@ def upright_frames(path: Path) -> Iterator[Frame]:
 
 
 def rate_shown(stated: float, frames: int, span: float) -> float:
-    """Frames per second: the stated rate, or a measured one if that is off."""
+    """Frames per second: the stated rate, or a measured one if the stated one is wrong."""
     shown = (frames - 1) / span if span > 0 else stated
     return stated if stated and abs(shown / stated - 1) < 0.01 else shown
 
@@ -137,7 +136,7 @@ def stacked(frames: list[Frame]) -> np.ndarray:
 
 
 def _turn_of(path: Path, format_name: str, frame: Any) -> Turn:
-    """Finds how the frames of a file are turned."""
+    """Finds the orientation of a file's frames."""
     if format_name == "image2" or format_name.endswith("_pipe"):
         # Not of the frame: which libraries read EXIF into a matrix differs from version to version.
         return _exif_turn(path)
@@ -210,7 +209,7 @@ class Clip:
 
 @dataclass(frozen=True)
 class BrokenClip:
-    """A sample that could not be read, and the reason."""
+    """A sample that could not be read, with the reason."""
 
     index: int
     reason: str
@@ -250,10 +249,10 @@ class WindowedDataset(ClipDataset, Protocol):
 
 @runtime_checkable
 class DealtDataset(WindowedDataset, Protocol):
-    """A data set that assigns samples to other buckets in each epoch."""
+    """A data set that reassigns samples to buckets in each epoch."""
 
     def assign(self, epoch: int) -> Sequence[Bucket | None]:
-        """The bucket of every sample in an epoch; None if it is left out."""
+        """The bucket of every sample in an epoch; None if left out."""
         ...
 
     def read(self, index: int, seed: int, bucket: Bucket | None = None) -> Clip | BrokenClip: ...
@@ -265,7 +264,7 @@ def collate(
     seeds: Sequence[int] | None = None,
     bucket: Bucket | None = None,
 ) -> ClipBatch:
-    """Reads samples of one bucket as a batch; broken ones are left out and listed."""
+    """Reads samples of one bucket as a batch; corrupt ones are left out and listed."""
     clips: list[Clip] = []
     kept: list[int] = []
     broken: list[BrokenClip] = []

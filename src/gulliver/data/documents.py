@@ -1,8 +1,8 @@
-"""Texts for data-centric steps: shapes of few lengths, and rows without padding.
+"""Texts for data-centric steps: few distinct shapes, and rows without padding.
 
-Documents have nearly as many lengths as there are documents, and a plan deals with samples of one
-shape together. So lengths are rounded up for planning only; `pack_documents` concatenates
-the documents of a micro-batch without padding, with positions that restart at 0 for each document.
+Nearly every document has its own length, but plans group samples of one shape. So lengths are
+rounded up, for planning only; `pack_documents` concatenates the documents of a micro-batch without
+padding, with positions that restart at 0 for each document.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ FIELDS = ("input_ids", "labels", "attention_mask")
 
 
 def document_shapes(lengths: Iterable[int], causal: bool = True) -> list[SampleShape]:
-    """Shapes of texts for planning, of few different lengths, none shorter than its text.
+    """Shapes of texts for planning, with few different lengths, none shorter than its text.
 
     Lengths are rounded up by at most an eighth, and to 16 tokens at least.
 
     Args:
         lengths: tokens of each text.
-        causal: whether tokens see those before them only.
+        causal: whether attention is causal.
 
     Raises:
-        GulliverError: a text without tokens, or a length that is no whole number.
+        GulliverError: a text without tokens, or a length that is not an integer.
     """
     made = dict[int, SampleShape]()
     found = []
@@ -54,17 +54,17 @@ def pack_documents(documents: Sequence[Any], least: int = 1) -> dict[str, Tensor
     """Concatenates texts in one row for transformers models.
 
     Args:
-        documents: token ids of each, ``[length]``; or mappings with ``input_ids`` and perhaps
-            ``labels`` of the same length, unshifted, and an ``attention_mask`` of ones.
-        least: tokens of the row at least; what is missing is its own text, without labels.
+        documents: token ids of each, ``[length]``; or mappings with ``input_ids`` and optionally
+            unshifted ``labels`` of the same length, and an ``attention_mask`` of ones.
+        least: minimum tokens of the row; it is filled up with a separate text without labels.
 
     Returns:
         ``input_ids``, ``labels`` and ``position_ids``, each ``[1, sum of lengths]``. The first
-        token of a text is no label: the text before it must not learn it.
+        token of a text is not a label, because the previous text must not predict it.
 
     Raises:
-        GulliverError: no texts, an empty one, ids that are no whole numbers, other labels, tokens
-            that are masked, or fields that cannot be packed.
+        GulliverError: no texts, an empty one, ids that are not integers, labels of another shape,
+            masked tokens, or fields that cannot be packed.
     """
     if not len(documents):
         raise GulliverError("no texts to pack: pass at least one")

@@ -1,12 +1,12 @@
-"""Creates batches from given samples and seeds, in any process.
+"""Creates batches from samples and seeds, in any process.
 
-A `Work` describes a batch: its epoch, number and indices. It travels through
-torch's loader as if it were an index (automatic batching is off, so that one call in one worker
-makes one batch), and the random generators of Python, numpy and torch are seeded from it. What is
-drawn depends on (seed, rank, epoch, number), not on which worker makes the batch, nor on what it
-made before: a resumed run draws what an uninterrupted one draws.
+A `Work` describes a batch: its epoch, number and indices. It passes through torch's loader as an
+    index (automatic batching is off, so that one call in one worker creates one batch), and seeds
+    the random generators of Python, numpy and torch. Random draws depend on (seed, rank, epoch,
+    number), not on the worker or its earlier batches: a resumed run draws the same as an
+    uninterrupted one.
 
-It does not know of arenas, devices or threads.
+Arenas, devices and threads are handled elsewhere.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _END = object()
 
 
 class Work(NamedTuple):
-    """A batch to be created; `indices` as the sampler gave them."""
+    """A batch to be created; `indices` as given by the sampler."""
 
     epoch: int
     number: int
@@ -47,7 +47,7 @@ class Mark(NamedTuple):
 
 
 def words(seed: int, *places: int) -> np.ndarray:
-    """Draws four 32-bit words that depend on a seed and on its use."""
+    """Draws four 32-bit words determined by a seed and its use."""
     return np.random.SeedSequence([seed, *places]).generate_state(4)
 
 
@@ -218,7 +218,7 @@ class BatchStream(IterableDataset):
         self.marks: deque[Mark] = deque()
 
     def end(self) -> None:
-        """Does nothing: a stream has no generators of ours."""
+        """Does nothing: a stream has no generators of its own."""
 
     def generator_states(self) -> list[str]:
         """Returns no states, as a stream has its own order."""
@@ -254,7 +254,7 @@ class BatchStream(IterableDataset):
 
 
 class WorkerStart:
-    """Calls the user's ``worker_init_fn`` in a worker, which sees its own data set there."""
+    """Calls the user's ``worker_init_fn`` in a worker, where it sees the user's own data set."""
 
     def __init__(self, then: Callable[[int], None] | None) -> None:
         self._then = then
@@ -277,7 +277,7 @@ def length_of(sized: Any) -> int | None:
 
 
 def as_is(batch: Any) -> Any:
-    """Returns the batch: it is collated already."""
+    """Returns the batch unchanged: it is already collated."""
     return batch
 
 

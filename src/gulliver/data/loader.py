@@ -1,7 +1,6 @@
-"""Batches for a loop, created by the caller or ahead of use by a thread.
+"""A data loader that resumes exactly, with batches created by the caller or ahead by a thread.
 
-Read `Feed`, then `_run`, which is its thread. An error is handed over in place of its batch.
-What it does not know: which batches these are, and how they are moved.
+Read `Feed`, then `_run`, which is its thread. An error is passed on in place of its batch.
 """
 
 from __future__ import annotations
@@ -116,7 +115,7 @@ class Feed:
 
 
 class _Channel:
-    """The queue between thread and loop, with permits in the other direction."""
+    """The queue from the thread to the loop, with permits in the other direction."""
 
     def __init__(self, ahead: int) -> None:
         # A permit is asked for before a batch is moved, so that no more than `ahead` of them hold
@@ -126,7 +125,7 @@ class _Channel:
         self.closed = threading.Event()
 
     def close(self) -> None:
-        """Ends both sides; batches that no one took are dropped."""
+        """Closes both sides; batches that were not taken are dropped."""
         self.closed.set()
         self.permits.release()
         self.drain()
@@ -197,7 +196,7 @@ def _attempt(function: Callable[[Any], Any], argument: Any) -> tuple[Any, BaseEx
 
 @atexit.register
 def _close_all() -> None:
-    """Ends all threads, as one killed at exit would leave its workers behind."""
+    """Ends all threads; one killed at exit would leave its workers behind."""
     for feed in list(_OPEN):
         feed.close()
     for feed in list(_OPEN):
@@ -221,11 +220,10 @@ class StagingOptions(Options):
     """Memory for the batches of a `DataLoader`, which takes these fields by name.
 
     Attributes:
-        arena: arena shared with other loaders; None makes one if one is needed.
-        warm_up: one example batch of every shape that occurs, whose tensors may be on ``meta``. All
-            memory is then taken now. Otherwise it is taken as batches come, up to `arena_limit`.
-        arena_limit: most bytes of the arena that is made here; None: what `warm_up` needs, else
-            1 GiB.
+        arena: arena shared with other loaders; None creates one if needed.
+        warm_up: one example batch of every shape that occurs, whose tensors may be on ``meta``, to
+            allocate all memory now. Otherwise it is allocated on demand, up to `arena_limit`.
+        arena_limit: maximum bytes of the new arena; None for what `warm_up` needs, otherwise 1 GiB.
     """
 
     arena: PinnedArena | None = None
@@ -263,38 +261,38 @@ class LoaderStatistics:
 class DataLoader(torch_data.DataLoader):
     """A data loader that resumes exactly, and feeds a device from preallocated memory.
 
-    It takes the arguments of torch's DataLoader, whose workers, samplers and collation it uses, and
-    gives the same batches. Besides:
+    It takes the arguments of torch's DataLoader, uses its workers, samplers and collation, and
+    returns the same batches. In addition:
 
-    - What a data set or collation draws from the generators of Python, numpy and torch depends on
-      (seed, rank, epoch, number of the batch): not on workers, their number, or what ran before.
-      Without `generator` so does the order. The training's own generators are left alone.
-    - `state_dict` says which batch comes next; one that loads it continues there, to the bit.
-    - For a device batches go through a `PinnedArena` and arrive ahead of use, on a copy stream.
-      On the host they pass through as they are. With `pin_memory` torch locks their pages, for you
-      to copy them; without CUDA they are then copied into an arena, as they are into one given.
+    - Random draws of data sets and collation (Python, numpy and torch) depend on (seed, rank,
+    epoch, batch number), not on the workers or earlier batches. Without `generator`, so does the
+    order. The training's own generators are not touched. - `state_dict` has the position of the
+    next batch; a loader that loads it continues exactly there. - With a device, batches go through
+    a `PinnedArena` and are prefetched on a copy stream. On the host they are returned unchanged.
+    With `pin_memory` torch page-locks them for your own copies; without CUDA, or with a given
+    arena, they are copied into an arena.
 
-    An error surfaces at the batch that it belongs to, and the state then says that batch. Leaving a
-    loop early ends the thread and the workers. Each iteration is an epoch of its own; the next one
-    ends the one before, if that is still open.
+    An error is raised at the batch it belongs to, and the state then has that batch's position.
+    Leaving a loop early ends the thread and the workers. Each iteration is an epoch; starting one
+    ends the previous one if it is still open.
 
     Args:
         dataset: data set, map-style or iterable.
         batch_size: samples of a batch.
         shuffle: whether to shuffle every epoch.
         device: device that batches are copied to; None leaves them on the host.
-        ahead: number of batches made ready ahead of use, 1 or more.
-        seed: seed of all that is drawn, the same on all ranks.
+        ahead: number of batches to prefetch, 1 or more.
+        seed: seed of all random draws, the same on all ranks.
         rank: rank of this process; None asks torch.distributed.
         world_size: number of ranks; None asks torch.distributed.
-        threaded: whether a thread makes the batches ahead of use, where there are no workers. The
-            generators are left alone then: data set and collation must draw from none of the
-            process.
+        threaded: whether a thread prefetches batches if there are no workers. Generators are then
+            not seeded: data set and collation must not draw from the process's generators.
         options: fields of `StagingOptions`, and further arguments of torch's DataLoader, such as
-            `num_workers`, `sampler`, `batch_sampler` (a `BucketSampler` too) and `collate_fn`.
+            `num_workers`, `sampler`, `batch_sampler` (including a `BucketSampler`) and
+            `collate_fn`.
 
     Raises:
-        GulliverError: an argument that does not exist or that torch rejects; an arena too small.
+        GulliverError: an argument is unknown or rejected by torch; an arena is too small.
     """
 
     def __init__(
@@ -372,7 +370,7 @@ class DataLoader(torch_data.DataLoader):
             self._stateful.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        """Starts an epoch, or the rest of the one of a loaded state."""
+        """Starts an epoch, or continues that of a loaded state."""
         self._feed.close()
         # Its thread may still draw from the sampler, or wait for persistent workers.
         self._feed.join()
@@ -403,7 +401,7 @@ class DataLoader(torch_data.DataLoader):
     def state_dict(self) -> dict[str, Any]:
         """Returns the position after the last returned batch, as JSON values.
 
-        A sampler's or data set's own state is in it as it gave it.
+        It includes a sampler's or data set's own state.
 
         Raises:
             GulliverError: batches may be out of order.
@@ -431,7 +429,7 @@ class DataLoader(torch_data.DataLoader):
 
         Raises:
             GulliverError: the state belongs to other data, another batch size, seed or number of
-                ranks; or to another rank, where a `generator` of its own decides the order.
+                ranks; or to another rank, if its own `generator` determines the order.
         """
         check_content(state)
         batches = None if self._is_iterable else length_of(self._index_source)
@@ -604,7 +602,7 @@ class DataLoader(torch_data.DataLoader):
         return self._done if by_loading else 0
 
     def _count_batch(self, moved: MovedBatch, waited_s: float) -> Any:
-        """Counts a batch as the user's."""
+        """Counts a batch as returned to the user."""
         self._done += 1
         self._batches += 1
         self._waited_s += waited_s
@@ -653,7 +651,7 @@ class _Batches:
 
 
 def _after(batches: Iterator[Any], count: int, work: Orders | BatchStream) -> Iterator[Any]:
-    """Yields what follows the first `count` batches."""
+    """Yields the batches after the first `count`."""
     passed = 0
     for _ in islice(batches, count):
         passed += 1

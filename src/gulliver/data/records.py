@@ -1,7 +1,7 @@
 """Rows of CSV and Parquet tables of clips; errors name the file and row.
 
-A caption that an unquoted comma cuts, or a quote that swallows the rows after it, would be trained
-on without a word; so rows have to fit the header, and numbers have to be numbers.
+A caption split by an unquoted comma, or a quote that swallows the following rows, would go
+unnoticed in training; so rows must match the header, and numbers must be valid.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def read_records(table: Path) -> list[Record]:
 
 
 def _files_of(folder: Path) -> list[Record]:
-    """Lists the videos and pictures of a folder, recursively, as rows."""
+    """Lists the videos and images of a folder, recursively, as rows."""
     files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in MEDIA)
     if not files:
         raise GulliverError(

@@ -1,6 +1,6 @@
-"""Validates saved positions in the data.
+"""Samplers whose position can be saved, and resumed on any number of ranks.
 
-What it does not know: how a loader or a sampler continues from there.
+The order depends on the epoch and the seed, never on the number of ranks.
 """
 
 from __future__ import annotations
@@ -73,9 +73,8 @@ Groups = dict[Bucket, tuple[np.ndarray, int]]
 class Step:
     """One rank's share of a global batch.
 
-    `indices` may be empty where a batch has fewer samples than there are ranks; `offset` is the
-    position of the first of them in the batch of `total` samples; `number` counts batches in the
-    epoch.
+    `indices` may be empty if a batch has fewer samples than ranks; `offset` is the position of the
+    first one in the batch of `total` samples; `number` is the index of the batch in the epoch.
     """
 
     bucket: Bucket
@@ -89,8 +88,8 @@ class Step:
 class ResumableSampler(ABC):
     """Batches in an order that depends on the epoch, never on the number of ranks.
 
-    Iterating yields this rank's share of the rest of the current epoch; the next iteration begins
-    the next epoch. The state is the position, and resumes on any number of ranks.
+    Iterating yields this rank's share of the rest of the current epoch; the next iteration starts
+    the next epoch. The state is the position, and can be resumed on any number of ranks.
 
     Args:
         rank: rank of this process.
@@ -98,7 +97,7 @@ class ResumableSampler(ABC):
         seed: seed of the order.
 
     Raises:
-        GulliverError: a rank beyond the world.
+        GulliverError: the rank is not in the world.
     """
 
     def __init__(self, rank: int = 0, world_size: int = 1, seed: int = 0) -> None:
@@ -116,7 +115,7 @@ class ResumableSampler(ABC):
 
     @abstractmethod
     def __len__(self) -> int:
-        """Batches of an epoch."""
+        """Number of batches in an epoch."""
 
     @abstractmethod
     def _share(self, batch: Any, epoch: int, number: int) -> Any:
@@ -143,8 +142,8 @@ class ResumableSampler(ABC):
         """Continues from a state, on any number of ranks.
 
         Raises:
-            GulliverError: the state belongs to other data, batch sizes or another seed, or is
-                no position in them.
+            GulliverError: the state belongs to other data, batch sizes or another seed, or is not a
+                valid position.
         """
         self.check_state(state)
         self.epoch, self.done = state["epoch"], state["done"]
@@ -153,7 +152,7 @@ class ResumableSampler(ABC):
         """Rejects states that `load_state_dict` does not accept.
 
         Raises:
-            GulliverError: the same errors as there.
+            GulliverError: as for `load_state_dict`.
         """
         if not isinstance(state, Mapping) or not {"epoch", "done", "fingerprint"} <= set(state):
             raise GulliverError(f"this is not the state of a {self.kind}: it has no position")
@@ -177,15 +176,16 @@ class BucketSampler(ResumableSampler):
     """Batches of equal shape from a data set of many shapes.
 
     Args:
-        buckets: bucket of every sample, None where a sample fits none and is never used; or a
-            function from an epoch to those, where every epoch deals the samples again.
-        batch_size: samples of a batch over all ranks, one number or one for each bucket.
+        buckets: bucket of every sample, None if a sample fits none and is never used; or a function
+            from an epoch to these, if every epoch reassigns the samples.
+        batch_size: samples per batch over all ranks, one number or one per bucket.
         rank: rank of this process.
         world_size: number of ranks.
         seed: seed of the order.
 
     Raises:
-        GulliverError: no sample has a bucket; a bucket has no batch size; a rank beyond the world.
+        GulliverError: no sample has a bucket; a bucket has no batch size; the rank is not in the
+            world.
     """
 
     def __init__(
@@ -224,7 +224,7 @@ class BucketSampler(ResumableSampler):
 
     @property
     def samples(self) -> int:
-        """Samples of the present epoch, all ranks together."""
+        """Number of samples in the current epoch, over all ranks."""
         return sum(len(members) for members, _ in self._groups(self.epoch).values())
 
     kind = "bucket sampler"
@@ -250,7 +250,7 @@ class BucketSampler(ResumableSampler):
         return [found[place] for place in draw.permutation(len(found))]
 
     def __len__(self) -> int:
-        """Batches of the present epoch."""
+        """Number of batches in the current epoch."""
         return self.batches_of(self.epoch)
 
     def batches_of(self, epoch: int) -> int:

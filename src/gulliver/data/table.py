@@ -1,7 +1,7 @@
-"""Real clips: a CSV or Parquet table of video and image files with captions, decoded with PyAV.
+"""A CSV or Parquet table of video and image files with captions, decoded with PyAV.
 
-Rows that cannot be used are counted and listed with their reason, never replaced: a row that cannot
-be opened when the table is read, and a file that breaks when its turn comes (`BrokenClip`).
+Unusable rows are counted and listed with their reason, never replaced: files that cannot be opened
+    when the table is read, and files that turn out corrupt later (`BrokenClip`).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Probe:
 class TableRow:
     """A usable row of the table; `name` is its path in the table.
 
-    `bucket` is that of the first epoch, None where it is left out of it.
+    `bucket` is the one of the first epoch, None if the row is left out.
     """
 
     name: str
@@ -152,7 +152,7 @@ class ClipTable:
         return None
 
     def assign(self, epoch: int) -> list[Bucket | None]:
-        """Assigns rows to the buckets of an epoch; None if one is left out."""
+        """Assigns rows to the buckets of an epoch; None if left out."""
         if not isinstance(self.buckets, BucketConfig):
             return [row.bucket for row in self.rows]
         probes = [row.probe for row in self.rows]
@@ -213,7 +213,7 @@ class ClipTable:
             )
 
     def bucket_of(self, index: int) -> Bucket | None:
-        """The bucket of a usable row in the first epoch; None if it is left out."""
+        """The bucket of a usable row in the first epoch; None if left out."""
         return self.rows[index].bucket
 
     def caption(self, index: int) -> str:
@@ -222,7 +222,7 @@ class ClipTable:
 
     @property
     def fps(self) -> float:
-        """Median frame rate of clips with several frames; that of stills if there are none."""
+        """Median frame rate of clips with several frames; of stills if there are none."""
         clips = [row for row in self.rows if row.probe.frames > 1]
         return median(row.probe.fps / self.frame_interval for row in clips) if clips else STILL_FPS
 
@@ -264,7 +264,7 @@ class ClipTable:
         """Records a file whose size differs from the table; rejects one too small for its bucket.
 
         Raises:
-            GulliverError: naming both sizes.
+            GulliverError: names both sizes.
         """
         probe = self.rows[index].probe
         if (height, width) == (probe.height, probe.width):
@@ -311,7 +311,7 @@ def _stated(record: Record, path: Path) -> Probe | None:
 
 
 def probe_file(path: Path) -> Probe:
-    """Opens a file and counts its frames; sizes are those of the upright picture."""
+    """Opens a file and counts its frames; sizes are those of the upright image."""
     times: list[float] = []
     counted, size, rate = 0, (0, 0), 0.0
     for frame in upright_frames(path):
@@ -367,12 +367,12 @@ class EndOfClip(GulliverError):
 
 
 def span_of(frames: int, interval: int) -> int:
-    """Counts a file's frames from the first to the last of a window."""
+    """Number of a file's frames that a window spans."""
     return (frames - 1) * interval + 1
 
 
 def resize_and_crop(frames: Tensor, bucket: Bucket) -> Tensor:
-    """Scales [T, 3, H, W] to cover a bucket and cuts its middle out: [3, T, height, width]."""
+    """Scales [T, 3, H, W] to cover a bucket and center-crops it: [3, T, height, width]."""
     height, width = frames.shape[2:]
     ratio = max(bucket.height / height, bucket.width / width)
     size = (max(bucket.height, round(height * ratio)), max(bucket.width, round(width * ratio)))

@@ -17,7 +17,7 @@ from gulliver.options import positive_number, whole_number
 
 @dataclass(frozen=True)
 class Samples:
-    """A step of a number of samples; the last of an epoch may have fewer."""
+    """A step with a fixed number of samples; the last of an epoch may have fewer."""
 
     count: int
 
@@ -31,7 +31,7 @@ class Samples:
 
 @dataclass(frozen=True)
 class Tokens:
-    """A step of about a number of tokens: it ends with the sample that comes nearest."""
+    """A step of about a number of tokens: it ends with the sample that comes closest."""
 
     count: int
 
@@ -45,7 +45,7 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Seconds:
-    """A step of at most so many predicted seconds."""
+    """A step of at most a number of predicted seconds."""
 
     seconds: float
 
@@ -74,7 +74,7 @@ def total(budget: Budget, ranks: int) -> float:
 
 
 def check_key(budget: Budget, tokens: int, least: float) -> float:
-    """A sample's minimum need of a budget: tokens or seconds."""
+    """A sample's minimum use of a budget: tokens or seconds."""
     return least if isinstance(budget, Seconds) else float(tokens)
 
 
@@ -123,7 +123,7 @@ class Costs(Protocol):
 
 
 def alone(costs: Costs) -> Costs:
-    """Costs that decide a step's samples, which must not depend on tensor ranks."""
+    """Costs that determine a step's samples, which must not depend on tensor ranks."""
     return getattr(costs, "alone", costs)
 
 
@@ -185,7 +185,7 @@ EXPONENT, OFFSET, IMAGES = 3.0, 5.0, 2
 def draw_shapes(
     costs: TableCosts, distribution: Distribution, count: int, seed: int = 0
 ) -> list[str]:
-    """Draws shapes: videos by Zipf's law over cost or evenly, and two images for each."""
+    """Draws shapes: videos by Zipf's law over cost or evenly, and two images per video."""
     if distribution not in DISTRIBUTIONS:
         raise GulliverError(
             f"no distribution {distribution!r}: {nearest(distribution, DISTRIBUTIONS)}"

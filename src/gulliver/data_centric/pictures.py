@@ -1,7 +1,7 @@
 """Text charts of data-centric steps: ranks over time.
 
-Every group of ranks has a line, and every micro-batch a bar, then comes the wait for the step's
-last group. `Shares` sums the same over steps.
+Every group of ranks has a line with a bar per micro-batch, followed by the wait for the step's last
+group. `Shares` sums these over steps.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def shares_of(plans: Iterable[StepPlan]) -> Shares:
 
 
 def step_lines(plan: StepPlan, measured: Sequence[float] | None = None) -> list[str]:
-    """Draws a step as text, a line for each group."""
+    """Draws a step as text, one line per group."""
     names = _names([plan])
     lines = [f"step {plan.step}: {shares_of([plan])}"]
     longest = plan.seconds or 1.0

@@ -1,13 +1,13 @@
 """Steps of data-centric training, planned as data arrives.
 
     planner = DataCentricPlanner(costs, shapes, ranks=8, budget=Samples(256))
-    for plan in planner:                    # the rest of the present epoch
+    for plan in planner:                    # the rest of the current epoch
         for group, batch in plan: ...
 
-Samples are drawn in the order of arrival into a window. Inside it, samples of a shape wait for each
-other until they make an efficient micro-batch, and such lots are spread evenly over the window, so
-that all its steps are of a kind (`windows.py`); a step takes the next ones up to its budget and
-`gulliver.solve.steps.StepSolver` deals them to groups of ranks.
+Samples are drawn into a window in order of arrival. Inside it, samples of one shape are collected
+into efficient micro-batches, which are spread evenly over the window, so that its steps are similar
+(`windows.py`); a step takes the next ones up to its budget, and `gulliver.solve.steps.StepSolver`
+assigns them to groups of ranks.
 """
 
 from __future__ import annotations
@@ -70,22 +70,22 @@ class DataCentricOptions(Options):
     """Options of `DataCentricPlanner`, passed by keyword.
 
     Attributes:
-        window: samples that are drawn at a time; by default 16 steps' worth. With tokens or seconds
-            as many windows as a step takes.
-        memory: bytes of a rank; by default what `costs` says.
+        window: samples to draw at a time; by default those of 16 steps. With budgets in tokens or
+            seconds, a step may draw several windows.
+        memory: bytes per rank; by default that of `costs`.
         intra: whether groups may have different degrees; otherwise all have `degree`.
-        inter: groups may run several micro-batches; else one each, and what finds no place is set
-            aside for the next step.
-        pac: memory that is left keeps activations; else all blocks are recomputed.
+        inter: groups may run several micro-batches; otherwise one each, and remaining samples are
+            deferred to the next step.
+        pac: keep activations while memory allows; otherwise all blocks are recomputed.
         degree: degree of every group without `intra`.
-        unfit: what becomes of samples that fit at no degree: rejected, or skipped and counted in
+        unfit: treatment of samples that fit at no degree: rejected, or skipped and counted in
             `skipped`.
-        shuffle: samples of a table come in random order; else in the table's.
+        shuffle: draw a table's samples in random order instead of the table's.
         seed: seed of all orders.
-        stages: stages of a pipeline that each of these ranks is. Costs are those of one rank that
-            has the whole model: a stage takes an equal share of the seconds, and of bytes as many
-            (1F1B holds as many micro-batches as there are stages). Samples are cut into as many
-            micro-batches as let the stages end soonest. The samples of a step do not depend on it.
+        stages: pipeline stages per rank. Costs are those of one rank with the full model: each
+            stage takes an equal share of the seconds, and the same bytes (1F1B holds as many
+            micro-batches as there are stages). Samples are split into the number of micro-batches
+            with which the stages finish first. The samples of a step do not depend on it.
     """
 
     window: Annotated[int | None, AT_LEAST_1] = None
@@ -112,14 +112,14 @@ class DataCentricOptions(Options):
 # number of ranks: which samples a step has depends on seed, epoch and window, and of budgets only
 # seconds look at the ranks. A state taken with a plan says that the plan is done.
 class DataCentricPlanner:
-    """Plans steps of samples of many shapes, every sample once an epoch.
+    """Plans steps of samples of many shapes, each sample once per epoch.
 
     Args:
         costs: seconds and bytes of micro-batches.
-        shapes: shape of every sample; or a function from an epoch to shapes in the order in which
-            they arrive, of a stream whose end is not known.
+        shapes: shape of every sample; or, for a stream of unknown length, a function from an epoch
+            to shapes in order of arrival.
         ranks: data ranks.
-        budget: samples, tokens or seconds of a step.
+        budget: samples, tokens or seconds per step.
         options: fields of `DataCentricOptions`, by name.
 
     Attributes:
@@ -127,8 +127,8 @@ class DataCentricPlanner:
         left_out: samples of a table that every epoch skips, by shape.
 
     Raises:
-        GulliverError: a sample fits at no degree, or no budget; more samples in a step than there
-            are; a window shorter than a step; settings that exclude each other.
+        GulliverError: a sample fits at no degree or exceeds the budget; a step has more samples
+            than there are; a window is shorter than a step; settings exclude each other.
     """
 
     def __init__(
@@ -244,7 +244,7 @@ class DataCentricPlanner:
                 return
 
     def _fill(self, window: SampleWindow) -> None:
-        """Draws windows until the queue has a whole step."""
+        """Draws windows until the queue has a complete step."""
         while not window.is_over and not self._has_step:
             indices, shapes = window.draw(self.window)
             self._queue.drawn += len(indices)
@@ -267,7 +267,7 @@ class DataCentricPlanner:
 
     @property
     def _has_step(self) -> bool:
-        """Whether a whole step is in the queue."""
+        """Whether a complete step is in the queue."""
         return self._queue.weight >= total(self.budget, self.ranks)
 
     def _time_of(self, shape: Shape) -> float:
@@ -311,7 +311,7 @@ class DataCentricPlanner:
         )
 
     def _count(self) -> int:
-        """Samples of the next step, the first ones of the queue."""
+        """Number of samples of the next step, from the front of the queue."""
         nearest = isinstance(self.budget, Tokens)
         return self._queue.up_to(total(self.budget, self.ranks), nearest)
 
@@ -322,7 +322,7 @@ class DataCentricPlanner:
         """Rejects a sample whose shape differs from the table's.
 
         Raises:
-            GulliverError: naming the sample and both shapes.
+            GulliverError: names the sample and both shapes.
         """
         if found != planned:
             raise GulliverError(
@@ -336,7 +336,7 @@ class DataCentricPlanner:
 
     @property
     def signature(self) -> str:
-        """Digest of all that plans depend on; equal on ranks that plan the same steps."""
+        """Digest of all inputs of planning; equal on ranks that plan the same steps."""
         digest = hashlib.blake2b(digest_size=8)
         settings = (self.ranks, self.budget, self.window, self.intra, self.inter, self.pac)
         more = self._degrees, self.unfit, self.costs.memory
@@ -385,7 +385,8 @@ class DataCentricPlanner:
         """Continues from a state, on any number of ranks.
 
         Raises:
-            GulliverError: the state is of other data, another seed or another model, or is none.
+            GulliverError: the state belongs to other data, another seed or another model, or is
+                invalid.
         """
         check_state(state, self.costs.identity, self._stream.digest)
         check_position(state["epoch"], state["step"], None)

@@ -1,4 +1,4 @@
-"""The plugin of data-centric training: groups of ranks change from step to step."""
+"""The plugin for data-centric training: groups of ranks change from step to step."""
 
 from __future__ import annotations
 
@@ -27,33 +27,33 @@ OPTIONS = (
 
 
 class DataCentricPlugin(HybridParallelPlugin):
-    """ZeRO over all ranks; which neighbours share a sequence changes from step to step.
+    """ZeRO over all ranks; sequence-parallel groups of adjacent ranks change from step to step.
 
-    A model of a known family is wired for sequences of the whole world; a `DataCentricLoader` then
-    lets groups of fewer ranks run side by side. Of any other model every group has one rank. With
-    `tp_size` each of these ranks is a group of tensor ranks; with `pp_size` it is a pipeline of
-    stages, through which the micro-batches of a group run (1F1B; with fewer micro-batches than
-    stages all forwards come first).
+    A model of a known family is wired for sequences over the whole world; a `DataCentricLoader`
+    then runs smaller groups of ranks side by side. For other models every group has one rank. With
+    `tp_size` each of these ranks is a group of tensor ranks; with `pp_size` it is a pipeline,
+    through which the micro-batches of a group run (1F1B; with fewer micro-batches than stages, all
+    forwards run first).
 
     Args:
-        zero_stage: what is sharded over the ranks between steps: 0 nothing, 1 the optimizer, 2
-            gradients too, 3 parameters too. Inside a step gradients and parameters lie whole on
-            each rank. None is 1, or 3 with a `memory_limit`, which needs it.
+        zero_stage: state sharded over the ranks between steps: 0 none, 1 optimizer state, 2
+            gradients too, 3 parameters too. Inside a step each rank has full gradients and
+            parameters. None is 1, or 3 with a `memory_limit`, which needs it.
         sequence_parallelism_mode: ``all_to_all`` (Ulysses) or ``ring_attn``.
         precision: ``bf16`` or ``fp16``; see `ZeroOptions`.
-        max_norm: clip gradients to this norm in every step; 0 does not.
-        tp_size: ranks that share each layer's tensors; a planner plans for the ranks of the world
-            over this number and over `pp_size`.
-        pp_size: stages that the blocks are cut into; steps are run with `TrainingStep.run`.
-        memory_limit: memory for state and activations on each rank; see `LimitOptions`. Inside a
-            step whole parameters and gradients are under it, too, and come chunk by chunk, as each
-            rank by itself needs them.
+        max_norm: clip gradients to this norm in every step; 0 disables clipping.
+        tp_size: ranks that share each layer's tensors; a planner plans for the world size divided
+            by `tp_size` and `pp_size`.
+        pp_size: stages that the blocks are split into; steps are run with `TrainingStep.run`.
+        memory_limit: memory for state and activations on each rank; see `LimitOptions`. It includes
+            full parameters and gradients inside a step, which each rank loads chunk by chunk as
+            needed.
         check_batches: compare the batches of the ranks of a group.
         verbose: print the plan when the model is boosted.
         options: options of `HybridParallelPlugin` that `OPTIONS` names.
 
     Raises:
-        GulliverError: an option that it does not have, or a value out of range.
+        GulliverError: an option is unknown or its value out of range.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class DataCentricPlugin(HybridParallelPlugin):
         return self.tp_size * self.pp_size
 
     def choices(self, ranks: int, precision: str = "none") -> Plan:
-        """Puts all ranks on the sequence axis, but those of tensors and stages."""
+        """Puts all ranks on the sequence axis, except those for tensors and stages."""
         if ranks % self.inside:
             told = f"tp_size={self.tp_size}" if self.pp_size == 1 else f"pp_size={self.pp_size}"
             if 1 not in (self.tp_size, self.pp_size):

@@ -36,7 +36,7 @@ class RecomputeSwitch:
             wrap_call(model.get_submodule(path), self._around(path))
 
     def set(self, counts: Sequence[int]) -> None:
-        """Sets how many blocks of each kind are recomputed from now on, starting with the first."""
+        """Sets how many blocks of each kind are recomputed, starting with the first."""
         chosen = zip(self.paths, counts, strict=True)
         self._on = {path for paths, count in chosen for path in paths[:count]}
         for path in (p for paths in self.paths for p in paths) if self._switched else ():
@@ -61,7 +61,7 @@ class StageSwitch:
         self._numbers = [[numbers[path] for path in paths] for paths in found]
 
     def set(self, counts: Sequence[int]) -> None:
-        """Sets how many blocks of each kind are recomputed from now on."""
+        """Sets how many blocks of each kind are recomputed."""
         chosen = zip(self._numbers, counts, strict=True)
         self._forward.recomputed = {n for numbers, count in chosen for n in numbers[:count]}
 

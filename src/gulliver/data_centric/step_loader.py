@@ -1,4 +1,4 @@
-"""Warns of buffers that forwards change differently on each rank."""
+"""Loads and runs a planner's steps; warns of buffers that forwards change differently per rank."""
 
 from __future__ import annotations
 
@@ -83,23 +83,23 @@ class DataCentricLoader:
     """Loads and runs the steps of a planner on this rank; created on every rank.
 
     Args:
-        planner: plans, the same on all ranks, for as many as share the optimizer.
-        dataset: gives a sample by its index in the planner's table.
+        planner: planner, the same on all ranks, for the number of ranks that share the optimizer.
+        dataset: returns a sample by its index in the planner's table.
         model: boosted model.
         optimizer: boosted optimizer.
-        collate: makes a batch of a list of samples; None is torch's own.
-        weight: what each sample counts, such as its number of labels, equal on all ranks; a loss
-            then is a mean over that. None: samples count alike.
-        shape_of: finds the shape of a loaded sample, to be held against the table.
-        begin: called on all ranks with each plan before its samples are weighed, such as to read
-            them: those that some rank could not read then weigh 0 on all.
+        collate: makes a batch from a list of samples; None for torch's own.
+        weight: weight of each sample, such as its number of labels, equal on all ranks; losses are
+            then weighted means. None for equal weights.
+        shape_of: returns the shape of a loaded sample, to compare with the table.
+        begin: called on all ranks with each plan before its samples are weighted, for example to
+            read them and give weight 0 to those that a rank could not read.
 
     Attributes:
-        degree: degree of the model; None where no sequences are shared.
-        passed_over: samples of steps in which every sample weighs 0; such a step is not given out.
+        degree: degree of the model; None without sequence parallelism.
+        passed_over: samples of steps in which every weight is 0; such a step is skipped.
 
     Raises:
-        GulliverError: ranks plan differently; the model cannot run what is planned.
+        GulliverError: ranks plan differently; the model cannot run the plan.
     """
 
     def __init__(
@@ -217,9 +217,9 @@ class DataCentricLoader:
     def state_dict(self) -> dict[str, Any]:
         """The position as plain values, after the last step that was applied.
 
-        As long as the optimizer has not stepped, the weights are those before that step, or before
-        the first of several that are added up, and so is the position: whatever the end, their
-        samples are used once.
+        Until the optimizer has stepped, weights and position are those before that step, or before
+            the first of several accumulated ones: even if the job ends there, samples are used
+            once.
         """
         if self._first is not None and self._first[0] == self.optimizer.taken.steps:
             return self.planner.state_dict(self._first[1])
@@ -242,7 +242,7 @@ class DataCentricLoader:
         """Continues after the step of a state, on any number of ranks.
 
         Raises:
-            GulliverError: the state is of other data, another seed or another model.
+            GulliverError: the state belongs to other data, another seed or another model.
         """
         self.planner.load_state_dict(state)
         self._given = self._first = None

@@ -89,7 +89,7 @@ class StepPlan:
 
     @property
     def phases(self) -> tuple[tuple[RankGroup, ...], ...]:
-        """Groups in consecutive phases; those of each phase partition the ranks."""
+        """Groups by consecutive phase; those of each phase partition the ranks."""
         return (self.groups, *self.later)
 
     @property
@@ -107,7 +107,7 @@ class StepPlan:
 
     @property
     def gap(self) -> float:
-        """Share that the prediction is above the bound."""
+        """Relative gap between the prediction and the lower bound."""
         return self.seconds / self.bound - 1 if self.bound else 0.0
 
     @property
@@ -119,7 +119,7 @@ class StepPlan:
         return max(0.0, 1 - busy / (self.ranks * self.seconds))
 
     def groups_of(self, rank: int) -> tuple[RankGroup, ...]:
-        """The groups that a data rank belongs to in this step, one in each phase."""
+        """The groups of a data rank in this step, one per phase."""
         return tuple(group for group in self.all_groups if rank in group.ranks)
 
     def __iter__(self) -> Iterator[tuple[RankGroup, MicroBatch]]:
@@ -190,7 +190,7 @@ SPLIT = 1.02
 
 
 class Phases:
-    """Deals the samples of a step."""
+    """Assigns the samples of a step to phases."""
 
     def __init__(
         self,
@@ -204,11 +204,11 @@ class Phases:
         self._known: dict[frozenset[tuple[Shape, int]], tuple[dict[Shape, int], ...]] = {}
 
     def forget(self) -> None:
-        """Forgets which phases steps have: costs have changed."""
+        """Clears cached phases after costs have changed."""
         self._known.clear()
 
     def solved(self, shapes: Mapping[Shape, int]) -> SolvedStep:
-        """Assigns samples of each shape: all in one phase, or wide groups and then others."""
+        """Assigns samples of each shape: all in one phase, or wide groups first."""
         if self._stages > 1:
             return self._compared(shapes)
         # Kept as counts: thousands of whole plans would be looked through by the garbage collector.
@@ -222,7 +222,7 @@ class Phases:
         return self._filled(parts, bound)
 
     def _cuts(self, shapes: Mapping[Shape, int]) -> Iterator[tuple[dict[Shape, int], ...]]:
-        """Ways to separate wide samples from others."""
+        """Yields ways to separate wide samples from others."""
         for degree in sorted({self._least[shape] for shape in shapes} - {1}):
             wide = {s: n for s, n in shapes.items() if self._least[s] >= degree}
             others = {s: n for s, n in shapes.items() if s not in wide}

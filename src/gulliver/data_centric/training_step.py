@@ -42,15 +42,15 @@ Phases = Sequence[tuple[Sequence[Sequence[int]], RankGroup]]
 # gradients leave after the loop.
 @dataclass(frozen=True)
 class LoadedBatch:
-    """Samples that a group of ranks runs at once; all its ranks have the same.
+    """Samples that a group of ranks runs at once, the same on all its ranks.
 
     Attributes:
-        data: what `collate` made of the samples, on this rank's device.
-        samples: indices of them in the data set.
+        data: the collated samples, on this rank's device.
+        samples: their indices in the data set.
         shape: shape of all of them.
-        weight: what they count together in the mean over the step.
+        weight: their total weight in the mean over the step.
         degree: ranks that share them.
-        seeds: a seed for each sample, of seed, epoch and index.
+        seeds: a seed for each sample, derived from seed, epoch and index.
     """
 
     data: Any
@@ -84,10 +84,10 @@ class TrainingStep:
     """One optimizer step on this rank; loop over it once and call `backward` for each batch.
 
     Attributes:
-        plan: what all ranks run.
-        weight: what all samples of the step count together.
-        begun: whether its micro-batches are being looped over, or were.
-        ended: whether the loop came to its end.
+        plan: the plan that all ranks run.
+        weight: total weight of all samples of the step.
+        begun: whether the loop over its micro-batches has started.
+        ended: whether the loop has finished.
         measured: shape, predicted and measured seconds of this rank's micro-batches so far.
     """
 
@@ -124,16 +124,16 @@ class TrainingStep:
         criterion: Criterion | None = None,
         prepare: Callable[[LoadedBatch], Any] | None = None,
     ) -> None:
-        """Runs all micro-batches of this rank, forward and backward, through stages or without.
+        """Runs forward and backward of all micro-batches of this rank, with or without stages.
 
-        One call in place of the loop over a step, and the only way where blocks are on several
-        stages: their schedule needs all micro-batches at once.
+        Replaces the loop over a step; required with several stages, whose schedule needs all
+        micro-batches at once.
 
         Args:
-            criterion: the loss of a model's outputs and what it was called with: a scalar, the mean
-                over the micro-batch. None takes the outputs' own ``loss``.
-            prepare: makes of a loaded batch what the model is called with, keyword arguments or
-                positional ones; the same on all ranks of a group. None takes its ``data``.
+            criterion: computes the loss (a scalar, the mean over the micro-batch) from the model's
+                outputs and inputs. None uses the outputs' own ``loss``.
+            prepare: converts a loaded batch into the model's arguments, keyword or positional,
+                equal on all ranks of a group. None uses its ``data``.
 
         Raises:
             GulliverError: the step was run before; ranks of a group have different batches.
@@ -242,7 +242,8 @@ class TrainingStep:
         """Runs backward for the loss of the current micro-batch, a mean over its weight.
 
         Raises:
-            GulliverError: there is no micro-batch, or it had its backward; the loss is no scalar.
+            GulliverError: there is no micro-batch, or its backward has run; the loss is not a
+                scalar.
         """
         if loss.dim():
             raise GulliverError(
@@ -274,7 +275,7 @@ class TrainingStep:
         """The mean loss over the whole step (collective, after the loop).
 
         Raises:
-            GulliverError: the step has not run, or not to its end.
+            GulliverError: the step has not run completely.
         """
         if not self.ended:
             raise GulliverError("step.loss() is that of a step which has run: call it afterwards")

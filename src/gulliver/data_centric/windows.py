@@ -1,6 +1,6 @@
-"""Validates parts of a planner's saved position.
+"""Windows and queues of samples, and validation of a planner's saved position.
 
-What it does not know: what a planner does with them.
+`planner.py` forms steps from them.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class Queue:
 
     @property
     def weight(self) -> float:
-        """Weight of all samples in the queue."""
+        """Total weight of the queue."""
         return float(self._ends[-1] - self._start) if len(self._ends) else 0.0
 
     def copy(self) -> Queue:
@@ -151,14 +151,14 @@ class Queue:
         return other
 
     def extend(self, indices: np.ndarray, shapes: list[Shape], weights: np.ndarray) -> None:
-        """Puts samples at the end."""
+        """Appends samples."""
         last = self._ends[-1] if len(self._ends) else self._start
         self._ends = np.concatenate((self._ends, last + np.cumsum(weights)))
         self.indices += indices.tolist()
         self.shapes += shapes
 
     def up_to(self, weight: float, nearest: bool) -> int:
-        """Counts the first samples, at least one, whose weights sum to at most a limit."""
+        """Counts the samples at the front, at least one, whose weights sum to at most a limit."""
         # A hair of slack: weights are summed from the queue's beginning.
         slack = 1e-9 * max(1.0, abs(self._start))
         end = self._start + weight + slack
@@ -180,7 +180,7 @@ class Queue:
     def put_back(
         self, samples: Sequence[tuple[int, Shape]], weights: Callable[[Shape], float]
     ) -> None:
-        """Puts samples in front."""
+        """Returns samples to the front."""
         own = np.cumsum([weights(shape) for _, shape in samples])
         self._ends = np.concatenate((own, own[-1] + self._ends - self._start))
         self._start = 0.0

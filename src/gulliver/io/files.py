@@ -89,7 +89,7 @@ def name_folder(partial: Path, path: Path) -> None:
 
 
 def remove_folder(path: Path) -> None:
-    """Removes a folder: after a crash it exists whole, under a temporary name, or not at all."""
+    """Removes a folder; after a crash it is complete, under a temporary name, or gone."""
     # For a link to a folder only the link is removed.
     with named_errors(path, "removed"):
         doomed = path.with_name(path.name + PARTIAL)
@@ -254,7 +254,7 @@ class FileMappings:
 
 
 def to_yaml(value: dict[str, Any]) -> str:
-    """Writes a dict as YAML for people to edit; tuples become lists."""
+    """Formats a dict as editable YAML; tuples become lists."""
     import yaml
 
     class Dumper(yaml.SafeDumper):

@@ -1,4 +1,4 @@
-"""Models of the Hugging Face Hub, where a folder is taken or written."""
+"""Downloads and uploads of Hugging Face Hub models."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def _errors(what: str) -> Iterator[None]:
 
 
 def fetch(path: Path, files: Sequence[str] = READ) -> Path:
-    """Returns a folder as it is; downloads a model that is named as on the Hub.
+    """Returns a folder unchanged; downloads a model given by its name on the Hub.
 
-    A second call takes what is in the cache of huggingface_hub (``HF_HOME``), which is all that
-    ``HF_HUB_OFFLINE=1`` allows; ``HF_ENDPOINT`` names another server, ``HF_TOKEN`` an account.
+    Downloads are cached by huggingface_hub (``HF_HOME``), and ``HF_HUB_OFFLINE=1`` uses the cache
+    only; ``HF_ENDPOINT`` sets another server, ``HF_TOKEN`` the account.
 
     Args:
         path: folder, or a name such as ``org/name`` or ``org/name@revision``.
@@ -62,7 +62,7 @@ def fetch(path: Path, files: Sequence[str] = READ) -> Path:
 
 
 def check_push(name: str | None) -> None:
-    """Refuses a name that no repository can have, before a run.
+    """Rejects an invalid repository name before a run.
 
     Raises:
         GulliverError: the name is not of the form ``org/name``.
@@ -72,13 +72,17 @@ def check_push(name: str | None) -> None:
 
 
 def push(folder: Path, name: str) -> str:
-    """Uploads a folder to the repository `name`, which is made private where it does not exist.
+    """Uploads a folder to a repository, which is created as private if it does not exist.
+
+    Args:
+        folder: folder to upload.
+        name: repository, ``org/name``.
 
     Returns:
         The address of the commit.
 
     Raises:
-        GulliverError: the Hub refuses it, or cannot be reached; the folder is as it was.
+        GulliverError: the Hub rejects it, or cannot be reached; the folder is unchanged.
     """
     check_push(name)
     with _errors(f"{folder} is written, and cannot be pushed to {name}"):

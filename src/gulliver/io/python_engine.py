@@ -213,7 +213,7 @@ class PythonEngine(Engine):
         return file
 
     def _reserve(self, file: PythonFile, nbytes: int) -> None:
-        """Reserves the space: a full disk is found before hours of writing, not after."""
+        """Reserves space, so that a full disk is detected before hours of writing."""
         handle, file.nbytes = file.handle, nbytes
         try:
             if nbytes:

@@ -1,4 +1,4 @@
-"""Progress for people: a bar on a terminal, plain lines elsewhere; scalars for TensorBoard."""
+"""Progress display: a bar on a terminal, plain lines elsewhere; scalars for TensorBoard."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ UNBROKEN = 100_000
 
 
 def console() -> Console:
-    """The console for messages; standard output stays free for results."""
+    """The console for messages; standard output is reserved for results."""
     # Names are shown as they are: a folder called ``run[v2]`` is no markup.
     return Console(file=sys.stderr, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
@@ -50,7 +50,7 @@ class _Report(Console):
 
 
 def report_console() -> Console:
-    """Standard output: tables fit a terminal, and no line is broken in a file or a pipe."""
+    """Standard output; tables fit a terminal, and no line is wrapped in a file or a pipe."""
     made = _Report(highlight=False, markup=False, emoji=False, soft_wrap=True)
     if not made.is_terminal and "COLUMNS" not in os.environ:
         made.width = UNBROKEN
@@ -64,9 +64,9 @@ def print_json(values: Mapping[str, Any]) -> None:
 
 @contextmanager
 def working(what: str) -> Iterator[Callable[[str], None]]:
-    """Shows on standard error what a command computes, where it takes more than two seconds.
+    """Shows on standard error what a command computes, if it takes more than two seconds.
 
-    Yields a function that takes the present part of the work.
+    Yields a function that sets the current part of the work.
     """
     now, ended, begun = [what], threading.Event(), time.monotonic()
 
@@ -97,7 +97,7 @@ def working(what: str) -> Iterator[Callable[[str], None]]:
 
 
 def memory_in_use() -> int:
-    """Peak bytes of this process: of the GPU if there is one, else resident."""
+    """Peak bytes of this process: on the GPU if there is one, otherwise resident memory."""
     torch = sys.modules.get("torch")  # commands that need none start without its two seconds
     if torch is not None and torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
@@ -136,7 +136,7 @@ class Display:
         return self
 
     def advance(self, steps: int = 1, **figures: str) -> None:
-        """Counts finished steps; `figures` are shown as they are given."""
+        """Counts finished steps; `figures` are shown verbatim."""
         self.done += steps
         text = "  ".join(f"{name.replace('_', ' ')} {value}" for name, value in figures.items())
         if self._bar is not None:
@@ -167,7 +167,7 @@ class Display:
 
 @dataclass(frozen=True)
 class Scalars:
-    """Writes named numbers of a step, and pictures."""
+    """Writes a step's named numbers and images."""
 
     folder: Path
     writer: Any
@@ -178,7 +178,7 @@ class Scalars:
                 self.writer.add_scalar(name, value, step)
 
     def picture(self, name: str, pixels: Any, step: int) -> None:
-        """Writes a picture, uint8 [H, W, 3]."""
+        """Writes an image, uint8 [H, W, 3]."""
         if self.writer is not None:
             with named_errors(self.folder):
                 self.writer.add_image(name, pixels, step, dataformats="HWC")

@@ -1,4 +1,4 @@
-"""Seeds by purpose."""
+"""A job's log, and seeds by purpose."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gulliver.io.files import named_errors, write_text
 
 
 def derive(*parts: int) -> int:
-    """A 63-bit seed from several numbers: streams that differ in any of them are independent."""
+    """A 63-bit seed from several numbers; seeds of different numbers are independent."""
     text = ":".join(map(str, parts)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
@@ -28,7 +28,7 @@ class Log:
     path: Path
 
     def read(self) -> list[dict[str, Any]]:
-        """Reads the log, a mapping for each line."""
+        """Reads the log, one mapping per line."""
         # What is no line of a log is left out: the last one of a run that was killed may be torn.
         if not self.path.is_file():
             return []

@@ -2,8 +2,8 @@
 
 Read `TrainingLoop.train`, then `_step`. A job subclasses `TrainingLoop` and defines where batches
 come from (`batches`), what a step computes (`forward_backward`), and what is saved with model and
-optimizer (`state`, `load_state`). The loop knows no data and no loss, and nothing of how parameters
-are in memory: the booster does.
+optimizer (`state`, `load_state`). The loop is independent of data and loss; the booster handles how
+parameters are stored.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Outcome:
         step: last step.
         finished: whether the run is over; False if a signal stopped it.
         seconds: wall time of training, over all resumptions.
-        best: lowest loss on held-out samples; nan if they were not judged.
+        best: lowest loss on held-out samples; nan if not evaluated.
         result: file or folder of the result; None if there is none yet.
     """
 
@@ -60,7 +60,7 @@ class LoopOptions(Options):
         seed: seed of the run.
         stream: number that separates the seeds of steps from other seeds that the job derives.
         log_every: steps between lines of the log.
-        clip: largest gradient norm; None or 0 does not clip.
+        clip: maximum gradient norm; None or 0 disables clipping.
         frozen: whether checkpoints include frozen parameters.
         use_async: whether checkpoints are written while training continues.
         rate_option: option that a diverging run should lower.
@@ -233,7 +233,7 @@ class TrainingLoop(ABC):
         return wishes > 0
 
     def _add_up(self, shares: Mapping[str, Tensor | float]) -> tuple[dict[str, float], float]:
-        """Sums the figures of a step over all ranks, and the ranks that want to stop."""
+        """Sums a step's figures over all ranks, and the number of ranks that want to stop."""
         # One message for all of them: the wish travels with the loss.
         values = [*(float(share) for share in shares.values()), float(self.stop.wanted)]
         totals = torch.tensor(values, dtype=torch.float64, device=self.world.device)
@@ -242,7 +242,7 @@ class TrainingLoop(ABC):
         return {n: f / self.replicas for n, f in zip(shares, figures, strict=True)}, wishes
 
     def _report(self, line: dict[str, Any], batch: Any, seconds: float) -> None:
-        """Shows a step, and writes it down when it is due."""
+        """Shows a step, and logs it when due."""
         numbers = [name for name in line if name != "step"]
         shown = self.describe(line, batch, seconds)
         moved = self.booster.moved or ()  # None unless memory has a limit

@@ -1,4 +1,4 @@
-"""A run's folder: options, log, checkpoints, and what it rejects to continue from."""
+"""A run's folder: options, log and checkpoints, and checks before resuming."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class RunFolder:
         return read_json(self.config_path) if self.config_path.is_file() else {}
 
     def options(self) -> dict[str, Any]:
-        """The resolved options that the run was begun with."""
+        """The resolved options that the run was started with."""
         return self.values()["options"]
 
     def open(

@@ -39,7 +39,7 @@ class WandbWriter:
         self.run.log({name: value}, step=step)
 
     def add_image(self, name: str, pixels: Any, step: int, dataformats: str = "HWC") -> None:
-        """Writes a picture, uint8 [H, W, 3]."""
+        """Writes an image, uint8 [H, W, 3]."""
         self.run.log({name: self.wandb.Image(pixels)}, step=step)
 
     def close(self, failed: bool) -> None:
@@ -66,7 +66,7 @@ class MlflowWriter:
         self.mlflow.log_metric(name, value, step=step)
 
     def add_image(self, name: str, pixels: Any, step: int, dataformats: str = "HWC") -> None:
-        """Writes a picture, uint8 [H, W, 3]."""
+        """Writes an image, uint8 [H, W, 3]."""
         self.mlflow.log_image(pixels, f"{name}-{step:08d}.png")
 
     def close(self, failed: bool) -> None:
@@ -84,18 +84,18 @@ class Several:
     writers: Sequence[Any]
 
     def add_scalar(self, *arguments: Any) -> None:
-        """Writes a number to each."""
+        """Writes a number to each tracker."""
         for writer in self.writers:
             writer.add_scalar(*arguments)
 
     def add_image(self, *arguments: Any, dataformats: str) -> None:
-        """Writes a picture to each."""
+        """Writes an image to each tracker."""
         for writer in self.writers:
             writer.add_image(*arguments, dataformats=dataformats)
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Refuses unknown trackers, and those whose package is missing."""
+    """Rejects unknown trackers, and those whose package is missing."""
     for name in names:
         if name not in get_args(Tracker):
             raise GulliverError(f"no tracker {name!r}: {nearest(name, get_args(Tracker))}")
@@ -107,7 +107,7 @@ def check_trackers(names: Sequence[str]) -> None:
 def track(
     names: Sequence[str], folder: Path, step: int, enabled: bool, config: Mapping[str, Any]
 ) -> Iterator[Scalars]:
-    """Yields what writes to the trackers named; nothing is written unless `enabled`."""
+    """Yields a writer to the named trackers; it writes nothing unless `enabled`."""
     check_trackers(names)
     folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""Layouts as DTensor's placements, and as the search has them."""
+"""Plans and runs conversions between DTensor placements."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SUMS = ("sum", "avg", "max")
 
 
 def sharding_of(placements: Sequence[Placement], dims: int) -> Sharding:
-    """A DTensor layout in the terms of the search."""
+    """Converts a DTensor layout to the search's representation."""
     cuts: list[list[int]] = [[] for _ in range(dims)]
     terms: list[int] = []
     for axis, placement in enumerate(placements):
@@ -115,17 +115,17 @@ def plan_conversion(
     """Finds the cheapest conversion between two layouts; needs no ranks.
 
     Args:
-        shape: size of each dim of the whole tensor.
+        shape: size of each dim of the full tensor.
         item: bytes of an element.
         mesh: sizes of the axes, those with the slowest links first.
         before: DTensor placements, one for each axis.
-        after: the ones wanted.
-        cluster: machines; None for those here, as measured or as described.
-        room: most bytes that a rank may hold at once, read and written; None for any number.
+        after: target placements.
+        cluster: hardware; None for the local machines, as measured or described.
+        room: maximum bytes that a rank may hold at once, inputs and outputs; None for no limit.
 
     Raises:
-        GulliverError: layouts that do not fit the tensor or the mesh, a cluster of another number
-            of ranks, or too little room, with how much would do.
+        GulliverError: layouts do not fit the tensor or the mesh, the cluster has another number of
+            ranks, or `room` is too small (names the minimum).
     """
     for name, layout in (("before", before), ("after", after)):
         if len(layout) != len(mesh):
@@ -245,7 +245,7 @@ _found: dict[tuple[Any, ...], tuple[Cluster | None, tuple[ConversionStep, ...]]]
 def _broadcast_moves(
     tensor: DTensor, after: tuple[Placement, ...], cluster: Cluster | None, room: int | None
 ) -> tuple[ConversionStep, ...]:
-    """The moves found by the first rank, as ranks may have measured links differently."""
+    """The moves found by the first rank, because ranks may have measured links differently."""
     mesh, shape, item = tensor.device_mesh, tuple(tensor.shape), tensor.element_size()
     key = (mesh, shape, item, tensor.placements, after, id(cluster), room)
     if key not in _found:

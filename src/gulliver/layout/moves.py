@@ -1,7 +1,7 @@
 """Runs the moves of a conversion on the local part of a tensor.
 
-In every layout a rank holds one box, which follows from its coordinate, so no sizes are exchanged.
-Boxes may be of unequal sizes, or empty: collectives that want equal parts get them padded.
+In every layout a rank holds one box, determined by its coordinate, so no sizes are exchanged. Boxes
+may have unequal sizes or be empty; collectives that need equal parts pad them.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class MeshTensor:
     def neighbours(
         self, axes: Sequence[int], at: tuple[int, ...] | None = None
     ) -> list[tuple[int, ...]]:
-        """Coordinates that differ from one, this rank's, on some axes; the last varies fastest."""
+        """Coordinates that differ from a given one on some axes; the last varies fastest."""
         found = []
         for values in itertools.product(*(range(self.sizes[axis]) for axis in axes)):
             changed = dict(zip(axes, values, strict=True))
@@ -66,11 +66,11 @@ class MeshTensor:
         return found
 
     def rank_at(self, coordinate: tuple[int, ...]) -> int:
-        """Rank of the world at a coordinate."""
+        """World rank at a coordinate."""
         return int(self.mesh.mesh[coordinate])
 
     def line(self, axis: int) -> tuple[RankGroup, list[int]]:
-        """Ranks along an axis as their group numbers them, and the number of each coordinate."""
+        """Group of ranks along an axis, and the group index of each coordinate."""
         group = self.mesh.get_group(axis)
         ranks = dist.get_process_group_ranks(group)
         numbers = [ranks.index(self.rank_at(c)) for c in self.neighbours([axis])]
@@ -178,7 +178,7 @@ def _swap(local: Tensor, move: ConversionStep, place: MeshTensor) -> Tensor:
 def _source(
     move: ConversionStep, place: MeshTensor, coordinate: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """Coordinate that holds, before a swap, the box of another after it."""
+    """Coordinate that holds, before a swap, the box that another has after it."""
     low, high = move.axes
     if place.sizes[low] == place.sizes[high]:
         # Of ranks that hold the same, each sends to one.
@@ -218,7 +218,7 @@ def _padded(flat: Tensor, parts: int) -> Tensor:
 
 
 def _filled(tensor: Tensor, count: int) -> Tensor:
-    """The elements of a tensor, and zeros up to a count."""
+    """The elements of a tensor, zero-padded to a count."""
     flat = tensor.reshape(-1)
     if flat.numel() == count:
         return flat
@@ -226,7 +226,7 @@ def _filled(tensor: Tensor, count: int) -> Tensor:
 
 
 def _view(tensor: Tensor, outer: Box, inner: Box) -> Tensor:
-    """The part of a box's tensor that is another box in it."""
+    """View of the inner box in the outer box's tensor."""
     for dim, ((low, _), (first, last)) in enumerate(zip(outer, inner, strict=True)):
         # An empty box may be beyond the end.
         tensor = tensor.narrow(dim, first - low if last > first else 0, last - first)

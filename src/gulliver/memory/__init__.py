@@ -1,7 +1,7 @@
 """Chunks of tensors that are used together, and the memory tiers they move between.
 
-Start with `chunk.py`. `prefetch.py` brings chunks ahead of use; `manager.py` keeps objects within a
-memory limit, `traffic.py` moves them to and from the stores of `stores.py` and `host.py`.
+Start with `chunk.py`. `prefetch.py` loads chunks ahead of use; `manager.py` keeps objects within a
+memory limit; `traffic.py` moves them to and from the stores of `stores.py` and `host.py`.
 """
 
 from typing import TYPE_CHECKING

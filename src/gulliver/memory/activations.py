@@ -1,7 +1,7 @@
-"""Wrappers around calls of modules, such as recomputation in backward.
+"""Wraps module calls, for recomputation in backward and activation offloading.
 
-What is around replaces `forward` of one module, or its compiled call. Copies of the module have a
-plain call again.
+The wrapper replaces one module's `forward`, or its compiled call. Copies of the module are not
+wrapped.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Around = Callable[..., Any]
 
 
 class AroundCall:
-    """Call of a module with something around it."""
+    """A wrapped module call."""
 
     # [Note: copies] A function in the place of `forward` is shared by the copies of a module, whose
     # calls would all run the first one. So a copy, such as an average of the weights, gets what is
@@ -120,13 +120,13 @@ class ActivationManager(Protocol):
     def done(self, managed: ManagedTensor) -> None: ...
 
     def discard(self, managed: ManagedTensor) -> None:
-        """Forgets the content of an object."""
+        """Drops the content of an object."""
         ...
 
     def remove(self, managed: ManagedTensor) -> None: ...
 
     def view(self, managed: ManagedTensor) -> Tensor:
-        """Shows the content of an object in whichever tier it is."""
+        """Shows the content of an object in any tier."""
         ...
 
 
@@ -141,7 +141,7 @@ class _ActivationCopy:
 
 @dataclass(frozen=True)
 class _Saved:
-    """A saved tensor that was copied: how it lay in its memory."""
+    """A saved tensor that was copied, with its original layout."""
 
     copy: _ActivationCopy
     tensor: weakref.ref[Tensor]
@@ -162,13 +162,13 @@ class _KeptTensor:
 
 @dataclass(frozen=True)
 class _Outer:
-    """What outer hooks saved in place of a tensor."""
+    """Value that outer hooks saved in place of a tensor."""
 
     saved: Any
 
 
 class ActivationOffload:
-    """Offloads what forward saves for backward to a manager."""
+    """Offloads tensors that forward saves for backward to a manager."""
 
     def __init__(
         self, manager: ActivationManager, least: int = LEAST_BYTES, outer: Hooks | None = None
@@ -195,14 +195,14 @@ class ActivationOffload:
             yield
 
     def wrap(self, model: nn.Module, paths: Iterable[str]) -> None:
-        """Offloads what modules save in each of their calls."""
+        """Offloads tensors that modules save in each of their calls."""
         # A module that is compiled by itself is taken around its compiled call.
         for path in paths:
             module = model.get_submodule(path)
             wrap_call(module, self._around(module))
 
     def sweep(self) -> None:
-        """Discards dead objects, and unpins those that no node uses any more."""
+        """Discards dead objects, and unpins those that no node still uses."""
         for managed, users in list(self._used.values()):
             if managed.tensor is not None and storage_users(managed.tensor) <= users:
                 del self._used[managed.number]
@@ -342,7 +342,7 @@ class ActivationOffload:
         return forget
 
     def _take(self, nbytes: int) -> ManagedTensor:
-        """An object of a size: the first free one, so that steps use the same objects."""
+        """An object of the given size: the first free one, so that steps reuse the same objects."""
         free = self._free.setdefault(nbytes, [])
         if free:
             return heapq.heappop(free)[1]
@@ -357,7 +357,7 @@ class ActivationOffload:
 
 @contextmanager
 def offload_activations(manager: Manager, least: int = LEAST_BYTES) -> Iterator[ActivationOffload]:
-    """Offloads what a forward inside saves for backward to a manager.
+    """Offloads tensors that a forward inside saves for backward to a manager.
 
     Args:
         manager: manager that places the activations among its other objects.

@@ -81,7 +81,7 @@ def trim_heaps() -> None:
 
 
 def _said(name: str, default: int) -> int:
-    """The value of glibc's environment variable, if glibc would accept it."""
+    """Value of a glibc environment variable, if glibc would accept it."""
     text = os.environ.get(name, "")
     return min(int(text), (1 << 31) - 1) if text.isdecimal() else default
 
@@ -117,7 +117,7 @@ INTERVAL_S = 0.002
 
 
 class Gauge(Protocol):
-    """Reads how many bytes of the fast tier the process uses for any purpose."""
+    """Reads the bytes of the fast tier that the process uses for any purpose."""
 
     def used(self) -> int: ...
 
@@ -156,7 +156,7 @@ class CudaGauge:
         return int(torch.cuda.memory_stats(self._device).get("allocated_bytes.all.current", 0))
 
     def most(self) -> int:
-        """Most bytes since the last call: the allocator misses none."""
+        """Peak bytes since the last call, as recorded by the allocator."""
         peak = torch.cuda.memory_stats(self._device).get("allocated_bytes.all.peak", 0)
         torch.cuda.reset_peak_memory_stats(self._device)
         return int(peak)
@@ -241,7 +241,7 @@ class Footprint:
         return step
 
     def close(self) -> None:
-        """Stops looking."""
+        """Stops measuring."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
@@ -546,7 +546,7 @@ class BudgetController:
         )
 
     def explain(self) -> str:
-        """Describes every change of the budget, one a line."""
+        """Describes every change of the budget, one per line."""
         return "\n".join(map(str, self.rule.changes))
 
     def close(self) -> None:

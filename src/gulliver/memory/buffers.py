@@ -1,7 +1,7 @@
 """Bytes of model state by kind: current and peak.
 
-The buffers of chunks are counted where they are made and given back. A
-prediction counts with the same class what it only imagines.
+The buffers of chunks are counted where they are allocated and freed. Predictions use the same class
+without allocating.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class BufferPool:
         self._free: dict[tuple[int, torch.dtype, torch.device], list[Tensor]] = {}
 
     def take(self, size: int, dtype: torch.dtype, device: torch.device, kind: str) -> Tensor:
-        """An uninitialized buffer of `size` elements, counted as of a kind."""
+        """An uninitialized buffer of `size` elements, counted under a kind."""
         self.counter.add(kind, size * dtype.itemsize)
         free = self._free.get((size, dtype, device), ())
         for number, buffer in enumerate(free):
@@ -149,7 +149,7 @@ UNEVEN = 4
 # pads, as no rank can hold less than one tensor.
 @dataclass(frozen=True)
 class Slot:
-    """The run of a chunk that a tensor has, in elements."""
+    """A tensor's range of elements in a chunk."""
 
     name: str
     start: int
@@ -201,7 +201,7 @@ class ChunkLayout:
         return self.size - sum(slot.numel for slot in self.slots)
 
     def by_address(self) -> list[Slot]:
-        """Runs of the tensors in buffer order."""
+        """Ranges of the tensors in buffer order."""
         return sorted(self.slots, key=lambda slot: (slot.start, slot.end))
 
     def _edges(self) -> list[int]:
@@ -219,7 +219,7 @@ class ChunkLayout:
         return [end - start for start, end in pairwise(self._edges())]
 
     def pieces(self, part: int) -> list[ShardPiece]:
-        """Pieces of tensors on part number `part`, in order."""
+        """Pieces of tensors in one part, in order."""
         low, high = part * self.part_size, (part + 1) * self.part_size
         found = []
         for slot in self.slots:
@@ -297,7 +297,7 @@ def _loads(sizes: Sequence[int], parts: int) -> list[int]:
 
 
 def _dealt(tensors: Sequence[tuple[str, int]], parts: int, align: int) -> ChunkLayout:
-    """Lays out a chunk in which every tensor is on one part."""
+    """Lays out a chunk in which every tensor lies in one part."""
     sizes = [_rounded(numel, align) for _, numel in tensors]
     part_size = max(align, *_loads(sizes, parts))
     ends = [part * part_size for part in range(parts)]

@@ -1,9 +1,9 @@
-"""Placeholder in ``parameter.grad`` once the gradient has been reduced to its shard.
+"""Chunks, their gradients, and the placeholder in ``parameter.grad`` for a reduced gradient.
 
-None would be wrong in two ways: `torch.nn.utils.clip_grad_norm_` would find nothing and clip
-nothing, and ``model.zero_grad()`` could not be noticed. So there is a stand-in of the right shape
-and of one element's memory. It reads as nan, and rejects norms and changes in place with a line
-that says what to do instead.
+None would be wrong in two ways: `torch.nn.utils.clip_grad_norm_` would silently clip nothing, and
+    ``model.zero_grad()`` could not be detected. So there is a placeholder of the right shape that
+    takes one element's memory. It reads as nan, and rejects norms and in-place changes with an
+    error that names the alternative.
 """
 
 from __future__ import annotations
@@ -356,7 +356,7 @@ class Chunk:
             self.shown_part.copy_(self.shard)
 
     def widen_master_shard(self, dtype: torch.dtype) -> None:
-        """Keeps `master_shard`, a separate tensor, in another dtype from now on."""
+        """Converts `master_shard`, a separate tensor, to another dtype."""
         self._count_master(-self.master_shard.nbytes)
         self.master_shard = self.master_shard.to(dtype)
         self._count_master(self.master_shard.nbytes)

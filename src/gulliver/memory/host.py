@@ -32,7 +32,7 @@ class Copy(Transfer, Protocol):
     """A copy between the memory of a device and of its host."""
 
     def synchronize(self) -> None:
-        """Returns when it has ended."""
+        """Waits until the copy has finished."""
         ...
 
 
@@ -40,7 +40,7 @@ class Copier(Protocol):
     """Copies between the memory of a device and of its host."""
 
     def pinned(self, nbytes: int) -> Tensor:
-        """Makes a flat uint8 tensor of pinned host memory."""
+        """Allocates a flat uint8 tensor of pinned host memory."""
         ...
 
     def lock_pages(self, memory: Tensor) -> None:
@@ -48,11 +48,11 @@ class Copier(Protocol):
         ...
 
     def unlock_pages(self, memory: Tensor) -> None:
-        """Unlocks them."""
+        """Unlocks the pages."""
         ...
 
     def mark(self) -> Any:
-        """Notes the place in the device's work behind which a later copy may begin."""
+        """Records the point in the device's work after which a later copy may begin."""
         ...
 
     def copy(self, target: Tensor, source: Tensor, incoming: bool, after: Any = None) -> Copy:
@@ -60,12 +60,12 @@ class Copier(Protocol):
         ...
 
     def synchronize(self) -> None:
-        """Returns when all copies out of the device have ended."""
+        """Waits for all copies out of the device."""
         ...
 
 
 def cuda_runtime() -> Any:
-    """CUDA's own functions, as torch has loaded them."""
+    """CUDA's runtime functions, as loaded by torch."""
     return torch.cuda.cudart()
 
 
@@ -77,31 +77,31 @@ class CudaTransfer:
 
     @property
     def done(self) -> bool:
-        """Whether it has ended."""
+        """Whether the copy has finished."""
         return self._event.query()
 
     def wait(self) -> None:
-        """Makes all later work of the current stream wait for it."""
+        """Makes later work of the current stream wait for the copy."""
         torch.cuda.current_stream(self._device).wait_event(self._event)
 
     def synchronize(self) -> None:
-        """Returns when it has ended."""
+        """Waits until the copy has finished."""
         self._event.synchronize()
 
 
 class CudaCopier:
-    """Copies on two streams, one for each direction: the bus carries both at once."""
+    """Copies on two streams, one per direction: the bus carries both at once."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._outgoing, self._incoming = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
     def pinned(self, nbytes: int) -> Tensor:
-        """Makes a flat uint8 tensor of pinned host memory."""
+        """Allocates a flat uint8 tensor of pinned host memory."""
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def lock_pages(self, memory: Tensor) -> None:
-        """Locks the pages of host memory, for as many bytes as there are."""
+        """Locks the pages of host memory."""
         # `pinned` takes powers of two.
         if cuda_runtime().cudaHostRegister(memory.data_ptr(), memory.numel(), 0) != 0:
             raise GulliverError(
@@ -110,11 +110,11 @@ class CudaCopier:
             )
 
     def unlock_pages(self, memory: Tensor) -> None:
-        """Unlocks them."""
+        """Unlocks the pages."""
         cuda_runtime().cudaHostUnregister(memory.data_ptr())
 
     def mark(self) -> torch.cuda.Event:
-        """Notes the place in the current stream."""
+        """Records an event on the current stream."""
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self._device))
         return event
@@ -122,7 +122,7 @@ class CudaCopier:
     def copy(
         self, target: Tensor, source: Tensor, incoming: bool, after: Any = None
     ) -> CudaTransfer:
-        """Starts a copy, after all that the current stream was given, or what was noted."""
+        """Starts a copy after the work queued on the current stream, or after a recorded event."""
         # Nothing here keeps source and target alive. Host memory belongs to a store. Device memory
         # is held by its owner until `CudaTransfer.wait`, which queues the wait on the current
         # stream: when the caching allocator gives the memory out again there, the copy has ended.
@@ -135,7 +135,7 @@ class CudaCopier:
         return CudaTransfer(event, self._device)
 
     def synchronize(self) -> None:
-        """Returns when all copies out of the device have ended."""
+        """Waits for all copies out of the device."""
         self._outgoing.synchronize()
 
 
@@ -180,11 +180,11 @@ class HostStore:
         self.used -= whole_pages(nbytes)
 
     def read(self, offset: int, into: Tensor) -> Transfer:
-        """Starts to copy to the device."""
+        """Starts a copy to the device."""
         return self._copier.copy(into, self._bytes(offset, into.numel()), incoming=True)
 
     def write(self, offset: int, data: Tensor) -> Transfer:
-        """Starts to copy from the device."""
+        """Starts a copy from the device."""
         return self._copier.copy(self._bytes(offset, data.numel()), data, incoming=False)
 
     def mapped(self, offset: int, nbytes: int, write: bool = False) -> Tensor:
@@ -258,7 +258,7 @@ class CopiedPages(Pages):
         super().drop(memory)
 
     def add(self, memory: Tensor, copy: Copy) -> None:
-        """Notes a copy to or from a buffer."""
+        """Records a copy to or from a buffer."""
         with self._lock:
             self._copies.setdefault(memory.data_ptr(), []).append(copy)
 
@@ -291,7 +291,7 @@ class DeferredWrite:
 
     @property
     def done(self) -> bool:
-        """Whether it has ended; starts it as soon as possible."""
+        """Whether the write has finished; starts it as soon as possible."""
         if self._write is None and all(copy.done for copy in self._copies):
             self._begin()
         return self._write is not None and self._write.done
@@ -372,7 +372,7 @@ class StagedRead:
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, successfully or not."""
+        """Whether the load has finished, successfully or not."""
         self._store.advance()
         return self.error is not None or (self.copy is not None and self.copy.done)
 
@@ -421,7 +421,7 @@ class HostDiskStore(Middle):
 
     @property
     def used(self) -> int:
-        """Bytes of objects that have content here."""
+        """Bytes of objects that have content in this store."""
         return self.transit.used
 
     def allocate(self, nbytes: int, owner: ManagedTensor | None = None) -> int:
@@ -436,18 +436,18 @@ class HostDiskStore(Middle):
         return number
 
     def free(self, offset: int, nbytes: int) -> None:
-        """Forgets the content of an object."""
+        """Drops the content of an object."""
         self.transit.forget(offset)
 
     def read(self, offset: int, into: Tensor) -> StagedRead:
-        """Starts to copy to the device, from the disk if necessary."""
+        """Starts a copy to the device, from the disk if necessary."""
         self.transit.expect(offset)
         read = self._reads[offset] = StagedRead(self, offset, into, self._copier.mark())
         self.advance()
         return read
 
     def write(self, offset: int, data: Tensor) -> Transfer:
-        """Starts to copy from the device, after waiting for host memory."""
+        """Starts a copy from the device, after waiting for host memory."""
         self.transit.begin_write(offset)
         memory = self._arrived(offset, fresh=True)
         copy = self._copier.copy(memory, data, incoming=False)
@@ -495,7 +495,7 @@ class HostDiskStore(Middle):
         self._pages.close()
 
     def _arrived(self, key: Hashable, fresh: bool = False) -> Tensor:
-        """Waits for an object in the host's memory."""
+        """Waits for an object in host memory."""
         managed = self._objects[key]
         self.host.arrive(managed, self._stored.pop(key), fresh)
         assert managed.memory is not None
@@ -504,11 +504,11 @@ class HostDiskStore(Middle):
     # Events of the manager of the device's memory.
 
     def expect(self, number: int) -> None:
-        """An object will be read."""
+        """Called when an object will be read."""
         self.transit.expect(number)
 
     def end_prefetch(self, number: int) -> None:
-        """An object was read, or is no longer wanted."""
+        """Called when an object was read, or is no longer needed."""
         self.transit.end_prefetch(number)
 
     def remove(self, number: int) -> None:
@@ -518,7 +518,7 @@ class HostDiskStore(Middle):
             self.host.remove(self._objects.pop(number))
 
     def end_step(self) -> None:
-        """A step has ended."""
+        """Called at the end of a step."""
         self.host.end_step()
 
     def raise_write_error(self) -> None:
@@ -527,13 +527,13 @@ class HostDiskStore(Middle):
         self.host.raise_write_error()
 
     def stats(self) -> dict[str, Any]:
-        """Returns what has moved between host memory and disk."""
+        """Returns statistics of moves between host memory and disk."""
         return self.host.stats()
 
     # What `Transit` asks for.
 
     def use(self, key: Hashable, fresh: bool) -> None:
-        """Pins an object in host memory, and starts to load it."""
+        """Pins an object in host memory, and starts loading it."""
         self._stored[key] = self.host.begin_use(self._objects[key], fresh=fresh)
 
     def done(self, key: Hashable) -> None:
@@ -545,5 +545,5 @@ class HostDiskStore(Middle):
             self.host.done(self._objects[key])
 
     def discard(self, key: Hashable) -> None:
-        """Forgets its content."""
+        """Drops an object's content."""
         self.host.discard(self._objects[key])

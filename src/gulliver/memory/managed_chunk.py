@@ -1,8 +1,8 @@
 """A chunk whose bytes a `Manager` moves between tiers of memory.
 
-The shard of the parameters, every moment and the reduced gradient are objects of the manager; whole
-buffers that come and go are lent by it. While an object is elsewhere, a tensor on meta represents
-it: dtype and size can be asked for, the content cannot be read by mistake.
+The parameter shard, every moment and the reduced gradient are objects of the manager, which also
+    allocates temporary full buffers. While an object is in another tier, a meta tensor represents
+    it: it has dtype and size, but its content cannot be read by mistake.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class ManagedBufferPool(BufferPool):
         self.counter: ByteCounter = manager.counter
 
     def take(self, size: int, dtype: torch.dtype, device: torch.device, kind: str) -> Tensor:
-        """An uninitialized buffer of `size` elements, counted as of a kind."""
+        """An uninitialized buffer of `size` elements, counted under a kind."""
         return self.manager.allocate_buffer(size, dtype, kind)
 
     def give(self, buffer: Tensor, kind: str, keeps: bool = False) -> None:
@@ -262,7 +262,7 @@ class ManagedChunk(Chunk):
         self.master_shard = self._elsewhere = _on_meta(self._shard)
 
     def widen_master_shard(self, dtype: torch.dtype) -> None:
-        """Keeps `master_shard` in another dtype from here on."""
+        """Converts `master_shard` to another dtype."""
         narrow = self._shard
         if dtype == narrow.dtype:
             return
@@ -381,7 +381,7 @@ class ManagedChunk(Chunk):
         self.has_copy = True
 
     def end_copy(self) -> None:
-        """Forgets the copy: from here on a buffer is gathered."""
+        """Drops the copy: from now on a buffer is gathered."""
         self.has_copy = False
         self._manager.discard(self._copy)
 

@@ -348,7 +348,7 @@ class Manager:
             yield
 
     def _tell(self) -> None:
-        """Raises background errors, unless there is room again for what could not be written."""
+        """Raises background errors, unless there is now room for the unwritten objects."""
         for managed in self._traffic.unwritten():
             if self._core.restore(managed.number):
                 self._traffic.keep(managed)

@@ -59,7 +59,7 @@ def whole_shape(parameter: Tensor) -> tuple[int, ...]:
 
 
 def set_state_shape(parameter: Tensor, shape: tuple[int, ...]) -> None:
-    """Sets the state's shape for a parameter that represents more than it holds."""
+    """Sets the shape of a parameter's state if it differs from the parameter's."""
     vars(parameter)["_state_shape"] = shape
 
 

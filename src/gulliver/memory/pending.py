@@ -52,7 +52,7 @@ def add_writer(optimizer: Any) -> None:
 
 
 def writers() -> tuple[Any, ...]:
-    """Returns the optimizers that were noted and still exist."""
+    """Returns the registered optimizers that still exist."""
     return tuple(_writers)
 
 
@@ -69,8 +69,8 @@ def any_read_lock() -> bool:
 def before_write(tensors: Iterable[Tensor]) -> None:
     """Waits until no snapshot reads the memory of `tensors`.
 
-    Costs nothing while there are no read locks. Call it before writing in place what a checkpoint
-    may be copying, where no torch optimizer does the writing.
+    Costs nothing without read locks. Call it before in-place writes to tensors that a checkpoint
+    may be copying, unless a torch optimizer does the writing.
     """
     if _read_locks:
         before_write_at({storage_of(tensor) for tensor in tensors})
@@ -83,7 +83,7 @@ def before_write_at(storages: set[int]) -> None:
 
 
 def before_any_write() -> None:
-    """Waits until no read lock is left."""
+    """Waits until there are no read locks."""
     for lock in tuple(_read_locks):
         lock.release(None)
 
@@ -143,7 +143,7 @@ _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class PendingParameter(nn.Parameter):
-    """The class of a parameter that waits."""
+    """Class of a parameter that is not ready."""
 
     def __new__(cls, data: Any = None, requires_grad: bool = True) -> Any:
         # A copy of a pending parameter has its values, and waits for nothing.
@@ -189,7 +189,7 @@ def mark_pending(parameters: Iterable[nn.Parameter], handler: Handler) -> None:
 
 
 def mark_ready(parameters: Iterable[nn.Parameter]) -> None:
-    """Turns them into ordinary parameters again."""
+    """Turns pending parameters into ordinary ones again."""
     for parameter in parameters:
         if type(parameter) is PendingParameter:
             parameter.__class__ = parameter.__dict__["_ready_class"]

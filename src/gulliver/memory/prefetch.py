@@ -1,4 +1,4 @@
-"""Prefetching: residents are gathered in the order of a pass, a few ahead of use, then released."""
+"""Prefetching: residents are gathered in the order of a pass ahead of use, then released."""
 
 from __future__ import annotations
 
@@ -72,10 +72,10 @@ class Mover(Protocol):
     """Moves the bytes of residents."""
 
     def bring(self, resident: Any, /) -> None:
-        """Starts loading, including changes made elsewhere if it is loaded."""
+        """Starts loading; picks up outside changes if it is already loaded."""
 
     def finish(self, resident: Any, /) -> None:
-        """Waits for what is in flight."""
+        """Waits for a load in flight."""
 
     def release(self, resident: Any, /) -> None:
         """Releases the data if loaded."""

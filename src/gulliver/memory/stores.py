@@ -47,7 +47,7 @@ class _Room:
 
     @classmethod
     def of(cls, nbytes: int) -> _Room:
-        """Maps private memory, none of which is there yet."""
+        """Maps private memory without allocating pages."""
         # A process that is forked finds zeros in it: copies of what changes here while a loader's
         # workers live would be memory that no budget knows of, and a read in flight would
         # end in the child's copy.
@@ -121,7 +121,7 @@ class Pages:
             return room.shown(size)
 
     def forget(self, memory: Tensor) -> None:
-        """Leaves the pages of a buffer to the views of it."""
+        """Leaves the pages of a buffer to its views."""
         self._rooms.pop(memory.data_ptr(), None)
 
     def drop(self, memory: Tensor) -> None:
@@ -158,7 +158,7 @@ class Transfer(Protocol):
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, successfully or not."""
+        """Whether the transfer has finished, successfully or not."""
         ...
 
     def wait(self) -> None: ...
@@ -168,22 +168,22 @@ class Middle:
     """Observer of the decisions of the tier above; ignores them by default."""
 
     def expect(self, number: int) -> None:
-        """An object will be read."""
+        """Called when an object will be read."""
 
     def end_prefetch(self, number: int) -> None:
-        """An object was read, or is no longer wanted."""
+        """Called when an object was read, or is no longer needed."""
 
     def remove(self, number: int) -> None:
         """Drops the object's bookkeeping."""
 
     def end_step(self) -> None:
-        """A step has ended."""
+        """Called at the end of a step."""
 
     def raise_write_error(self) -> None:
         """Raises the error of a write that has failed."""
 
     def stats(self) -> dict[str, Any]:
-        """Returns what has moved behind the store."""
+        """Returns statistics of moves behind the store."""
         return {}
 
 
@@ -202,7 +202,7 @@ class Store(Protocol):
 
     @property
     def middle(self) -> Middle:
-        """Listener to the decisions before the store."""
+        """Observer of the decisions in front of the store."""
         ...
 
     def allocate(self, nbytes: int, owner: Any = None) -> int:
@@ -212,11 +212,11 @@ class Store(Protocol):
     def free(self, offset: int, nbytes: int) -> None: ...
 
     def read(self, offset: int, into: Tensor) -> Transfer:
-        """Starts to read into a page-aligned flat uint8 tensor."""
+        """Starts a read into a page-aligned flat uint8 tensor."""
         ...
 
     def write(self, offset: int, data: Tensor) -> Transfer:
-        """Starts to write a flat uint8 tensor, which must stay unchanged until the end."""
+        """Starts a write of a flat uint8 tensor, which must not change until it has finished."""
         ...
 
     def mapped(self, offset: int, nbytes: int, write: bool = False) -> Tensor:
@@ -242,7 +242,7 @@ class DiskTransfer:
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, successfully or not."""
+        """Whether the transfer has finished, successfully or not."""
         return self._ticket.done
 
     def wait(self) -> None:
@@ -254,7 +254,7 @@ class DiskTransfer:
 
 
 class DiskStore:
-    """Space in one file without a name, on a local disk."""
+    """Space in one unnamed file on a local disk."""
 
     # The space is reserved at once: a full disk is found here, not in the middle of a step.
     #
@@ -310,13 +310,13 @@ class DiskStore:
         self.used -= size
 
     def read(self, offset: int, into: Tensor) -> DiskTransfer:
-        """Starts to read into a page-aligned flat uint8 tensor."""
+        """Starts a read into a page-aligned flat uint8 tensor."""
         opened = self._opened
         where = opened.source, offset, into.data_ptr(), into.numel()
         return DiskTransfer(opened.reader.read(*where), into, opened.under_way)
 
     def write(self, offset: int, data: Tensor) -> DiskTransfer:
-        """Starts to write a flat uint8 tensor, which must stay unchanged until the end."""
+        """Starts a write of a flat uint8 tensor, which must not change until it has finished."""
         opened = self._opened
         where = opened.target, offset, data.data_ptr(), data.numel()
         return DiskTransfer(opened.writer.write(*where), data, opened.under_way)
@@ -427,7 +427,7 @@ def file_system(folder: Path) -> str:
 
 
 class Residency(Enum):
-    """Where an object is between the fast tier and the store."""
+    """An object's residency between the fast tier and the store."""
 
     AWAY = auto()
     """No memory is held; the content is in the store, or empty."""
@@ -499,7 +499,7 @@ class ManagedTensor:
 
     @property
     def kept(self) -> int:
-        """Bytes that need room in one tier or the other at any time."""
+        """Bytes that always need room in one of the tiers."""
         return 0 if self.brief else self.size
 
     @property

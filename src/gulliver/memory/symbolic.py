@@ -1,4 +1,4 @@
-"""Fake tensors of a model, and running it without side effects."""
+"""Predicts the activation memory of a step with fake tensors, without side effects."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ def without_traces(model: nn.Module, hooks: bool) -> Iterator[None]:
 
 
 class FakeTensors:
-    """Converts tensors to fakes of one mode, keeping ties."""
+    """Converts tensors to fakes of one mode, preserving ties."""
 
     def __init__(self, device: str | None = None) -> None:
         self._made: dict[Tensor, Tensor] = {}
         self._device = device
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The fake of a tensor; of one on meta, on the CPU."""
+        """The fake of a tensor; a meta tensor gets one on the CPU."""
         made = self._made.get(tensor)
         if made is not None:
             return made
@@ -106,7 +106,7 @@ class MemoryPoint:
 
 @dataclass(frozen=True)
 class ModuleResidue:
-    """Memory that a call of a module keeps."""
+    """Memory that remains after a module's call."""
 
     # Bytes that are there after the call and were not before, its output aside.
     saved: int
@@ -115,7 +115,7 @@ class ModuleResidue:
 
 @dataclass(frozen=True)
 class ActivationPeak:
-    """Memory of a step that is no model state."""
+    """Memory of a step that is not model state."""
 
     # Most bytes at once, the batch included; None where the step cannot be followed.
     bytes: int | None
@@ -150,7 +150,7 @@ def activation_peak(
 ) -> ActivationPeak:
     """Predicts a step's memory besides parameters, gradients and optimizer state.
 
-    The model is afterwards as it was, and so are random states; nothing of its size is allocated. A
+    The model and random states are restored, and no memory of the model's size is allocated. A
     model on meta is traced as on the CPU, a compiled one as uncompiled.
 
     Args:
@@ -158,14 +158,14 @@ def activation_peak(
         args: positional arguments of the model, real or on meta.
         kwargs: keyword arguments of the model.
         criterion: loss of the output; None takes the output's own ``loss``, or the cross entropy of
-            its floating-point tensors, the dearest of the usual losses.
+            its floating-point tensors, the most expensive of the usual losses.
         autocast: dtype of autocast.
-        hooks: whether the modules' hooks run; such as move chunks must not.
-        prepare: called with the model before it runs; what it changes of modules is put back.
-        offloaded: paths of modules whose activations a manager takes; they are not counted then.
+        hooks: whether the modules' hooks run; hooks that move chunks must not.
+        prepare: called with the model before it runs; its changes to modules are undone.
+        offloaded: paths of modules whose activations a manager offloads; they are not counted.
 
     Returns:
-        The peak; where control flow depends on data, the reason why there is none.
+        The peak, or, if control flow depends on data, the reason why there is none.
     """
     try:
         with without_traces(model, hooks), fake_mode():
@@ -191,10 +191,10 @@ def follow_step(
     autocast: torch.dtype | None = None,
     offloaded: Sequence[str] = (),
 ) -> ActivationPeak:
-    """Counts the memory of a forward and a backward that runs inside.
+    """Counts the memory of a forward and backward inside.
 
-    Gradients are accumulated into the parameters as in any step. Modules at the paths of
-    `offloaded` stay wrapped; the tensors have to be fake then.
+    Gradients are accumulated into the parameters as usual. Modules in `offloaded` stay wrapped;
+    tensors must then be fake.
     """
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     context = torch.autocast(device.type, autocast) if autocast is not None else nullcontext()
@@ -244,7 +244,7 @@ class _CountingManager:
 
 
 class _FakeOffload(ActivationOffload):
-    """Off-load of tensors that have no memory."""
+    """Offloading of tensors that have no memory."""
 
     def _is_plain(self, tensor: Tensor) -> bool:
         return isinstance(tensor, fake_kind())
@@ -254,7 +254,7 @@ class _FakeOffload(ActivationOffload):
 
 
 def stand_in_loss(output: Any) -> Tensor:
-    """A generic loss for a model with only a known output, of the usual memory."""
+    """A generic loss with typical memory, for a model of which only the output is known."""
     found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     # A model that computes its loss may return it as it is, or before all else.
     first = output[0] if isinstance(output, tuple | list) and output else output
@@ -336,7 +336,7 @@ class StorageCounter(DispatchMode):
         return self.live - before
 
     def drop(self, key: int) -> None:
-        """Does not count a storage any more."""
+        """Stops counting a storage."""
         _, nbytes = self._held.pop(key, (None, 0))
         self.live -= nbytes
 
@@ -345,7 +345,7 @@ class StorageCounter(DispatchMode):
         self.drop(_key(tensor))
 
     def mark(self) -> int:
-        """Most bytes since the last mark; starts again."""
+        """Peak bytes since the last mark; resets the peak."""
         most, self.recent = self.recent, self.live
         return most
 
@@ -357,7 +357,7 @@ def _grouped_products(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """The output of grouped products; a factor that is split into groups gives its rows."""
+    """Output of a grouped matmul; a factor that is split into groups determines the rows."""
     for factor in (one, other):
         rows = max(factor.stride()[-2:]) * factor.element_size()
         if rows % ALIGNED:
@@ -488,14 +488,14 @@ def block_activations(
 ) -> list[BlockActivations]:
     """Blocks of a predicted step, for `choose_activations`.
 
-    With everything kept each pass needs what was predicted of it. One more block, which can only be
-    kept, represents what is outside of the blocks: its passes need what the rest of the step needs
-    when all of them are there.
+    With everything kept, each pass needs its predicted memory. An additional block, which can only
+        be kept, represents the rest of the model: its passes need the memory of the rest of the
+        step with all blocks kept.
 
     Args:
         found: memory of a step in which all blocks are kept.
         paths: paths of the blocks, in the order in which they run.
-        recompute_s: seconds of the forward of all of them.
+        recompute_s: forward seconds of all blocks together.
     """
     kept = [found.kept[path] for path in paths]
     seconds = recompute_s / max(1, len(paths))

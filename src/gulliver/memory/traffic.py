@@ -82,7 +82,7 @@ class Traffic:
     # Objects
 
     def bring(self, managed: ManagedTensor, reads: bool, zero: bool = False) -> None:
-        """Starts to load an object, reading it if it has content."""
+        """Starts loading an object, reading it if it has content."""
         managed.reads, managed.zero = reads, zero
         if managed.residency is not Residency.LEAVING:
             managed.enter(Residency.QUEUED)
@@ -90,7 +90,7 @@ class Traffic:
         self._advance()
 
     def send(self, managed: ManagedTensor) -> None:
-        """Begins to write an object that leaves."""
+        """Starts writing an object that is evicted."""
         managed.enter(Residency.LEAVING)
         self._write(managed)
 

@@ -2,13 +2,13 @@
 
     keep_mask(mix(seed, site), 0.1, [Along.whole(batch), Along(own_positions, length)], device)
 
-torch draws masks one element after the other, so ranks that have a part of an activation draw other
-masks than one process that has the whole. Here a mask is computed: the element's number in the
-whole activation goes through the finalizer of SplitMix64 (Steele, Lea and Flood, Fast Splittable
-Pseudorandom Number Generators, 2014), keyed by seed and site, and 64 bits decide. Any rank finds
-the mask of any part without its neighbours, forward or in a recomputation.
+torch draws masks element by element, so ranks with a part of an activation would draw other masks
+than a single process. Here a mask is computed: the element's index in the full activation goes
+through the finalizer of SplitMix64 (Steele, Lea and Flood, Fast Splittable Pseudorandom Number
+Generators, 2014), keyed by seed and site, and the resulting 64 bits decide. Any rank computes the
+mask of any part without communication, also in recomputation.
 
-What it does not know: models, and how their activations are cut. `booster.hybrid._dropout` does.
+`booster.hybrid.dropout` determines how a model's activations are sharded.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ def mix(*words: int) -> int:
 
 
 def hash_text(text: str) -> int:
-    """64 bits of a text, the same in every process."""
+    """A 64-bit hash of a text, the same in every process."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def keep_mask(key: int, p: float, dims: Sequence[Along], device: torch.device) -> Tensor:
-    """The elements of a part that stay."""
+    """The mask of the elements of a part that are kept."""
     state = torch.full((), _signed(key), dtype=torch.int64, device=device)
     stride = 1
     # Integers wrap, so the numbers of elements need not be built: each dim adds its own term, and

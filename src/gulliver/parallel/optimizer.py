@@ -1,4 +1,4 @@
-"""Seconds and sent bytes of an optimizer's last steps."""
+"""Base class of boosted optimizers, their checkpoints, and a record of their last steps."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def refuse_extra_state(model: nn.Module) -> None:
 
 
 def _unrounded(loaded: Any, saved: Any) -> Any:
-    """Loaded values in their saved dtypes."""
+    """Restores loaded values to their saved dtypes."""
     if isinstance(loaded, Tensor) and isinstance(saved, Tensor):
         return loaded if loaded.dtype == saved.dtype else saved.to(loaded.device)
     if isinstance(loaded, dict) and isinstance(saved, Mapping):
@@ -139,9 +139,9 @@ def _unrounded(loaded: Any, saved: Any) -> Any:
 class OptimizerCheckpoint:
     """Saves and loads this rank's part of a boosted optimizer and its model.
 
-    [Note: models that no rank has all of] Where a model is cut by tensors or into stages, each rank
-    saves, as `Part`s, what it is responsible for, and loads all that it holds; names are merged
-    over the ranks. Who cuts the model says so with `describe_model`.
+    [Note: models that no rank has all of] With tensor or pipeline parallelism, each rank saves, as
+    `Part`s, the tensors it is responsible for, and loads all that it holds; names are merged over
+    the ranks. Code that shards the model calls `describe_model`.
     """
 
     def __init__(self, optimizer: BoostedOptimizer) -> None:
@@ -162,15 +162,14 @@ class OptimizerCheckpoint:
         """Describes this rank's part of the full model; None keeps a setting.
 
         Args:
-            responsible: says of a name in the model's state whether the ranks that this optimizer
-                shards over write it: what several such groups have alike one of them writes. Slices
-                (`gulliver.memory.parts.Region`) are written without asking. For every rank, or for
-                none.
-            written_elsewhere: names that another group writes although this one has them, slices or
-                not: copies of tied weights in later stages.
-            whole_groups: names in each parameter group of the whole model, in its order; without
-                them all ranks are asked once.
-            given_groups: names of all that each group was given, frozen parameters too.
+            responsible: whether the ranks that this optimizer shards over write a name of the
+                model's state; one of several groups with equal tensors writes them. Slices
+                (`gulliver.memory.parts.Region`) are always written. Set on all ranks or none.
+            written_elsewhere: names that this group holds but another one writes, including slices:
+                copies of tied weights in later stages.
+            whole_groups: names in each parameter group of the full model, in its order; by default
+                gathered once from all ranks.
+            given_groups: names of all parameters in each group, including frozen ones.
         """
         self._responsible = responsible or self._responsible
         if written_elsewhere is not None:
@@ -199,7 +198,7 @@ class OptimizerCheckpoint:
         return self._responsible(name)
 
     def model_leaves(self, model: nn.Module) -> dict[str, Leaf]:
-        """This rank's part of the model's state, by the names of its `state_dict`."""
+        """This rank's part of the model's state, by `state_dict` name."""
         refuse_extra_state(model)
         state = model.state_dict()
         for name, value in state.items():
@@ -210,7 +209,7 @@ class OptimizerCheckpoint:
         return dict(state)
 
     def load_leaves(self, model: nn.Module) -> dict[str, Leaf]:
-        """Returns the tensors that this rank loads, which is all that it holds."""
+        """Returns the tensors that this rank loads: all that it holds."""
         return self.model_leaves(model)
 
     # The optimizer's state.
@@ -219,10 +218,10 @@ class OptimizerCheckpoint:
         """Loads checked state into an optimizer that is not sharded.
 
         Args:
-            state: whole tensors and counters, by parameter name.
-            others: state of no parameter.
-            exact: names of parameters whose state keeps its dtype; that of the others is turned to
-                the dtype of the parameter.
+            state: full tensors and counters, by parameter name.
+            others: state that belongs to no parameter.
+            exact: names of parameters whose state keeps its dtype; other state is converted to the
+                parameter's dtype.
         """
         trained = self.optimizer.inner.state_dict()
         stepped = [p for group in self.optimizer.param_groups for p in group["params"]]
@@ -255,7 +254,7 @@ class OptimizerCheckpoint:
         """State that belongs to no parameter, by the optimizer's key.
 
         Raises:
-            GulliverError: there is some, and the state is sharded.
+            GulliverError: there is such state, but the state is sharded.
         """
         # torch's types say that every key is a parameter; it saves and loads others, too.
         kept = dict[Any, Any](self.optimizer.inner.state)
@@ -269,7 +268,7 @@ class OptimizerCheckpoint:
         return found
 
     def state_leaves(self) -> Saved:
-        """The optimizer's state as far as this rank has it."""
+        """The part of the optimizer's state that this rank has."""
         return {
             name: {
                 key: Counter.of(value) if value is None or is_counter(key, value, p) else value
@@ -356,11 +355,12 @@ class BoostedOptimizer(torch.optim.Optimizer):
 
     Attributes:
         checkpoint: saves and loads it.
-        feedback: object that feeds back packing errors of gradients, if this optimizer does not.
-        names: a tied parameter that is in another stage, too, has the same name in both: the one
-            that it has in the whole model.
+        feedback: object for error feedback of packed gradients, if not this optimizer.
+        names: names by parameter; a parameter tied across stages has its name in the full model on
+            all of them.
         taken: record of the last steps.
-        spreads_state: whether the state is sharded by element; otherwise every rank has all of it.
+        spreads_state: whether the state is sharded by element; otherwise every rank holds all of
+            it.
 
     Args:
         inner: the user's optimizer.
@@ -394,7 +394,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
         return getattr(self.inner, name)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Rejects `copy` and `pickle`, as a copy would share the model's gradients."""
+        """Rejects `copy` and `pickle`, because a copy would share the model's gradients."""
         # torch would set the copy up before it is filled, and in that wrap `step` of the class.
         raise GulliverError(
             "a boosted optimizer cannot be copied or pickled: save it with "
@@ -423,14 +423,14 @@ class BoostedOptimizer(torch.optim.Optimizer):
         )
 
     def join_copies(self) -> None:
-        """Sums gradients of weights on several ranks of one model; none here."""
+        """Sums gradients of weights that several ranks of one model hold; none here."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's."""
+        """Returns the inner optimizer's state."""
         return self.inner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The inner optimizer's."""
+        """Loads the inner optimizer's state."""
         if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
             raise GulliverError(
                 "this is not the state of an optimizer: pass the result of its state_dict()"
@@ -438,7 +438,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
         self.inner.load_state_dict(state_dict)
 
     def watch(self, model: nn.Module) -> None:
-        """Remembers where the trained parameters are, to detect changes."""
+        """Records the storages of the trained parameters, to detect replacements."""
         self._homes = [
             (module, key, parameter)
             for module in model.modules()
@@ -525,15 +525,15 @@ class BoostedOptimizer(torch.optim.Optimizer):
         return nullcontext()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets the gradients."""
+        """Clears the gradients."""
         self.inner.zero_grad(set_to_none)
 
     def clip_grad_by_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scales the gradients so that their global norm is at most `max_norm`.
 
         Args:
-            max_norm: largest norm; infinite to measure only.
-            norm_type: 2, or infinite for the largest element.
+            max_norm: maximum norm; infinite to only measure.
+            norm_type: 2, or infinite for the maximum element.
 
         Returns:
             The norm before clipping in float64, so that all optimizers scale by the same number. It
@@ -561,7 +561,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
             )
 
     def clip_grad_by_value(self, limit: float) -> None:
-        """Cuts every gradient element to [-limit, limit]."""
+        """Clamps every gradient element to [-limit, limit]."""
         nn.utils.clip_grad_value_(list(self.names), limit)
 
     def full_gradients(self) -> dict[str, Tensor]:
@@ -606,7 +606,7 @@ def named_trainables(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict
 
 
 def boosted_only(optimizer: Any) -> BoostedOptimizer:
-    """Returns an optimizer that boost returned; refuses others."""
+    """Returns an optimizer created by boost; rejects others."""
     if not isinstance(optimizer, BoostedOptimizer):
         raise GulliverError(
             f"{type(optimizer).__name__} is not boosted: pass the optimizer that boost returned"

@@ -1,5 +1,5 @@
 """Hybrid parallelism: tensor, sequence and pipeline axes over one model.
 
-Read `steps`, which cuts a model in place; `checks` rejects what cannot be cut, and `mesh` has the
-rank groups.
+Start with `steps`, which shards a model in place; `checks` rejects unsupported models, and `mesh`
+has the rank groups.
 """

@@ -1,7 +1,7 @@
 """Rejects features whose results would silently change in a sharded model.
 
-Hooks of the user, norms with statistics of the batch, options of embeddings, virtual tokens of
-PEFT: each raises before the model is sharded, or is carried over.
+User hooks, norms with batch statistics, embedding options, PEFT's virtual tokens: each raises
+before the model is sharded, or is carried over.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _check_replaced(model: nn.Module, plan: TensorPlan) -> None:
 
 
 def _check_beneath(model: nn.Module, paths: Iterable[str], why: str) -> None:
-    """Rejects hooks of modules below given ones."""
+    """Rejects hooks of modules below the given ones."""
     starts = tuple(f"{path}." if path else "" for path in paths)
     for path, module in model.named_modules():
         if path and path.startswith(starts) and _users(hooks_of(module)):
@@ -97,7 +97,7 @@ def _check_beneath(model: nn.Module, paths: Iterable[str], why: str) -> None:
 
 
 def _users(hooks: Iterable[Any]) -> list[Any]:
-    """Hooks that the user has registered, without those of libraries."""
+    """Returns the hooks registered by the user, without those of libraries."""
     return [hook for hook in hooks if _module_of(hook).partition(".")[0] not in LIBRARIES]
 
 
@@ -108,9 +108,9 @@ def _module_of(hook: Any) -> str:
 
 
 class TrailingHooks:
-    """Runs a user's output hooks after ours, which are registered later.
+    """Runs a user's output hooks after ours, although ours are registered later.
 
-    Logits are gathered, and losses computed, by hooks of ours.
+    Our hooks gather logits and compute losses.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -128,7 +128,7 @@ class TrailingHooks:
 
 
 def check_batch_norms(model: nn.Module, pp_size: int, mode: str | None) -> None:
-    """Rejects norms whose statistics would cover a part of the batch."""
+    """Rejects norms whose statistics would cover only part of the batch."""
     for path, module in model.named_modules() if pp_size > 1 or mode is not None else ():
         counts = isinstance(getattr(module, "running_mean", None), Tensor)
         if module.training and (counts or is_batch_norm(module)):
@@ -141,7 +141,7 @@ def check_batch_norms(model: nn.Module, pp_size: int, mode: str | None) -> None:
 
 
 def check_embeddings(model: nn.Module, degree: int, pp_size: int) -> None:
-    """Rejects options of embeddings that count or renormalize the whole batch's look-ups."""
+    """Rejects embedding options that count or renormalize the whole batch's look-ups."""
     for path, module in model.named_modules():
         if not isinstance(module, nn.Embedding):
             continue
@@ -351,7 +351,7 @@ def _check_share(plan: Plan, model: nn.Module, tensor: TensorPlan) -> None:
 
 
 def _check_outputs(plan: Plan, model: nn.Module) -> None:
-    """Rejects router losses of which each rank would have a part."""
+    """Rejects router losses if each rank would have only a part."""
     if plan.sequence.mode not in SHARED_BY_TENSOR and plan.mesh.of("pipeline") == 1:
         return
     if asks_routers(model, {}):
@@ -363,7 +363,7 @@ def _check_outputs(plan: Plan, model: nn.Module) -> None:
 
 
 def _check_stages(plan: Plan, model: nn.Module, stages: Stages) -> None:
-    """Rejects blocks that cannot be run in stages."""
+    """Rejects blocks that cannot run in stages."""
     stack, found, numbers = stages
     check_stages(model, stack)
     line = plan.pipeline

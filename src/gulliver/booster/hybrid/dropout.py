@@ -1,15 +1,14 @@
-"""The part of an activation that a rank has, where a model drops.
+"""Determines which part of an activation this rank has at a dropout, and draws its mask.
 
-It follows from what ran before and from shapes:
+It follows from the modules that ran before and from shapes:
 
 - dim 0 is the batch's: a micro-batch has some of its samples;
-- where sequences have ranks of their own, dim 1 is cut as the plan's layout says;
-- after a column layer, and until a row layer brings them together, features are apart: the last
-  dim, or the heads of attention's weights ``[batch, heads, queries, keys]``;
-- elsewhere in blocks whose sequence is cut over the tensor ranks, dim 1 is cut as `SharedSequence`
-  says; all else is whole.
+- with a separate sequence axis, dim 1 is sharded in the plan's layout;
+- between a column layer and a row layer, features are sharded: the last dim, or the heads of
+attention weights ``[batch, heads, queries, keys]``; - elsewhere in blocks whose sequence is sharded
+over the tensor ranks, dim 1 is sharded as in `SharedSequence`; everything else is replicated.
 
-A shape that does not fit is rejected: no one would notice a mask for the wrong part.
+A shape that does not fit is rejected, because a mask for the wrong part would go unnoticed.
 """
 
 from __future__ import annotations
@@ -153,7 +152,7 @@ class ActivationParts:
 
 
 def _cut(path: str, x: Tensor, own: Tensor, length: int) -> Along:
-    """Dim 1, a piece of the sequence or all of it."""
+    """Returns the part of dim 1 (the sequence) that this rank has."""
     if x.shape[1] == len(own):
         return Along(own, length)
     if x.shape[1] == length:
@@ -208,7 +207,7 @@ INSTEAD = "set it to 0 in the model's configuration, or use dropout='alike'"
 
 
 def drops_by_position(plan: Plan, model: nn.Module) -> bool:
-    """Whether dropout draws the same mask as one process."""
+    """Whether dropout draws the same mask as in a single process."""
     # Of a model that is cut into stages: on any of them, so ask while it is whole.
     by_position = plan.dropout == "exact" or (plan.dropout == "auto" and plan.mesh.cuts_model)
     return by_position and bool(dropouts_of(model))
@@ -242,7 +241,7 @@ def _drops(path: str, module: nn.Module) -> list[str]:
 def _unknown(
     model: nn.Module, path: str, module: nn.Module, name: str, plan: TensorPlan | None
 ) -> str | None:
-    """Why a module's dropout cannot be drawn by position; None if it can."""
+    """Returns why a module's dropout cannot be drawn by position; None if it can."""
     if isinstance(module, DROPOUTS) and not isinstance(module, nn.Dropout):
         return f"({type(module).__name__}) drops whole features, which are not drawn by position"
     if isinstance(module, nn.MultiheadAttention):
@@ -321,7 +320,7 @@ class PositionDropout:
         self._next = Forward(mix(int(drawn), self.mesh.data.rank))
 
     def before(self, start: int, samples: int) -> None:
-        """Sets which samples of the batch the next forward has."""
+        """Sets which samples of the batch the next forward processes."""
         self._next = Forward(self._next.seed, start, samples)
 
     def _enter(self, module: nn.Module, args: Any) -> None:
@@ -394,7 +393,7 @@ class _Site(TorchFunctionMode):
         return self
 
     def watch(self, module: nn.Module) -> None:
-        """Puts the hooks on the module."""
+        """Registers the hooks on the module."""
         self.module = module
         module.register_forward_pre_hook(self._before)
         module.register_forward_hook(self._after, always_call=True)
@@ -448,7 +447,7 @@ def _given(kwargs: dict[str, Any], args: tuple[Any, ...], name: str, at: int, de
 
 
 def _sites_of(model: nn.Module) -> list[str]:
-    """Paths of modules with dropout, and of those that may call it themselves."""
+    """Paths of modules with dropout, and of modules that may call it functionally."""
     paths: dict[str, None] = {}
     for path, module in model.named_modules():
         if not _drops(path, module):

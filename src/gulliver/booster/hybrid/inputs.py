@@ -1,8 +1,8 @@
-"""Losses of logits that are cut over the vocabulary, the sequence or both, and gathered outputs.
+"""Losses of logits sharded over the vocabulary, the sequence or both, and gathered outputs.
 
 The loss and gathered tensors leave the sharded part of a model with ``gradient="alike"``: every
-rank of a sequence shows them and counts them. Why that is right together with the optimizer's mean
-over these ranks is explained at [Note: gradients] of sequence parallelism.
+rank of a sequence returns and counts them. [Note: gradients] of sequence parallelism explains why
+this is correct with the optimizer's mean over these ranks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ HALVES = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Counting:
-    """The denominator of a loss of tokens."""
+    """The denominator of a token loss."""
 
     # Label of tokens that do not count.
     ignore_index: int = -100
@@ -88,7 +88,7 @@ def leave(x: Tensor, groups: SequenceGroups, length: int) -> Tensor:
 
 
 def leave_tail(x: Tensor, groups: SequenceGroups, tail: Tail) -> Tensor:
-    """The same of the last tokens only."""
+    """Gathers the last tokens only, otherwise like `leave`."""
     if groups.plan.degree == 1:
         return x
     return unshard_tail(x, groups, tail, gradient="alike")
@@ -129,7 +129,7 @@ class SequenceCall:
     _masks: dict[tuple[bool, int | None], Mask] = field(default_factory=dict)
 
     def mask(self, causal: bool, window: int | None) -> Mask:
-        """Returns the attention mask of a layer, made once."""
+        """Returns the attention mask of a layer; cached."""
         if (causal, window) not in self._masks:
             self._masks[causal, window] = Mask(
                 causal=causal,
@@ -219,7 +219,7 @@ WHOLE = ("pixel_values", "bool_masked_pos")
 
 @dataclass
 class Targets:
-    """Labels of a forward and how their mean is made."""
+    """Labels of a forward and how their mean is computed."""
 
     # Labels of this rank's tokens, aligned with its logits.
     labels: Tensor
@@ -297,7 +297,7 @@ class CallArguments:
 
 
 def sharded_labels(batch: CallArguments, groups: SequenceGroups, own: ModelLoss) -> Targets | None:
-    """The labels of this rank's tokens, shifted before they are cut."""
+    """This rank's labels, shifted before they are sharded."""
     labels, aligned = batch.take("labels"), batch.take("shift_labels")
     ignore = batch.take("ignore_index", -100)
     items = batch.take("num_items_in_batch")
@@ -312,7 +312,7 @@ def sharded_labels(batch: CallArguments, groups: SequenceGroups, own: ModelLoss)
 
 
 def cut_tokens(batch: CallArguments, groups: SequenceGroups, known: Sequences) -> SequenceCall:
-    """Keeps this rank's tokens of the batch, and returns what attention must know."""
+    """Keeps this rank's tokens of the batch; returns the arguments that attention needs."""
     count, length, device = batch.shape()
     check_length(groups, length)
     call = SequenceCall(groups, length)

@@ -1,7 +1,7 @@
 """The ranks of a hybrid run as a grid: pipeline x data x sequence x tensor.
 
-The tensor axis is innermost, because it sends most and often: number the ranks so that neighbours
-have the fastest links.
+The tensor axis is innermost because it communicates most: number the ranks so that neighbours have
+    the fastest links.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class HybridMesh:
 
     @property
     def place(self) -> dict[str, int]:
-        """This rank's number on each axis."""
+        """This rank's index on each axis."""
         rank_groups = (self.pipeline, self.data, self.sequence.all, self.tensor)
         return {name: rank_group.rank for name, rank_group in zip(AXES, rank_groups, strict=True)}
 
@@ -74,7 +74,7 @@ def size_axes(world: int, pp_size: int, sp_size: int, tp_size: int) -> dict[str,
 
 
 def check_size(name: str, size: object) -> None:
-    """Rejects sizes that are not a positive whole number."""
+    """Rejects sizes that are not positive integers."""
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
         raise GulliverError(f"{name} must be a whole number of at least 1, not {size!r}")
 
@@ -156,7 +156,7 @@ class Degree:
         return self
 
     def of(self, degree: int) -> SequenceGroups:
-        """Groups of `degree` ranks each, neighbours on the sequence axis."""
+        """Groups of `degree` adjacent ranks on the sequence axis."""
         # Every rank of the world calls it: the first time they are made.
         whole = self.planned.plan
         if degree < 1 or whole.degree % degree:
@@ -176,7 +176,7 @@ class Degree:
         return self._made[degree]
 
     def of_rows(self, rows: Sequence[Sequence[int]]) -> SequenceGroups:
-        """Groups of different sizes next to each other, if all ranks share sequences."""
+        """Adjacent groups of different sizes, if all ranks share sequences."""
         # Every rank of the world calls it with the same rows; groups that are new are made. Where a
         # sequence is on tensor ranks too, there are groups of the first ones, of the second ones,
         # and so on.
@@ -198,7 +198,7 @@ class Degree:
         return self._mixed[key]
 
     def _plan(self, degree: int) -> SequencePlan:
-        """The plan for fewer ranks of a sequence, with the same mode as far as possible."""
+        """The plan for fewer ranks per sequence, with the same mode if possible."""
         whole = self.planned.plan
         if degree == whole.degree:
             return whole
@@ -209,7 +209,7 @@ class Degree:
 
 
 def put_degree(model: nn.Module, degree: Degree) -> None:
-    """Attaches a `Degree` to a model that is wired for sequence parallelism."""
+    """Attaches a `Degree` to a model with sequence parallelism."""
     object.__setattr__(model, ATTRIBUTE, degree)
 
 
@@ -247,20 +247,19 @@ def sequence_rows(degree: Degree, rows: Sequence[Sequence[int]]) -> Iterator[Seq
 def sequence_degree(model: nn.Module, degree: int) -> Iterator[tuple[int, int]]:
     """Context in which forwards shard each sequence over `degree` ranks instead of the plan's.
 
-    Every rank of the world calls it with the same degree. Neighbours on the sequence axis share a
-    sequence and read one batch; other groups may read other batches. Gradients are the mean over
-    all of them.
+    Every rank of the world calls it with the same degree. Adjacent ranks on the sequence axis share
+    a sequence and read one batch; each group may read its own batch. Gradients are averaged over
+    all groups.
 
     Args:
-        model: boosted model that shares sequences over ranks of their own.
+        model: boosted model with a separate sequence axis.
         degree: ranks that share a sequence, a divisor of the plan's.
 
     Returns:
-        The number of this rank's sequence among those that ranks of one sequence axis work on, and
-        how many there are.
+        The index of this rank's sequence among those on its sequence axis, and their number.
 
     Raises:
-        GulliverError: the model does not shard sequences, or not over so many ranks.
+        GulliverError: the model does not shard sequences, or cannot over that many ranks.
     """
     state = degree_of(model)
     if state is None or state.planned.plan.degree == 1:

@@ -1,8 +1,7 @@
 """The optimizer of a hybrid run: ZeRO over the replicas of this rank's share of the model.
 
-Parameters are shares of a model, so a norm is that of all shares, with those that several ranks
-hold counted once; and the gradients of a weight that several stages hold are added up before they
-are reduced.
+Parameters are shards, so a norm covers all shards and counts replicated ones once; the gradients of
+a weight that several stages hold are summed before they are reduced.
 """
 
 from __future__ import annotations

@@ -1,17 +1,16 @@
-"""Where the tokens of a clip are cut, and how attention reaches over the cut.
+"""Sequence parallelism of STDiT: where a clip's tokens are sharded, and how attention runs.
 
-Tokens [B, T, S, C] are cut along the spatial dim S or the temporal dim T. Attention along the other
-dim needs no one else; attention along the cut runs
+Tokens [B, T, S, C] are sharded along the spatial dim S or the temporal dim T. Attention along the
+other dim is local; attention along the sharded dim runs
 
-- by *swap*: the whole attention with the other dim cut instead, an all-to-all before it and one
-  after it (Zhao et al., DSP: Dynamic Sequence Parallelism, 2024). With M bytes of tokens on a rank
-  it sends about 2 M (N - 1) / N where an exchange of heads sends 4 M (N - 1) / N. With fewer frames
-  than ranks some have nothing to do meanwhile
-- by *heads*: q, k, v and the output are exchanged for heads (Ulysses), or
-- by *ring*: keys and values go round.
+- by *swap*: local attention with the other dim sharded instead, an all-to-all before it and one
+after it (Zhao et al., DSP: Dynamic Sequence Parallelism, 2024). With M bytes of tokens on a rank it
+sends about 2 M (N - 1) / N; an exchange of heads sends 4 M (N - 1) / N. With fewer frames than
+ranks, some ranks idle - by *heads*: q, k, v and the output are exchanged for heads (Ulysses), or -
+by *ring*: keys and values circulate.
 
-`choose_scheme` adds up a pair of a spatial and a temporal block, forward and backward, for the rank
-with most to do. Every rank finds the same, for the costs are the same on all.
+`choose_scheme` adds up a spatial and a temporal block, forward and backward, for the rank with the
+most work. All ranks choose the same because they see the same costs.
 """
 
 from __future__ import annotations
@@ -98,11 +97,11 @@ class Clip:
     places: int
 
     def size(self, dim: int) -> int:
-        """Tokens along the temporal dim (`FRAMES`) or the spatial one (`PLACES`)."""
+        """Number of tokens along the temporal dim (`FRAMES`) or the spatial one (`PLACES`)."""
         return self.frames if dim == FRAMES else self.places
 
     def attention(self, dim: int, width: Width) -> Shape:
-        """The attention along a dim of the full clip."""
+        """Shape of the attention along one dim of the full clip."""
         rows = self.batch * self.size(FRAMES + PLACES - dim)
         heads = width.heads, width.heads
         return Shape(rows, *heads, self.size(dim), width.head_dim, dtype=width.dtype)
@@ -149,7 +148,7 @@ def choose_scheme(
     cluster: Cluster,
     fixed: str | None = None,
 ) -> ChosenScheme:
-    """Considers every scheme of a mode."""
+    """Predicts every scheme of a mode and chooses the fastest."""
     if mode not in WAYS:
         raise GulliverError(
             f"an STDiT is wired for {' or '.join(map(repr, WAYS))}, not {mode!r}: the modes that "
@@ -205,7 +204,7 @@ class _Costs:
         self.dtype = width.dtype if width.dtype in known else "float32"
 
     def linears(self, cut: int) -> float:
-        """All of both blocks but self-attention."""
+        """Seconds of both blocks without self-attention."""
         w = self.width
         inner = w.heads * w.head_dim
         return 2 * self._linear(self._tokens(cut), w.channels, 2 * inner + 2 * w.hidden)
@@ -216,7 +215,7 @@ class _Costs:
         return self._linear(self._tokens(cut), w.channels, 4 * w.heads * w.head_dim)
 
     def attention(self, cut: int, along: int) -> float:
-        """Seconds of the rows that a rank has in full while another dim is sharded."""
+        """Seconds of attention over a rank's full rows while another dim is sharded."""
         rows = self.clip.batch * self._most(cut) * self.width.heads
         tokens, dims = self.clip.size(along), (self.width.head_dim, self.width.head_dim)
         device = self.cluster.device
@@ -354,7 +353,7 @@ class ClipAdapter:
         return self._opened or self.degree.planned
 
     def chosen(self, clip: Clip) -> ChosenScheme:
-        """How a clip runs."""
+        """Returns the scheme chosen for a clip."""
         width, mode, cluster, fixed = self._choice
         return choose_scheme(clip, width, self.groups.plan, mode, cluster, fixed)
 
@@ -369,11 +368,11 @@ class ClipAdapter:
         return self._chosen[key].scheme
 
     def part(self, x: Tensor, dim: int) -> Tensor:
-        """This rank's part of a replicated tensor; its gradient stays local."""
+        """This rank's shard of a replicated tensor; its gradient stays local."""
         return shard(x, self.groups, dim, gradient="own")
 
     def swap(self, x: Tensor, cut: int, other: int, size: int) -> Tensor:
-        """Tokens cut along another dim; `size` is that of the first."""
+        """Reshards tokens along another dim; `size` is the length of the first."""
         return swap_sharded_dim(x, cut, other, self.groups, size)
 
     def attention(self, length: int) -> Mix:
@@ -400,7 +399,7 @@ class ClipAdapter:
     def draw_caption_drops(
         self, embedder: nn.Module, args: tuple[Tensor, Tensor | None]
     ) -> tuple[Tensor, Tensor] | None:
-        """Broadcasts the first rank's draw of dropped captions."""
+        """Broadcasts the first rank's random choice of dropped captions."""
         y, given = args
         assert isinstance(embedder, CaptionEmbedder)
         if given is not None or not embedder.training or embedder.drop <= 0:
@@ -414,7 +413,7 @@ class ClipAdapter:
 
 
 class ShardedBlock(STDiTBlock):
-    """A block on a shard of a clip's tokens; the first block is given all and shards them."""
+    """A block on a shard of a clip's tokens; the first block gets all tokens and shards them."""
 
     adapter: ClipAdapter
     cuts: bool
@@ -463,7 +462,7 @@ class ShardedBlock(STDiTBlock):
 
 
 class ShardedFinalLayer(FinalLayer):
-    """The final layer on a shard of the tokens; all ranks get all patches."""
+    """The final layer on a shard of the tokens; gathers all patches on all ranks."""
 
     adapter: ClipAdapter
 
@@ -505,12 +504,12 @@ def working_dtype(x: Tensor) -> torch.dtype:
 
 @cache
 def _both(sharded: type[nn.Module], kind: type[nn.Module]) -> Any:
-    """A class that derives from both, named like the second, as pipelines wrap blocks too."""
+    """A class derived from both, named like the second, because pipelines wrap blocks too."""
     return type(kind.__name__, (sharded, kind) if kind not in sharded.__mro__ else (sharded,), {})
 
 
 def _first(rank_group: RankGroup) -> int:
-    """The index that a rank group's process group gives its first rank."""
+    """Returns the index of the group's first rank in its process group."""
     return rank_group.group_order().index(0)
 
 
@@ -527,5 +526,5 @@ def _width(model: STDiT3, tensor: RankGroup) -> Width:
 
 
 def _of_kind(root: nn.Module, kind: type[Found]) -> list[Found]:
-    """Modules of a kind at or below one, which may be wrapped or missing."""
+    """Returns `root` and its descendants of a type; `root` may be wrapped or missing."""
     return [module for module in root.modules() if isinstance(module, kind)]

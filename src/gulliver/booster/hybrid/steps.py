@@ -1,6 +1,6 @@
 """Compares the batches of ranks that share one model, and rejects unknown tokens and labels.
 
-All ranks compare first, so they find the same and none waits for one that stopped.
+All ranks compare first, so all raise together and none waits for another.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Vocabulary:
         return cls(tokens, labels, own is not None and own.shifted)
 
     def check(self, batch: Any) -> None:
-        """Rejects tokens and labels outside the vocabulary, as one process does."""
+        """Rejects tokens and labels outside the vocabulary, as a single process does."""
         if not isinstance(batch, Mapping):
             return
         for name in TOKENS:
@@ -121,7 +121,7 @@ SHORT = {"pp": "pipeline", "dp": "data", "sp": "sequence", "tp": "tensor"}
 
 
 def grid(plan: Plan) -> HybridMesh:
-    """The groups of all axes; every rank of the world calls it."""
+    """Creates the groups of all axes; every rank of the world calls it."""
     sizes = {short: plan.mesh.of(name) for short, name in SHORT.items()}
     wires = wire_format(plan.wire.tensor), wire_format(plan.wire.pipeline)
     return make_mesh(sizes, sequence_plan(plan), plan.mesh.device, *wires)
@@ -189,7 +189,7 @@ def _remaining(plan: TensorPlan, model: nn.Module) -> TensorPlan:
 
 
 class WholeModel:
-    """Facts of the unsharded model that sharding it needs."""
+    """Facts of the unsharded model that are needed for sharding."""
 
     def __init__(
         self,
@@ -220,7 +220,7 @@ class WholeModel:
 
 
 def aliases_of(model: nn.Module) -> dict[str, str]:
-    """The first name of every parameter, by each of its names."""
+    """Maps each name of every parameter to its first name."""
     first: dict[nn.Parameter, str] = {}
     named = model.named_parameters(remove_duplicate=False)
     return {name: first.setdefault(parameter, name) for name, parameter in named}
@@ -229,7 +229,7 @@ def aliases_of(model: nn.Module) -> dict[str, str]:
 def rewrite_groups(
     optimizer: torch.optim.Optimizer, model: nn.Module, whole: WholeModel
 ) -> dict[nn.Parameter, str]:
-    """Replaces the parameters in the groups with this rank's."""
+    """Replaces the parameters in the optimizer's groups with this rank's shards."""
     present: dict[str, nn.Parameter] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         present.setdefault(whole.aliases[name], parameter)
@@ -251,7 +251,7 @@ def finish(
     stage: Stage | None,
     whole: WholeModel,
 ) -> None:
-    """Sets up random draws, reading and saving of a sharded model, and the pipeline schedule."""
+    """Sets up random draws, loading and saving of a sharded model, and the pipeline schedule."""
     if mesh is None:
         return
     drops = None
@@ -291,7 +291,7 @@ def finish(
 
 
 def draw_alike(model: nn.Module, rank_groups: Sequence[RankGroup]) -> None:
-    """Seeds ranks that compute the same values alike at each call."""
+    """Gives ranks that compute the same values the same random seed at each call."""
     device = current_world().device
     shared = [rank_group for rank_group in rank_groups if rank_group.size > 1]
 

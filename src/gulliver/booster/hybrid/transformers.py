@@ -3,21 +3,21 @@
     wire_sequence(model, make_groups(SequencePlan(inner=2, layout="zigzag")))
     loss = model(input_ids=ids, attention_mask=mask, labels=ids).loss      # as ever
 
-Every rank calls the model with the whole batch and gets the loss of all tokens, or whole logits.
-Three hooks do it, around the model's own forward:
+Every rank calls the model with the full batch and gets the loss of all tokens, or full logits.
+Three hooks around the model's forward do this:
 
-1. `SequenceAdapter.enter` takes this rank's tokens, with the positions that they have;
-2. attention is `attend`, which transformers finds under a name in the configuration;
-3. `SequenceAdapter.leave` computes the loss of what each rank has, or brings logits and hidden
-   states together.
+1. `SequenceAdapter.enter` selects this rank's tokens and their positions;
+2. attention is `attend`, which transformers looks up by a name in the configuration;
+3. `SequenceAdapter.leave` computes the loss from each rank's tokens, or gathers logits and hidden
+states.
 
-The *region* of a model runs on cut sequences. Where a head works token by token (`TASKS`) it is the
-whole model with its loss, if that can be computed of pieces (`own_loss`); else it is the base
-model, and all ranks continue with whole hidden states. What differs from model to model is in the
-records of their families (`gulliver.families.Sequences`).
+The *region* of a model runs on sharded sequences. If a head works token by token (`TASKS`), the
+region is the full model with its loss, if that can be computed from shards (`own_loss`); otherwise
+it is the base model, and all ranks continue with gathered hidden states. Differences between models
+are in their family records (`gulliver.families.Sequences`).
 
-Where ranks share tensors but no sequences, only the loss is wired: the head's columns stay apart
-and the cross-entropy reaches over them.
+With tensor but no sequence parallelism, only the loss is wired: the head's columns stay sharded and
+    the cross-entropy is computed over them.
 """
 
 from __future__ import annotations
@@ -113,12 +113,12 @@ def _check_unwired(model: nn.Module) -> None:
 
 
 def keep_logits(model: nn.Module, keep: bool = True) -> None:
-    """Sets whether a model that shares sequences gathers its logits in training with labels too.
+    """Sets whether a sequence-parallel model also gathers its logits when training with labels.
 
-    For criteria that are given labels and logits both.
+    For criteria that take both labels and logits.
 
     Args:
-        model: model that shares sequences, or another, which is left alone.
+        model: model with sequence parallelism; others are left unchanged.
         keep: True always gathers them; False only if the loss cannot be computed otherwise.
     """
     adapter: SequenceAdapter | None = getattr(model, "gulliver_adapter", None)
@@ -167,7 +167,7 @@ class SequenceAdapter:
 
     @property
     def shared(self) -> bool:
-        """Whether sequences are sharded; at degree 1 the same code runs on one piece."""
+        """Whether sequences are sharded; at degree 1 the same code runs on one shard."""
         return self.degree.planned.plan.degree > 1
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -211,7 +211,7 @@ class SequenceAdapter:
         return found.to_tuple() if opened.as_tuple else found
 
     def cut_made_tokens(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        """This rank's part of tokens made by a module, with the gradient of that part."""
+        """This rank's shard of tokens made by a module; its gradient covers that shard."""
         if self.opened is None:
             return output
         call = self.opened.call
@@ -220,7 +220,7 @@ class SequenceAdapter:
         return shard(output, call.groups, gradient="own")
 
     def join(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Gathers the output of a module inside."""
+        """Gathers the output of an inner module."""
         if self.opened is None or not self.opened.shared:
             return output
         call = self.opened.call
@@ -230,7 +230,7 @@ class SequenceAdapter:
         return output
 
     def _own_loss(self, module: nn.Module, batch: CallArguments) -> ModelLoss | None:
-        """The loss computed from pieces; None if the model needs full logits for it."""
+        """The loss computed from shards; None if the model needs full logits for it."""
         if not self.task:
             return None
         # It is asked at every call: a loss_function may be put in after boost.
@@ -255,7 +255,7 @@ class SequenceAdapter:
         return mean_over_ranks(losses, targets.labels, opened.call.groups, targets.counting)
 
     def _balance(self, module: Any, fields: dict[str, Any], opened: OpenedForward) -> None:
-        """Adds the router loss of all tokens, as one process does."""
+        """Adds the router loss of all tokens, like a single process."""
         assert self.experts, "the routers of others are refused"
         count, call = len(fields["logits"]), opened.call
         pieces = [piece.unflatten(0, (count, -1)) for piece in fields["router_logits"]]
@@ -284,7 +284,7 @@ class SequenceAdapter:
             fields["logits"] = leave_tail(fields["logits"], groups, opened.tail)
 
     def _keep_tail(self, batch: CallArguments, opened: OpenedForward) -> None:
-        """Logits of the last tokens: each rank computes those it has."""
+        """Computes the logits of the last tokens, each rank for its own."""
         keep = batch.kwargs.get("logits_to_keep", 0)
         if not isinstance(keep, int):
             raise GulliverError(
@@ -300,13 +300,13 @@ class SequenceAdapter:
         batch.kwargs["logits_to_keep"] = opened.tail.local(call.groups.rank)
 
     def _switch_head(self, module: nn.Module, opened: OpenedForward) -> None:
-        """Keeps the head's columns sharded where only the loss reads them."""
+        """Keeps the head's columns sharded if only the loss reads them."""
         head = self._head(module)
         if head is not None:
             head.gather_output = not opened.hold
 
     def _head(self, module: nn.Module) -> Any:
-        """The head if the tensor ranks share its columns."""
+        """Returns the head if its columns are sharded over the tensor ranks."""
         if not self.task or self.tensor.size == 1:
             return None
         head = module.get_output_embeddings()  # pyright: ignore[reportCallIssue]
@@ -329,7 +329,7 @@ class SequenceAdapter:
 
 
 def check_dropout(model: nn.Module, known: Sequences) -> None:
-    """Rejects random drops for which ranks would need the same draws."""
+    """Rejects random drops that would need the same draws on several ranks."""
     config: Any = model.config
     for name in known.dropouts:
         if getattr(config, name, 0):
@@ -394,7 +394,7 @@ def _use_attention(model: nn.Module) -> None:
 
 
 def _hook_inside(base: nn.Module, adapter: SequenceAdapter, whole_region: bool) -> None:
-    """Hooks on the modules where a sharded region begins or ends inside the base model."""
+    """Hooks the modules where a sharded region begins or ends inside the base model."""
     known = adapter.known
     if known.entry is not None:
         base.get_submodule(known.entry).register_forward_hook(adapter.cut_made_tokens)

@@ -1,4 +1,4 @@
-"""Exact convolutional networks over ranks, over time and in pieces, forward and backward.
+"""Exact convolutional networks sharded over ranks, streamed over time or chunked, with backward.
 
     shared = share_autoencoder(autoencoder, mesh)              # several ranks encode and decode
     for video in stream_decode(autoencoder, latents): ...      # any length in constant memory
@@ -6,8 +6,8 @@
     chunked = chunk_convolutions(autoencoder, budget="1GiB")   # each convolution in pieces
 
 They support modules made of convolutions, norms, resampling and attention; inexact cases are
-rejected. `sharded` has the tensor through which a module runs unchanged, `shapes` and `functions`
-what torch's functions mean for a part, `ranks` and `stream` where the rest comes from.
+rejected. `sharded` has the tensor subclass with which a module runs unchanged, `shapes` and
+`functions` implement torch's functions on a part, `ranks` and `stream` fetch the rest.
 """
 
 from typing import TYPE_CHECKING

@@ -1,8 +1,8 @@
 """Sliding windows along a dim, and convolutions computed in pieces.
 
-A convolution, a pooling and a slice are the same thing along one dim: output `o` is made from the
-`span` positions that begin at ``first + o * stride``. Everything here is integer arithmetic, so
-each rank computes the needs of all ranks without communication.
+A convolution, a pooling and a slice are alike along one dim: output `o` is computed from the `span`
+positions that begin at ``first + o * stride``. Everything here is integer arithmetic, so each rank
+computes the needs of all ranks without communication.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ Box = tuple[Interval, ...]
 
 @dataclass(frozen=True)
 class ConvPlan:
-    """One convolution and the pieces in which it is computed."""
+    """A convolution and the pieces in which it is computed."""
 
     windows: tuple[SlidingWindow, ...]  # Along the samples and each spatial dim
     extents: tuple[int, ...]  # Samples and input positions
@@ -84,7 +84,7 @@ class ConvPlan:
     options: tuple[Any, ...]  # Stride, dilation and groups
 
     def read(self, x: Tensor, box: Box) -> Tensor:
-        """Returns the input of a piece, with its part of the padding."""
+        """Returns the input of a piece, including its padding."""
         part, pads = self._inside(x, box), []
         for (start, stop), window, extent in zip(box, self.windows, self.extents, strict=True):
             first, last = window.needs(start, stop)
@@ -176,10 +176,10 @@ def chunk_convolutions(
     """Makes all convolutions of a module compute in pieces, in place.
 
     Args:
-        module: any module; its convolutions of one to three dims are cut, transposed ones are not.
-        budget: bytes of the input and the output of a piece, such as "512MiB"; None cuts at the
+        module: any module; convolutions of one to three dims are split, transposed ones are not.
+        budget: bytes of the input and the output of a piece, such as "512MiB"; None splits at the
             index limit only.
-        limit: most elements of the input or the output of a piece.
+        limit: maximum elements of the input or the output of a piece.
 
     Raises:
         GulliverError: the budget is not a size, or there is no convolution.

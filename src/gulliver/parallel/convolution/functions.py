@@ -184,7 +184,7 @@ def _convolution(func: Any, args: Any, kwargs: Any) -> Sharded:
 
 
 def _of_samples(x: Sharded, call: Callable[[Tensor], Tensor]) -> Sharded:
-    """Applies a function that is independent along the cut dim to the local part."""
+    """Applies a function that is independent along the sharded dim to the local part."""
     if x.local.shape[x.cut.dim]:
         return like(x, call(x.local))
     shape = list(x.local.shape)
@@ -203,7 +203,7 @@ def _windowed(
     keep: bool = True,
     value: float = 0.0,
 ) -> Sharded:
-    """Computes this part's windows along the cut dim."""
+    """Computes this part's windows along the sharded dim."""
     rows, sizes = window_rows(x, window, after, name, weight)
     start, stop = rows.outputs
     if start == stop:
@@ -408,7 +408,7 @@ class _GroupNorm(torch.autograd.Function):
 
 
 def statistics_of(local: Tensor, groups: int, dtype: torch.dtype) -> Statistics:
-    """Returns count, mean and squared distances of a part's elements ``[batch, groups]``."""
+    """Returns count, mean and squared deviations of a part's elements ``[batch, groups]``."""
     values = _in_groups(local, groups).to(dtype)
     count = values.shape[-1]
     if not count:
@@ -419,7 +419,7 @@ def statistics_of(local: Tensor, groups: int, dtype: torch.dtype) -> Statistics:
 
 
 def merged(parts: Sequence[Statistics]) -> Statistics:
-    """Returns the statistics of several parts together."""
+    """Merges the statistics of several parts."""
     total = sum(count for count, _, _ in parts)
     mean = torch.stack([mean * (count / total) for count, mean, _ in parts]).sum(0)
     squares = [squares + count * (m - mean).square() for count, m, squares in parts]
@@ -432,7 +432,7 @@ def _in_groups(x: Tensor, groups: int) -> Tensor:
 
 
 def _by_channel(values: Tensor, x: Tensor, groups: int) -> Tensor:
-    """Spreads values of groups over their channels."""
+    """Expands values of groups to their channels."""
     wide = values.repeat_interleave(x.shape[1] // groups, dim=1)
     return wide.view(*wide.shape, *[1] * (x.dim() - 2))
 
@@ -510,7 +510,7 @@ def _of_rows(
 
 
 def _rows(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
-    """Attends for some rows of queries at a time."""
+    """Computes attention for some rows of queries at a time."""
     if not q.shape[-2]:
         return q[..., :0] @ k[..., :0].mT @ v
     step = max(1, SCORES // max(1, q[..., 0, 0].numel() * k.shape[-2]))

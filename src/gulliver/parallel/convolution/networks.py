@@ -1,8 +1,8 @@
 """Middle blocks of diffusers' autoencoders without their dense attention mask.
 
-HunyuanVideo's middle block hides later frames by a dense mask, made on every call. Here its
-forward is replaced, for as long as a `with` block lasts, by one that calls
-`frame_causal_attention`; layers, weights and results are the same. Others are left as they are.
+HunyuanVideo's middle block hides later frames by a dense mask, made on every call. Here its forward
+is replaced, inside a `with` block, by one that calls `frame_causal_attention`; layers, weights and
+results are the same. Other blocks are unchanged.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def networks_of(autoencoder: nn.Module) -> dict[str, nn.Module]:
 
 
 def has_networks(autoencoder: Any) -> bool:
-    """Whether ranks can share it, which needs no carried frames between pieces."""
+    """Whether ranks can share an autoencoder; pieces must not carry frames."""
     return getattr(autoencoder, "networks", None) != {}
 
 

@@ -58,7 +58,7 @@ class Ranks(PartLayout):
         return exchange(self.rank_group, [part.contiguous() for part in outgoing], counts)
 
     def shard(self, whole: Tensor, dim: int) -> Sharded:
-        """Cuts a tensor that all ranks have, as evenly as can be."""
+        """Shards a tensor that all ranks have, as evenly as possible."""
         cut = ShardedDim(dim % whole.dim(), self.layout(whole.shape[dim]))
         start, stop = intervals(cut.sizes)[self.rank]
         return Sharded(whole.narrow(dim, start, stop - start), cut, self)

@@ -1,8 +1,8 @@
 """Functions that move elements: views, slices, concatenation.
 
-The module calls each in terms of the whole; it is applied to the part. `reshaped` is the
-one with a thought in it: the cut positions are a factor of the row-major order of elements, with so
-many elements inside; in the new shape they are wherever that factor falls.
+The module calls each with full shapes; it is applied to the local part. `reshaped` is the subtle
+one: the sharded positions are a factor of the row-major order of elements, with a fixed number of
+elements inside; in the new shape they are wherever that factor falls.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def reshaped(x: Sharded, shape: Sequence[int]) -> Sharded:
 
 
 def _in_blocks(x: Sharded, block: int) -> Sharded:
-    """Returns parts in whole blocks of positions; the cut then counts blocks."""
+    """Returns parts in full blocks of positions; the sharded dim then counts blocks."""
     if block == 1:
         return x
     if x.cut.extent % block and hasattr(x.holder, "layout"):
@@ -138,7 +138,7 @@ def _squeeze(func: Any, args: Any, kwargs: Any) -> Sharded:
 
 
 def _elsewhere(x: Sharded, dim: int) -> Sharded:
-    """Returns the single position of a cut dim as a factor of another dim."""
+    """Moves the single position of a sharded dim into a factor of another dim."""
     # Parts that do not hold it then hold nothing of the other dim.
     if not is_plain(x) or x.cut.extent != 1:
         reject("dropping the cut dim", x)
@@ -191,7 +191,7 @@ def _repeat_interleave(func: Any, args: Any, kwargs: Any) -> Sharded:
 
 
 def sliced(x: Sharded, start: int, stop: int, step: int = 1) -> Sharded:
-    """Returns some positions of the cut dim, laid out by their number."""
+    """Returns some positions of the sharded dim, laid out by index."""
     extent = x.cut.extent
     if not is_plain(x):
         reject("a slice along a merged dim", x)
@@ -297,7 +297,7 @@ def _cat(func: Any, args: Any, kwargs: Any) -> Sharded:
 
 
 def _joined(given: list[Sharded], dim: int) -> Sharded:
-    """Concatenates activations along the cut dim."""
+    """Concatenates activations along the sharded dim."""
     x = given[0]
     for after in given[1:]:
         x = _one_behind(x, after, dim)

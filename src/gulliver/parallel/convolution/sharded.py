@@ -1,13 +1,13 @@
-"""A tensor subclass that holds a part of an activation, through which modules run unchanged.
+"""A tensor subclass that holds a part of an activation, with which modules run unchanged.
 
-`Sharded` is a tensor with the shape of the whole (of a stream: of all frames so far) and the
-elements of a part along one dim. Torch hands every function that is called with one to `HANDLERS`:
-each says what the function means for the part, and what has to come from elsewhere. So a module's
-own forward runs over several ranks, or over one stretch of time after another, and knows nothing of
-it. A function that is in no table is rejected: nothing is computed that would be nearly right.
+`Sharded` is a tensor with the full shape (in a stream: that of all frames so far) and the elements
+of a part along one dim. Torch passes every function called with one to `HANDLERS`: each computes
+the function on the part, and fetches what it needs from elsewhere. So a module's own forward runs
+unchanged over several ranks, or over one segment of time after another. A function without a
+handler is rejected, so nothing is computed approximately.
 
-Where the rest comes from is the *holder's* business: `Ranks` (`ranks.py`) exchanges with other
-ranks, `FrameStream` (`stream.py`) keeps what earlier calls have seen.
+The *holder* provides the rest: `Ranks` (`ranks.py`) exchanges with other ranks, `FrameStream`
+    (`stream.py`) keeps frames of earlier calls.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ ALIASING = frozenset(_ALIASING.split())
 
 @dataclass(frozen=True)
 class ShardedDim:
-    """The dim that is cut, and how."""
+    """The sharded dim, and its part sizes."""
 
     dim: int  # Dim of the whole, counted from the front
     sizes: tuple[int, ...]  # Positions that each part has
@@ -71,7 +71,7 @@ class ShardedDim:
         return self.outer * self.extent * self.inner
 
     def resized(self, sizes: Sequence[int], times: int = 1) -> ShardedDim:
-        """Returns the cut with other sizes, or with repeated positions."""
+        """Returns the sharded dim with other sizes, or with repeated positions."""
         return replace(self, sizes=tuple(size * times for size in sizes))
 
 
@@ -95,7 +95,7 @@ class PartLayout(ABC):
 
     @abstractmethod
     def align(self, parts: Sequence[Sharded], key: Key) -> list[Sharded]:
-        """Returns activations of one extent cut alike."""
+        """Returns activations of one extent in the same sharding."""
 
     @abstractmethod
     def at_ends(self, x: Sharded, before: int, after: int, mode: str) -> tuple[int, int]:
@@ -114,7 +114,7 @@ Statistics = tuple[float, Tensor, Tensor]
 
 @dataclass
 class Rows:
-    """Neighbouring positions along one dim, in pieces that need not be copied together."""
+    """Adjacent positions along one dim, in pieces that need not be copied together."""
 
     parts: list[Tensor]  # Tensors, one after the other; at least one
     start: int
@@ -182,7 +182,7 @@ class Sharded(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Hands a function to its handler."""
+        """Passes a function to its handler."""
         name, kwargs = func.__name__, kwargs or {}
         if name == "__get__":
             name = func.__self__.__name__
@@ -313,12 +313,12 @@ def like(x: Sharded, local: Tensor, cut: ShardedDim | None = None) -> Sharded:
 
 
 def is_plain(x: Sharded) -> bool:
-    """Whether the cut dim is not merged with others."""
+    """Whether the sharded dim is not merged with others."""
     return x.cut.outer == x.cut.inner == 1
 
 
 def opened(local: Tensor, cut: ShardedDim, held: int) -> Tensor:
-    """Splits the cut dim into its three factors, with positions at ``cut.dim + 1``."""
+    """Splits the sharded dim into its three factors, with positions at ``cut.dim + 1``."""
     return local.unflatten(cut.dim, (cut.outer, held, cut.inner))
 
 
@@ -337,7 +337,7 @@ def own_of(whole: Tensor, cut: ShardedDim, holder: PartLayout) -> Tensor:
 def window_rows(
     x: Sharded, window: SlidingWindow, after: int, name: str, weight: Tensor | None = None
 ) -> tuple[Rows, Sizes]:
-    """Returns the input of windows along the cut dim; see `PartLayout.rows`."""
+    """Returns the input of windows along the sharded dim; see `PartLayout.rows`."""
     if not is_plain(x):
         reject(f"torch's {name} along a merged dim", x)
     return x.holder.rows(x, window, after, (name, 0 if weight is None else id(weight)))

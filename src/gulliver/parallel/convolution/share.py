@@ -1,19 +1,19 @@
 """Shares an autoencoder between ranks, exactly in forward and backward.
 
     shared = share_autoencoder(autoencoder, mesh["vae"])
-    video = autoencoder.decode(latents)                        # all ranks call, and get the whole
+    video = autoencoder.decode(latents)                        # all ranks call, all get the result
     loss(video).backward()
-    shared.sum_gradients()                                     # each rank had its share of them
+    shared.sum_gradients()                                     # each rank had a partial sum
     shared.off()
 
-`samples` deals whole clips to the ranks. `height`, `width` and `time` cut activations into runs of
-rows, columns or frames: convolutions fetch the border of their neighbours' parts, norms merge
-statistics, attention gathers keys and values.
+`samples` distributes full clips over the ranks. `height`, `width` and `time` shard activations into
+    runs of rows, columns or frames: convolutions fetch the halo from their neighbours, norms merge
+    statistics, attention gathers keys and values.
 
-All ranks call the networks with the same input. What comes out is gathered, so all have the whole;
-its gradient is taken to be the same on all ranks, and each passes its own part back. The gradient
-of the input is gathered, too: what is shared may follow what is shared, cut along another dim.
-Gradients of parameters are shares, to be added up over the ranks: `sum_gradients` does that.
+All ranks call the networks with the same input. The output is gathered on all ranks; its gradient
+is assumed equal on all of them, and each propagates its own part. The input's gradient is gathered
+too, so sharded networks can follow each other, sharded along different dims. Gradients of
+parameters are partial sums, which `sum_gradients` adds up over the ranks.
 """
 
 from __future__ import annotations
@@ -126,14 +126,15 @@ def share_autoencoder(
     Args:
         autoencoder: module with `networks`, or with `encoder` and `decoder`, such as ours and
             diffusers'; or any other module made of convolutions, norms, resampling and attention,
-            which is then shared as a whole.
-        mesh: mesh of one dim, or rank group; None is the whole world.
-        dim: "samples", "height", "width", "time"; or "auto": samples where there are as many as
-            ranks, else the longer of height and width.
+            which is then sharded as one network.
+        mesh: one-dimensional mesh, or rank group; None is the whole world.
+        dim: "samples", "height", "width", "time"; or "auto": samples if there are as many as ranks,
+            otherwise the longer of height and width.
         show: function called with a description of every choice.
 
     Raises:
-        GulliverError: an unknown dim, a mesh of several dims, or an autoencoder shared already.
+        GulliverError: an unknown dim, a mesh of several dims, or an autoencoder that is already
+            sharded.
     """
     if dim not in ("auto", *DIMS):
         raise GulliverError(f"dim={dim!r}: {nearest(dim, ('auto', *DIMS))}")

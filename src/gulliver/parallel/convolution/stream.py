@@ -5,18 +5,18 @@
     for video in stream_decode(autoencoder, latents):
         ...
 
-The network's own forward runs over one stretch of frames after another. What it is given says that
-it is all frames so far, and holds those that are new; every convolution in time keeps its last
-frames (`FrameStream.rows`), so each output frame is computed once, from the same frames as in the
-whole. The first stretch is padded as the clip is, the last one too. A layer that must leave a
-remainder for later (a downsampling) keeps it.
+The network's own forward runs over one segment of frames after another. Its input has the shape of
+all frames so far, but holds only the new ones; every convolution in time keeps its last frames
+(`FrameStream.rows`), so each output frame is computed once, from the same frames as in the full
+clip. The first and the last segment are padded like the clip. A layer with a remainder (a
+downsampling) keeps it for later.
 
-Group norms over time are special: their statistics depend on frames that are still to come.
-``norms="passes"`` runs through the clip once for each of them, in their order: with the statistics
-of all norms before, those of the next one can be counted. That is exact and of constant memory, and
-costs as much time as there are norms, halved. Without it they are rejected.
+Group norms over time are special: their statistics depend on later frames. ``norms="passes"`` runs
+    through the clip once per norm, in order: given the statistics of all earlier norms, those of
+    the next one can be computed. That is exact in constant memory; N norms cost about N / 2 full
+    runs. Without it they are rejected.
 
-Attention of the middle block must be of single frames or causal: then keys and values are kept.
+Attention of the middle block must be per frame or causal, in which case keys and values are kept.
 """
 
 from __future__ import annotations
@@ -57,15 +57,15 @@ Clips = Iterable[Tensor] | Callable[[], Iterable[Tensor]]
 def stream_encode(
     autoencoder: nn.Module, clips: Clips, norms: Norms = "refuse", frames: int | None = None
 ) -> Iterator[Tensor]:
-    """Encodes one clip, stretch by stretch.
+    """Encodes one clip, segment by segment.
 
     Args:
-        autoencoder: one of ours, or one of diffusers' (what its `encoder` and `quant_conv` give:
-            mean and log-variance on top of each other).
-        clips: stretches ``[batch, channels, frames, height, width]`` of any lengths; a function
-            that returns them again where `norms` needs several passes.
+        autoencoder: one of ours, or of diffusers' (returns the output of `encoder` and
+            `quant_conv`: concatenated mean and log-variance).
+        clips: segments ``[batch, channels, frames, height, width]`` of any lengths; a function that
+            returns them if `norms` needs several passes.
         norms: "refuse", or "passes" for exact statistics of group norms over time.
-        frames: number of frames of the clip where it is not 4 k + 1, for those that pad it.
+        frames: number of frames of the clip if not 4 k + 1, for autoencoders that pad it.
 
     Yields:
         Latents of the frames so far, as they become known.
@@ -83,7 +83,7 @@ def stream_encode(
 def stream_decode(
     autoencoder: nn.Module, latents: Clips, norms: Norms = "refuse", frames: int | None = None
 ) -> Iterator[Tensor]:
-    """Decodes one clip's latents, stretch by stretch; see `stream_encode`."""
+    """Decodes one clip's latents, segment by segment; see `stream_encode`."""
     own = pieces_of(autoencoder, "decode")
     if own is not None:
         return own(latents() if callable(latents) else latents, frames)
@@ -94,7 +94,7 @@ def stream_decode(
 def stream_module(
     network: Callable[[Tensor], Tensor], clips: Clips, dim: int = 2, norms: Norms = "refuse"
 ) -> Iterator[Tensor]:
-    """Runs any network over stretches of time; see `stream_encode`."""
+    """Runs any network over segments of time; see `stream_encode`."""
     if norms not in ("refuse", "passes"):
         raise GulliverError(f"norms={norms!r}: {nearest(norms, ('refuse', 'passes'))}")
     counted: dict[tuple[Key, int], Statistics] = {}
@@ -146,16 +146,16 @@ def with_last(parts: Iterable[Tensor]) -> Iterator[tuple[Tensor, bool]]:
 
 
 class _Starved(Exception):
-    """Raised when a layer has no output yet, so the stretch is rerun with the next one."""
+    """Raised when a layer has no output yet, so the segment is rerun with the next one."""
 
 
 class _Counted(Exception):
-    """Raised when a stretch's statistics are counted, as later layers need all of them."""
+    """Raised when a segment's statistics are counted, because later layers need all of them."""
 
 
 @dataclass
 class RowCache:
-    """Rows that a layer carries between stretches."""
+    """Rows that a layer carries between segments."""
 
     window: SlidingWindow
     done: int = 0  # Outputs that were given
@@ -196,7 +196,7 @@ class FrameStream(PartLayout):
         return other
 
     def run(self, network: Any, part: Tensor, dim: int, final: bool) -> Tensor | None:
-        """Runs a network over the next stretch; None if there is no output yet."""
+        """Runs a network over the next segment; None if there is no output yet."""
         part = part if self.waiting is None else torch.cat([self.waiting, part], dim)
         if final and not self._past:
             return network(part)  # all of it is here
@@ -243,7 +243,7 @@ class FrameStream(PartLayout):
         )
 
     def wait(self) -> None:
-        """Requests the next stretch, as one position could be any factor of a merged dim."""
+        """Requests the next segment, because one position could be any factor of a merged dim."""
         raise _Starved
 
     def whole(self, x: Sharded, key: Key) -> Tensor:
@@ -301,7 +301,7 @@ class FrameStream(PartLayout):
         raise _Counted
 
     def _name(self, key: Key) -> tuple[Key, int]:
-        """Returns an operation's name; layers run in the same order in every stretch."""
+        """Returns an operation's name; layers run in the same order in every segment."""
         number = self._seen.get(key, 0)
         self._seen[key] = number + 1
         return key, number
@@ -340,7 +340,7 @@ def stream_trained(
 
     Args:
         network: module or function made of convolutions, resampling, attention, and norms that do
-            not reach over time.
+            not span time.
         parts: segments of its input, one at a time.
         dim: dim of time.
 

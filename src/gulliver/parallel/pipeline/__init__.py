@@ -1,7 +1,7 @@
-"""Pipeline parallelism: a model's blocks cut into stages, micro-batches run through them.
+"""Pipeline parallelism: a model's blocks split into stages, through which micro-batches run.
 
-`stack` finds the blocks and cuts between them, `stage` makes a stage in place, `stage_forward` has
-what a forward does on it, `runner` adapts it to torch's schedules, and `pipeline` runs a step.
+`stack` finds the blocks and splits them, `stage` creates a stage in place, `stage_forward` runs a
+forward on it, `runner` adapts it to torch's schedules, and `pipeline` runs a step.
 """
 
 from typing import TYPE_CHECKING

@@ -1,7 +1,6 @@
 """Splits a batch into micro-batches, and merges their losses and outputs.
 
-Tensors are cut along dim 0 into parts whose sizes are as even as can be, so a last, short batch
-is as exact as any.
+Tensors are split along dim 0 as evenly as possible, so a short last batch is exact too.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class MicroBatch:
         return dict(self.given) if isinstance(self.given, Mapping) else {}
 
     def shapes(self) -> str:
-        """Returns a text that is equal for micro-batches that send equal shapes."""
+        """Returns a string that is equal for micro-batches that send equal shapes."""
         return ";".join(f"{p}:{_shape(v)}" for p, v in leaves(self.given))
 
 
@@ -61,7 +60,7 @@ def _shape(value: Any) -> str:
 
 
 def split(batch: Batch, parts: int) -> list[MicroBatch]:
-    """Cuts a batch into micro-batches."""
+    """Splits a batch into micro-batches."""
     rows = {path: len(v) for path, v in leaves(batch) if isinstance(v, Tensor) and v.ndim > 0}
     if not rows:
         raise GulliverError("the batch has no tensor to cut into micro-batches along dim 0")
@@ -96,7 +95,7 @@ def _rows(value: Any, start: int, stop: int, samples: int) -> Any:
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields everything in nested mappings and lists with its path."""
+    """Yields all leaves of nested mappings and lists with their paths."""
     if isinstance(value, Mapping):
         for key in value:
             yield from leaves(value[key], f"{path}.{key}" if path else str(key))
@@ -109,7 +108,7 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 @dataclass(frozen=True)
 class Weights:
-    """The weight of each micro-batch's loss in the batch's."""
+    """The weight of each micro-batch's loss in the batch's loss."""
 
     own: list[float]  # Weights of the loss that the model computes itself
     # Weights of a criterion's loss; None: not known, as it may count otherwise than the model.

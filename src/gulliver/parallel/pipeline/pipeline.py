@@ -1,9 +1,9 @@
 """Runs batches through the stages of a pipeline.
 
-`Pipeline.run` is one step: agree on the batch (`batches.py`), cut it into micro-batches
-(`batches.py`), let torch's schedule run them through this rank's stages (`runner.py`), give all
-ranks the loss. Gradients add up in the parameters as a single backward's would; the tied ones are
-to be summed afterwards (`Stage.sum_tied`).
+`Pipeline.run` is one step: compare the batch over ranks and split it into micro-batches
+    (`batches.py`), let torch's schedule run them through this rank's stages (`runner.py`),
+    broadcast the loss. Gradients accumulate in the parameters as in a single backward; the caller
+    then sums tied ones (`Stage.sum_tied`).
 """
 
 from __future__ import annotations
@@ -51,20 +51,20 @@ class Pipeline:
     """Runs batches through the stages of a model.
 
     Args:
-        stage: this rank's part of the model, with its stages as of `stages_by_rank(style, ...)`.
+        stage: this rank's part of the model, with stages from `stages_by_rank(style, ...)`.
         style: name of the schedule, ``gpipe``, ``1f1b``, ``interleaved``, ``zero_bubble``, ``zbv``
             or ``dualpipev``.
-        micro_batches: number of micro-batches that a batch is cut into; None: two for each stage.
+        micro_batches: number of micro-batches per batch; None for two per stage.
         call: function to call instead of the model, for instance under autocast.
-        readers: gives the rank groups that must read the same batch, one at a time, the first with
-            all ranks of the pipeline; None: that of the pipeline.
-        check_batch: whether to compare what they read, at every run.
-        look: function called with each batch when all ranks have the same; it may reject it.
-        before: function called before each forward with the number of its first sample and how
-            many samples it has.
+        readers: returns the rank groups that must read the same batch, the first with all ranks of
+            the pipeline; None for the pipeline's group.
+        check_batch: whether to compare their batches at every run.
+        look: function called with each batch once all ranks have the same; it may reject it.
+        before: function called before each forward with the index of its first sample and its
+            number of samples.
 
     Raises:
-        GulliverError: an unknown style, or a number of micro-batches that it cannot order.
+        GulliverError: an unknown style, or a number of micro-batches that it does not support.
     """
 
     def __init__(
@@ -111,26 +111,26 @@ class Pipeline:
 
         Args:
             batch: the same on all ranks: keyword arguments of the model, positional ones, or one
-                tensor, cut along dim 0.
+                tensor, split along dim 0.
             criterion: loss function of the model's outputs and the micro-batch, a mean over its
                 samples; None takes the model's own loss.
-            forward_only: whether to evaluate, without gradients; the loss is None where there is
-                neither a criterion nor a loss of the model's own.
-            return_loss: whether to give the loss to all ranks.
+            forward_only: whether to evaluate without gradients; the loss is None without a
+                criterion or a loss computed by the model.
+            return_loss: whether to broadcast the loss to all ranks.
             return_outputs: whether to return the outputs, on the rank of the last stage.
             weight: unit that the loss is a mean over, if not samples: ``labels``,
-                ``shifted_labels``, or a function of a micro-batch that counts it. None finds it
-                out for the model's own loss.
-            scale: factor of the losses before backward, as of a gradient scaler; not in what is
-                returned.
+                ``shifted_labels``, or a function of a micro-batch that counts it. None determines
+                it for the model's own loss.
+            scale: factor of the losses before backward, as in a gradient scaler; not included in
+                the result.
 
         Returns:
-            ``loss``, a detached tensor on every rank, and ``outputs``, None but on the rank of
+            ``loss``, a detached tensor on every rank, and ``outputs``, None except on the rank of
             the last stage.
 
         Raises:
-            GulliverError: a rank reads another batch (named); too few samples; a rank of the
-                pipeline is gone (named).
+            GulliverError: a rank reads another batch; too few samples; a rank of the pipeline is
+                lost.
         """
         # A message that is awaited from a rank that failed never comes, so a failure is final.
         self._check_alive()
@@ -161,21 +161,21 @@ class Pipeline:
     ) -> Tensor | None:
         """Runs forward and backward of batches of any shapes, each as one micro-batch.
 
-        With fewer of them than the schedule can order, all forwards come before all backwards.
+        With too few for the schedule, all forwards run before all backwards.
 
         Args:
             batches: micro-batches, the same on all ranks.
             factors: factor of the loss of each; nothing is normalized.
-            criterion: loss function, as of `run`.
-            scale: factor of the losses before backward, as of `run`.
-            before: function called before each forward with the number of its micro-batch.
-            state: text for whatever else the shapes between stages depend on.
+            criterion: loss function, as in `run`.
+            scale: factor of the losses before backward, as in `run`.
+            before: function called before each forward with the index of its micro-batch.
+            state: text for anything else that the shapes between stages depend on.
 
         Returns:
             The sum of all losses times their factors, detached, on every rank.
 
         Raises:
-            GulliverError: a rank reads other batches, or is gone; the schedule has fixed numbers.
+            GulliverError: a rank reads other batches, or is lost; the schedule has fixed counts.
         """
         self._check_alive()
         if self.style not in ANY_COUNT:

@@ -1,4 +1,4 @@
-"""Two-part backward: gradients of a stage's inputs now, those of its weights later."""
+"""Adapts stages to torch's schedules: messages between stages, forward, and two-part backward."""
 
 from __future__ import annotations
 
@@ -244,7 +244,7 @@ def _decode(header: Tensor) -> tuple[Meta, ...]:
 
 
 class StageMessages:
-    """Both ends of one stage: the cuts before and after it."""
+    """Messages of one stage with the stages before and after it."""
 
     def __init__(
         self, rank_group: RankGroup, stage: int, places: Sequence[int], micro_batches: int
@@ -256,11 +256,11 @@ class StageMessages:
         self._packed: dict[tuple[int, int], PackedTensors] = {}
 
     def metas(self, cut: int, kind: str) -> tuple[Meta, ...] | None:
-        """Returns the tensors that cross the cut before stage `cut`, if known."""
+        """Returns the metadata of the tensors sent to stage `cut`, if known."""
         return self._known.get((cut, kind))
 
     def know(self, kind: str, tensors: Sequence[Tensor], micro: int) -> tuple[Meta, ...]:
-        """Tells the next stage what it will receive; returns it."""
+        """Sends the metadata of outgoing tensors to the next stage, if new; returns it."""
         found = tuple(Meta.of(t) for t in tensors)
         known = self.metas(self.stage + 1, kind)
         if known is None:
@@ -275,7 +275,7 @@ class StageMessages:
         return found
 
     def expect(self, kind: str, micro: int) -> tuple[Meta, ...]:
-        """Returns what the previous stage will send, after reading its header if new."""
+        """Returns the metadata of incoming tensors; the first time, receives it as a header."""
         known = self.metas(self.stage, kind)
         if known is None:
             peer = self._peer(self.stage - 1)
@@ -291,7 +291,7 @@ class StageMessages:
         return known
 
     def hand_over_local(self, kind: str, tensors: Sequence[Tensor]) -> None:
-        """Records tensors handed over by the previous stage on this rank."""
+        """Records tensors passed by the previous stage on this rank."""
         self._known[self.stage, kind] = tuple(Meta.of(t) for t in tensors)
 
     def _announce(self, metas: Sequence[Meta], micro: int) -> None:
@@ -306,11 +306,11 @@ class StageMessages:
             self._headers.pop().wait()
 
     def sends(self, cut: int, tensors: Sequence[Tensor | None], micro: int) -> list[dist.P2POp]:
-        """Returns send operations over the cut before stage `cut`."""
+        """Returns operations that send over the boundary before stage `cut`."""
         return self._operations(True, cut, tensors, micro)
 
     def receives(self, cut: int, tensors: Sequence[Tensor | None], micro: int) -> list[dist.P2POp]:
-        """Returns receive operations over the cut before stage `cut`."""
+        """Returns operations that receive over the boundary before stage `cut`."""
         return self._operations(False, cut, tensors, micro)
 
     def _operations(
@@ -336,7 +336,7 @@ class StageMessages:
         return found
 
     def arrived(self, cut: int, micro: int) -> None:
-        """Unpacks received tensors of the cut before stage `cut`."""
+        """Unpacks tensors received over the boundary before stage `cut`."""
         packed = self._packed.pop((cut, micro), None)
         if packed is not None:
             packed.unpack()
@@ -441,12 +441,12 @@ class StageRunner:
 
     @property
     def is_first(self) -> bool:
-        """Whether batches begin here."""
+        """Whether this is the first stage."""
         return self.stage_index == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether losses are computed here."""
+        """Whether this is the last stage, which computes losses."""
         return self.stage_index == self.num_stages - 1
 
     # What a schedule asks before and after.

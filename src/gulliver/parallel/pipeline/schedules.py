@@ -26,7 +26,7 @@ from gulliver.solve.timeline import BACKWARD, FORWARD, INPUTS, WEIGHTS, Predicti
 
 @dataclass(frozen=True)
 class Style:
-    """An order of the forwards and backwards of micro-batches."""
+    """A schedule of the forwards and backwards of micro-batches."""
 
     schedule: str  # Name of torch's class
     chunks: int = 1  # Stages on each rank, unless the user says otherwise
@@ -62,10 +62,10 @@ def style_of(name: str, chunks: int | None = None) -> Style:
 
 
 def stages_by_rank(name: str, ranks: int, chunks: int | None = None) -> tuple[tuple[int, ...], ...]:
-    """Returns the numbers of the stages that each of `ranks` ranks holds.
+    """Returns the indices of the stages that each of `ranks` ranks holds.
 
-    A folded schedule's rank has one stage of either half, so that the last rank hands the middle
-    over to itself, and the first rank has the loss as well.
+    In a folded schedule each rank has one stage of each half, so that the last rank passes the
+    middle to itself, and the first rank also computes the loss.
     """
     style = style_of(name, chunks)
     count = chunks or style.chunks

@@ -1,10 +1,10 @@
-"""Finds the blocks of a model that a pipeline cuts between, and the modules around them.
+"""Finds the blocks of a model that a pipeline splits into stages, and the modules around them.
 
-A model is modules before its blocks, the blocks, run in a row with the hidden state as their first
-argument and first output, and modules after. Some families need telling more: an encoder-decoder
-has two rows of blocks, the second of which reads what the first one finished. That stands in the
-family's record (`gulliver.families.Blocks`); any other model is looked through for its longest list
-of equal blocks (`stack_of`).
+A model is modules before its blocks, the blocks, run in sequence with the hidden state as their
+    first argument and first output, and modules after. Some families differ: an encoder-decoder has
+    two lists of blocks, the second of which reads the output of the first. This is described in the
+    family's record (`gulliver.families.Blocks`); other models are searched for their longest list
+    of equal blocks (`stack_of`).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Stack:
     family: str | None = None
 
     def place(self) -> dict[str, int]:
-        """Number of each block, by path."""
+        """Index of each block, by path."""
         return {path: number for number, path in enumerate(self.blocks)}
 
 
@@ -59,10 +59,10 @@ def stack_of(
     """Finds the blocks of a model.
 
     Args:
-        model: whole model; its parameters may be on meta.
+        model: full model; its parameters may be on meta.
         path: path of its list of blocks; None searches for it.
-        extra: entries that a block returns after the hidden state; None: a plain tensor; -1:
-            found out by itself.
+        extra: entries that a block returns after the hidden state; None for a plain tensor; -1 to
+            detect them.
         after: paths of modules that run after the blocks although they are registered before.
         everywhere: paths of modules whose results go into every block.
 
@@ -203,7 +203,7 @@ def _join(path: str, child: str) -> str:
 
 @dataclass(frozen=True)
 class Unit:
-    """A module with parameters around the blocks, kept or replaced as one."""
+    """A module with parameters around the blocks, kept or replaced as a unit."""
 
     path: str
     home: int | None  # Number of the block whose stage it goes to; None: every stage keeps it
@@ -335,13 +335,13 @@ def cut(
     """Assigns the blocks of a model to stages so that the slowest stage is as fast as possible.
 
     Args:
-        model: whole; its parameters may be on meta.
+        model: full model; its parameters may be on meta.
         stack: blocks of the model.
-        stages: how many to make: ranks of the pipeline times stages of each rank.
-        at: blocks of each stage, first to last, instead of the best cut; or the number of the
-            first block of each stage but the first.
+        stages: number of stages: ranks of the pipeline times stages per rank.
+        at: number of blocks of each stage, first to last, instead of the best split; or the index
+            of the first block of each stage except the first.
         costs: cost of each block, in any unit; None predicts them.
-        speeds: relative speed of each stage's device; None: all equal.
+        speeds: relative speed of each stage's device; None for equal speeds.
 
     Returns:
         The cut.

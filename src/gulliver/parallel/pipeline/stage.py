@@ -1,10 +1,9 @@
-"""Makes a stage of a model, in place: modules of other stages become placeholders.
+"""Creates a stage of a model, in place: modules of other stages become placeholders.
 
-`make_stage` decides from the whole model, the same on every rank, which stage keeps which module
-(`_holdings`), then replaces all others. What is kept stays the object that it was, under its own
-path, with its own parameters; placeholder modules hold none. A weight that several stages keep,
-because the model ties it or needs it everywhere, is listed in `Stage.tied`; its gradient is the sum
-of those of its copies (`Stage.sum_tied`).
+`make_stage` decides from the full model, equally on every rank, which stage keeps which module,
+then replaces all others. Kept modules stay the same objects at the same paths, with their
+parameters; placeholders have none. A weight that several stages keep, because it is tied or needed
+everywhere, is listed in `Stage.tied`; its gradient is the sum over its copies (`Stage.sum_tied`).
 """
 
 from __future__ import annotations
@@ -35,15 +34,15 @@ class Stage:
     """The part of a model that is on one rank: one stage, or several of a looped pipeline.
 
     Attributes:
-        model: model with placeholder modules where others' modules were.
-        stack: blocks of the whole model.
-        cut: cut of the whole model.
+        model: model with placeholders for other ranks' modules.
+        stack: blocks of the full model.
+        cut: assignment of the full model's blocks to stages.
         rank_group: rank group of the pipeline.
-        numbers: numbers of the stages on each of these ranks.
-        stage_forward: stage forward that the blocks of the model go through.
-        tied: ranks in the group that hold a parameter that several hold, by the first name that
-            the whole model has for it.
-        aliases: first name of every parameter of the whole model, by each of its names.
+        numbers: indices of the stages on each of these ranks.
+        stage_forward: stage forward that runs the model's blocks.
+        tied: ranks in the group that hold each shared parameter, by its first name in the full
+            model.
+        aliases: first name of every parameter of the full model, by each of its names.
     """
 
     model: nn.Module
@@ -57,12 +56,12 @@ class Stage:
 
     @property
     def own(self) -> tuple[int, ...]:
-        """Numbers of this rank's stages."""
+        """Indices of this rank's stages."""
         return self.numbers[self.rank_group.rank]
 
     @property
     def last_stage_rank(self) -> int:
-        """Rank in the group that has the last stage."""
+        """Rank in the group that holds the last stage."""
         return next(p for p, held in enumerate(self.numbers) if self.cut.stages - 1 in held)
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
@@ -89,7 +88,7 @@ class Stage:
         are one parameter, whose gradient is the sum over its uses.
 
         Args:
-            gradients: gradients by name as in `tied`; zeros where a stage made none.
+            gradients: gradients by name as in `tied`; zeros if a stage has none.
 
         Raises:
             GulliverError: one is missing.
@@ -121,14 +120,14 @@ def make_stage(
     rank_group: RankGroup,
     numbers: Sequence[Sequence[int]],
 ) -> Stage:
-    """Turns a whole model into one rank's stage, in place.
+    """Turns a full model into one rank's stage, in place.
 
     Args:
-        model: whole model, the same on all ranks of the pipeline; its parameters may be on meta.
+        model: full model, the same on all ranks of the pipeline; its parameters may be on meta.
         stack: blocks of the model.
-        cut: cut of the blocks into stages.
+        cut: assignment of the blocks to stages.
         rank_group: rank group of the pipeline.
-        numbers: numbers of the stages that each rank holds.
+        numbers: indices of the stages that each rank holds.
 
     Returns:
         The stage.
@@ -149,7 +148,7 @@ def make_stage(
 def checkpoint_blocks(stage: Stage, paths: Collection[str] | None = None) -> None:
     """Recomputes blocks of the stage in backward instead of keeping activations.
 
-    The result is the same to the last bit, random choices included.
+    The result is bitwise identical, including random draws.
 
     Args:
         stage: stage of this rank.

@@ -1,4 +1,4 @@
-"""Shape inference: tensors and modules on meta, which have shapes and no storage."""
+"""Runs one rank's stages of a model; infers the shapes of placeholders on meta."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def run_on_meta(module: nn.Module, args: Any, kwargs: Any) -> Any:
 
 
 def run_filled(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Runs a copy of a meta module with arbitrary values, which are dropped."""
+    """Runs a copy of a meta module with arbitrary values, which are discarded."""
     device = device_of(args, kwargs)
     real = copy.deepcopy(module).to_empty(device=device)
     with torch.no_grad():
@@ -72,7 +72,7 @@ def find_form(module: nn.Module, path: str, args: Any, kwargs: Any) -> int | Non
 def _read_later(entry: Any) -> bool:
     """Whether a later block may read an entry; attention weights are only collected.
 
-    One that reads nevertheless finds None there and fails, as nothing computes with None.
+    A block that still reads it gets None and fails.
     """
     if isinstance(entry, tuple | list):
         return any(map(_read_later, entry))
@@ -84,7 +84,7 @@ SCORES = 4
 
 
 def fill(tensor: Tensor, device: torch.device) -> Tensor:
-    """Returns a tensor of the same shape and dtype, of NaN or else of zeros."""
+    """Returns a tensor of the same shape and dtype, of NaN if possible, otherwise zeros."""
     value = float("nan") if tensor.is_floating_point() else 0
     return torch.full(tensor.shape, value, dtype=tensor.dtype, device=device)
 
@@ -303,7 +303,7 @@ class StageForward:
         return output
 
     def _refuse_leak_behind(self, state: ForwardState, output: Any) -> None:
-        """Rejects a NaN output made by other stages' modules."""
+        """Rejects NaN outputs caused by placeholders of other stages' modules."""
         # They are no more than suspects: a NaN that came with the hidden state is none of theirs.
         came = [t for t in (state.hidden, state.memory) if t is not None]
         if not state.elsewhere or any(_has_nan(t) for t in came):
@@ -406,7 +406,7 @@ class _OnMeta:
 
 
 class EmptyModule(nn.Module):
-    """A module without tensors in place of one with some."""
+    """A module without tensors that replaces one with tensors."""
 
     def __init__(self, stage_forward: StageForward, path: str, module: nn.Module) -> None:
         super().__init__()
@@ -429,12 +429,12 @@ class EmptyModule(nn.Module):
         return self._original.module.get_parameter(target)
 
     def extra_repr(self) -> str:
-        """Returns the class of the module that was here."""
+        """Returns the class of the replaced module."""
         return f"in place of {type(self._original.module).__name__}"
 
 
 class Placeholder(EmptyModule):
-    """A placeholder of a module around the blocks."""
+    """Placeholder of a module around the blocks."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Returns NaN in the shape of the module's output."""
@@ -459,7 +459,7 @@ class Placeholder(EmptyModule):
 
 
 class PlaceholderBlock(EmptyModule):
-    """A placeholder of a block."""
+    """Placeholder of a block."""
 
     def __init__(self, stage_forward: StageForward, number: int, block: nn.Module) -> None:
         super().__init__(stage_forward, stage_forward.stack.blocks[number], block)

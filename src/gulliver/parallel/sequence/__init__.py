@@ -4,9 +4,9 @@
     x = shard(embedded, groups)                                # [batch, local length, hidden]
     out = attention(q, k, v, groups, mask=Mask(causal=True))   # [batch, heads, local length, dim]
 
-`layout` says which rank holds which positions, `mask` which tiles of two ranks' tokens are
-computed; `kernels` compute blocks and merge them, `ring` and `heads` exchange them, and `attend`
-joins these.
+`layout` determines which rank holds which positions, `mask` which tiles of two ranks' tokens are
+computed; `kernels` compute and merge blocks, `ring` and `heads` exchange them, and `attend`
+combines these.
 
 A *ring rank* is a position in the ring: one rank, or with Ulysses the group of ranks that hold the
 tokens of that position together.

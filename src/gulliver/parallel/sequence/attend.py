@@ -1,10 +1,10 @@
-"""Attention over a sequence that is sharded over several ranks: the call that models make.
+"""Attention over a sequence that is sharded over several ranks: the function that models call.
 
     groups = make_groups(SequencePlan(ulysses=2, inner=2, layout="zigzag"))
     out = attention(q, k, v, groups, mask=Mask(causal=True))
 
-Ulysses first brings this rank some heads of all tokens of its Ulysses group, the ring then the
-other groups' keys and values, and Ulysses takes the output back. Nothing is kept from call to call.
+Ulysses first exchanges tokens for heads within the group, the ring then circulates the groups' keys
+and values, and Ulysses exchanges the output back. Nothing is kept between calls.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def attention(
 ) -> Tensor:
     """Computes exact softmax attention for any layout (collective over the sequence).
 
-    With `length`, ranks skip checks; without it, they compare shapes and masks first, which costs a
-    small message each and on a GPU a synchronisation. Gradients are those of the sum of all ranks'
+    With `length`, ranks skip checks; without it, they first compare shapes and masks, which costs a
+    small message each and a synchronization on GPUs. Gradients are those of the sum of all ranks'
     losses.
 
     Under autocast q, k and v are cast as for torch's own attention.
@@ -67,22 +67,22 @@ def attention(
         v: this rank's values, ``[batch, KV heads, local key length, value dim]``.
         groups: rank groups of the plan; queries and keys are sharded as the plan's layout shards
             their lengths.
-        mask: description of the queries that see a key, in positions of the whole sequence; None
-            lets all see all. A query that sees nothing gives zeros, and zero gradients.
+        mask: rule for which keys each query sees, in positions of the full sequence; None for no
+            mask. A query that sees no keys gives zeros, and zero gradients.
         scale: factor of the logits; None is ``1 / sqrt(head dim)``.
-        length: tokens of the whole sequence; None asks all ranks.
-        key_length: tokens of the keys of a cross-attention; None with a `length` is that length.
+        length: tokens of the full sequence; None gathers it from all ranks.
+        key_length: tokens of a cross-attention's keys; None for `length`, if given.
         kernel: name of a kernel, "reference", "cpu flash", "cuda flash" or "cuda efficient"; None
-            is the fastest suitable one.
-        deterministic: whether the same bits come out every time; None is what torch is set to. (The
-            order in which blocks are merged is always the same.)
+            for the fastest suitable one.
+        deterministic: whether results must be bitwise reproducible; None follows torch's setting.
+            (Blocks are always merged in the same order.)
         dropout: probability of dropping a weight, which must be 0.
 
     Returns:
         Outputs ``[batch, heads, local length, value dim]`` of q's dtype.
 
     Raises:
-        GulliverError: shapes, dtypes or a kernel do not fit; the ranks do not agree.
+        GulliverError: shapes, dtypes or the kernel are not supported; the ranks' arguments differ.
     """
     q, k, v = _autocast(q, k, v)
     _check_arguments(q, k, v, mask, dropout)

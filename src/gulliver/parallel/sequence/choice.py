@@ -37,7 +37,7 @@ class Chosen:
 
     @property
     def reason(self) -> str:
-        """Reason for the choice, in a few words."""
+        """Short reason for the choice."""
         best, *others = self.predicted
         shown = [f"{p.plan}: {1e3 * p.seconds:.3g} ms" for p in others[:1]]
         return " against ".join([f"{best.plan}: {1e3 * best.seconds:.3g} ms", *shown])
@@ -65,9 +65,9 @@ def choose(
     Args:
         cluster: links and device, measured or described.
         shape: sizes of the attention.
-        degree: ranks of a sequence; None is the whole cluster.
-        layout: name of the layout; None is zigzag for a causal shape, and contiguous else.
-        stride: distance between the ranks of a sequence; those between share its tensors.
+        degree: ranks per sequence; None for the whole cluster.
+        layout: name of the layout; None for zigzag if the shape is causal, otherwise contiguous.
+        stride: distance between the ranks of a sequence; the ranks in between share its tensors.
 
     Raises:
         GulliverError: no degree of at least 1; the device has no rate for the dtype.

@@ -59,7 +59,7 @@ class Heads:
 
 
 def deal_heads(heads: int, kv_heads: int, ranks: int) -> Heads:
-    """Deals heads over the ranks of a Ulysses group."""
+    """Distributes heads over the ranks of a Ulysses group."""
     if kv_heads < 1 or heads % kv_heads:
         raise GulliverError(
             f"{kv_heads} KV heads do not serve {heads} heads equally: choose a divisor of {heads}"
@@ -104,7 +104,7 @@ class Swap:
         return [torch.cat(parts, 2) for parts in zip(*arrived, strict=True)]
 
     def to_sequence(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Inverts `to_heads`; heads on several ranks are summed."""
+        """Inverts `to_heads`; heads held by several ranks are summed."""
         ranks, me = range(self.rank_group.size), self.rank_group.rank
         cuts = [t.split(lengths, 2) for t, lengths in zip(tensors, self.lengths, strict=True)]
         shapes = [

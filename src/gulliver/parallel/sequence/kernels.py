@@ -59,10 +59,10 @@ class AttentionBlock:
         k: keys ``[batch, KV heads, keys, head dim]``.
         v: values ``[batch, KV heads, keys, value dim]``.
         scale: factor of the logits.
-        causal: whether key j is seen by query i only if j <= i; as many keys as queries.
-        bias: numbers added to the logits, 0 or minus infinity, ``[rows, 1, queries, keys]`` of q's
+        causal: whether query i sees only keys j <= i; requires as many keys as queries.
+        bias: values added to the logits, 0 or minus infinity, ``[rows, 1, queries, keys]`` of q's
             dtype.
-        deterministic: whether the same bits have to come out every time.
+        deterministic: whether results must be bitwise reproducible.
     """
 
     q: Tensor
@@ -357,7 +357,7 @@ def attend(
 
 @dataclass(frozen=True)
 class Rows:
-    """Complete rows of queries for a backward (see `kernels.py`)."""
+    """Full rows of queries for backward (see `kernels.py`)."""
 
     q: Tensor  # Queries ``[batch, heads, queries, head dim]``
     grad: Tensor

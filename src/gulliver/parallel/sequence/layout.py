@@ -1,10 +1,10 @@
 """Layouts of a sequence: the positions that each rank holds.
 
-A layout cuts the sequence over the ring ranks first, then what a ring rank holds over the ranks of
-its Ulysses group, in order: an all-to-all among these gives the group its tokens in that order.
+A layout first shards the sequence over the ring ranks, then each ring rank's tokens over its
+Ulysses group, in order: an all-to-all within the group yields its tokens in that order.
 
-- *contiguous*: ring rank r of n holds the r-th part of n.
-- *zigzag*: of 2 n parts, ring rank r holds the r-th and the r-th from the end.
+- *contiguous*: ring rank r of n holds part r of n.
+- *zigzag*: of 2 n parts, ring rank r holds parts r and 2 n - 1 - r.
 """
 
 from __future__ import annotations
@@ -128,22 +128,22 @@ class Tail:
         return self.count
 
     def of_rank(self, rank: int) -> tuple[tuple[int, int], ...]:
-        """Returns the intervals of them that a rank holds."""
+        """Returns the intervals of tail tokens that a rank holds."""
         first = self.whole.length - self.count
         held = ((max(a, first), b) for a, b in self.whole.of_rank(rank) if b > first)
         return tuple((a - first, b - first) for a, b in held)
 
     def sizes(self) -> list[int]:
-        """Returns the number of them that each rank holds."""
+        """Returns the number of tail tokens on each rank."""
         return [sum(b - a for a, b in self.of_rank(rank)) for rank in range(self.degree)]
 
     def order(self) -> Tensor:
-        """Returns their numbers, rank after rank."""
+        """Returns the tail tokens' numbers, rank by rank."""
         runs = [torch.arange(a, b) for rank in range(self.degree) for a, b in self.of_rank(rank)]
         return torch.cat(runs)
 
     def local(self, rank: int) -> Tensor:
-        """Returns their local indices on a rank."""
+        """Returns the local indices of the tail tokens on a rank."""
         positions = self.whole.positions(rank)
         return (positions >= self.whole.length - self.count).nonzero().squeeze(1)
 
@@ -161,14 +161,14 @@ class Tail:
 
 @dataclass(frozen=True)
 class SequencePlan:
-    """Ulysses inside, a ring of two levels outside; each from 1 up, the product is the degree.
+    """Ulysses inside, a two-level ring outside; sizes of at least 1, whose product is the degree.
 
     Attributes:
         ulysses: ranks that exchange sequence for heads (Jacobs et al., DeepSpeed Ulysses, 2023).
-        outer: size of the outer, slow ring, whose members are inner rings.
+        outer: size of the outer, slow ring of inner rings.
         inner: size of each inner ring; a ring of one level is ``inner=N``.
         layout: name of the layout, contiguous or zigzag.
-        wire: format in which queries, keys, values, outputs and gradients travel.
+        wire: wire format of queries, keys, values, outputs and gradients.
     """
 
     ulysses: int = 1
@@ -196,7 +196,7 @@ class SequencePlan:
         return self.ring * self.ulysses
 
     def lay(self, length: int) -> Layout:
-        """Returns the layout of a sequence of a length over the ranks."""
+        """Returns the layout of a sequence of this length."""
         return Layout(length, self.ring, self.ulysses, self.layout)
 
     def __str__(self) -> str:
@@ -235,12 +235,12 @@ def make_groups(
 
     Args:
         plan: plan of each sequence.
-        sequences: ranks of the world that share a sequence, in the plan's order, for every
-            sequence; None for consecutive ranks.
+        sequences: world ranks that share each sequence, in the plan's order; None for consecutive
+            ranks.
 
     Raises:
-        GulliverError: the plan's degree does not divide the world, or the sequences do not name
-            each rank once.
+        GulliverError: the plan's degree does not divide the world, or the sequences do not contain
+            each rank exactly once.
     """
     world = dist.get_world_size() if dist.is_initialized() else 1
     members = [list(ranks) for ranks in sequences] if sequences is not None else None

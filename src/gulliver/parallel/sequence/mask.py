@@ -4,15 +4,14 @@
     Mask.packed(cu_seqlens, causal=True)         # packed documents
     Mask(key_lengths=lengths)                    # padding at the end of the keys
 
-The parts of a mask all have to allow a pair. A query that may see no key gives zeros, and zero
-gradients.
+All parts of a mask have to allow a pair. A query that sees no keys gives zeros, and zero gradients.
 
-`Mask` is what users write, over positions of the whole sequence. `Rules` is a mask prepared for one
+`Mask` is the user's rule, over positions of the full sequence. `Rules` is a mask prepared for one
 call: `classify` returns whether a rectangle of positions is allowed in full, in part or not at all,
 without checking every pair; `dense` checks every pair.
 
-A dense mask would have the square of the length, and a rank whose tokens are not consecutive (see
-`layout.py`) could not use a kernel's own causal mask, which goes by local indices.
+A dense mask would be quadratic in the length, and a rank whose tokens are not consecutive (see
+`layout.py`) could not use a kernel's own causal mask, which uses local indices.
 """
 
 from __future__ import annotations
@@ -46,23 +45,23 @@ class Verdict(enum.Enum):
 class Mask:
     """A rule for which keys each query sees.
 
-    All ranks of a sequence give the same mask. Its tensors are read on the CPU: those that lie
-    there cost no synchronisation.
+    All ranks of a sequence pass the same mask. Its tensors are read on the CPU; CPU tensors avoid a
+    synchronization.
 
     Attributes:
         causal: whether keys after the query are hidden.
         window: numbers of keys before and after its own position that a query sees; None for all. A
             sliding window of w tokens, the last w, is ``causal=True, window=(w - 1, None)``.
-        documents: ids of the documents that tokens belong to, ``[length]`` or ``[batch, length]``
-            whole numbers; queries see keys of their own document. Tokens of a negative id see
-            nothing and are not seen.
+        documents: integer ids of the tokens' documents, ``[length]`` or ``[batch, length]``;
+            queries see keys of their own document. Tokens with a negative id neither see nor are
+            seen.
         key_documents: ids of the documents of a cross-attention's keys; None for `documents`.
-        key_lengths: number of keys of each row of the batch that are no padding, ``[batch]``.
-        query_lengths: number of queries of each row that are no padding, ``[batch]``; the others
-            give zeros.
-        keys: keys that may be seen at all, ``[batch, key length]`` bool: padding anywhere.
+        key_lengths: number of keys of each batch row without padding, ``[batch]``.
+        query_lengths: number of queries of each row without padding, ``[batch]``; the others give
+            zeros.
+        keys: visible keys, ``[batch, key length]`` bool, for padding anywhere.
         offset: distance between a query's index and its position among the keys, for `causal` and
-            `window`: query i stands at position i + offset.
+            `window`: query i is at position i + offset.
     """
 
     causal: bool = False
@@ -90,7 +89,7 @@ class Mask:
             window: numbers of keys before and after the query, as in `Mask`.
 
         Raises:
-            GulliverError: `cu_seqlens` does not begin with 0, or falls.
+            GulliverError: `cu_seqlens` does not begin with 0, or decreases.
         """
         ends = cu_seqlens.detach().cpu().long()
         counts = ends.diff()
@@ -104,8 +103,8 @@ class Mask:
 
         Args:
             batch: rows of the batch.
-            length: queries of the whole sequence.
-            key_length: keys of the whole sequence.
+            length: queries of the full sequence.
+            key_length: keys of the full sequence.
 
         Raises:
             GulliverError: a part of the mask has another shape.
@@ -148,7 +147,7 @@ class Mask:
 
 @dataclass(frozen=True)
 class Rules:
-    """A mask for one call. Rows represent the batch, one row for all of it; None allows all."""
+    """A mask for one call; one row for each of the batch or for all of it; None allows all."""
 
     before: int = FAR  # Number of keys that a query sees before its position
     after: int = FAR  # Number of keys that a query sees after its position; 0 is causal
@@ -171,7 +170,7 @@ class Rules:
         return Verdict.ALL
 
     def judge_band(self, queries: Interval, keys: Interval) -> Verdict:
-        """Classifies a rectangle exactly by the distance of positions."""
+        """Classifies a block of the attention mask by relative position; exact."""
         least = keys[0] - (queries[1] - 1 + self.offset)
         most = keys[1] - 1 - (queries[0] + self.offset)
         if most < -self.before or least > self.after:
@@ -179,7 +178,7 @@ class Rules:
         return Verdict.ALL if least >= -self.before and most <= self.after else Verdict.SOMETHING
 
     def judge_contents(self, queries: Interval, keys: Interval) -> Verdict:
-        """Classifies a rectangle by documents and padding."""
+        """Classifies a block of the attention mask by documents and padding."""
         found = [self._kept(0, self.queries, queries), self._kept(1, self.keys, keys)]
         if self.documents is not None and self.key_documents is not None:
             low, high = self._span(2, self.documents, queries)
@@ -197,7 +196,7 @@ class Rules:
         return self.after == 0 and self.before >= FAR
 
     def dense(self, q: Tensor, k: Tensor) -> Tensor:
-        """Returns for every pair of positions whether it is allowed: ``[rows, queries, keys]``."""
+        """Returns whether each pair of positions is allowed: ``[rows, queries, keys]``."""
         distance = k - (q.unsqueeze(1) + self.offset)
         allowed = ((distance >= -self.before) & (distance <= self.after)).unsqueeze(0)
         if self.documents is not None and self.key_documents is not None:

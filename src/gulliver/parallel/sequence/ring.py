@@ -1,12 +1,12 @@
 """Ring exchange of one or two levels.
 
-Rank (o, i) begins with its own block. In step (a, b) it has the block of rank (o - a, i - b): the
-inner ring turns fully for each hop of the outer ring, and the block of the next hop is in
+Rank (o, i) starts with its own block. In step (a, b) it has the block of rank (o - a, i - b): the
+inner ring makes a full turn for each hop of the outer ring, while the block of the next hop is in
 flight, so each block crosses the slow links once per outer hop. This is the double ring of
 LoongTrain (Gu et al., 2024, arXiv 2406.18485) for any two sizes.
 
-`turn` brings the blocks. `round_trip` brings them and takes home what was gathered for each (the
-gradients of keys and values in a backward).
+`turn` circulates the blocks. `round_trip` also returns the sums for each block to its owner (the
+gradients of keys and values in backward).
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class _RingChannel:
         self._hops = 0
 
     def send_on(self, block: Tensor, count: int) -> Messages:
-        """Starts to send a block on and to receive the next, of `count` elements."""
+        """Starts sending a block to the next rank and receiving one of `count` elements."""
         # The buffer of two hops ago is free: its block was waited for, and so was sending it on.
         which = self._hops % 2
         buffer = self._buffers[which]
@@ -372,8 +372,8 @@ def _backward(rows: Rows, k: Tensor, v: Tensor, call: RingCall) -> Gradients:
 class _Pack:
     """Packs a ring rank's tensors ``[batch, heads, length, ...]`` into one message per piece.
 
-    One message instead of one for each tensor: each costs a latency. In a wire format the owner
-    packs once, and every rank on the way unpacks what it passes on.
+    Each message costs a latency. In a wire format the owner packs once, and each rank that forwards
+    the message unpacks a copy.
     """
 
     def __init__(self, tensors: Sequence[Tensor], call: RingCall) -> None:

@@ -42,11 +42,11 @@ def shard(
     """Returns this rank's shard of a replicated tensor.
 
     Args:
-        x: whole tensor: activations, ids, labels, position ids, rotary tables.
+        x: full tensor: activations, ids, labels, position ids, rotary tables.
         groups: rank groups of the plan.
         dim: dimension of the sequence.
-        gradient: "gather" gives all ranks the gradient of the whole, "mean" that over the number of
-            ranks, "own" that of their own tokens; see the top of the file.
+        gradient: "gather" gives all ranks the full gradient, "mean" divides it by the number of
+            ranks, "own" gives the gradient of the local tokens; see the top of the file.
 
     Raises:
         GulliverError: the gradient is unknown.
@@ -69,12 +69,12 @@ def unshard(
         x: this rank's shard.
         groups: rank groups of the plan.
         dim: dimension of the sequence.
-        length: tokens of the whole; None asks the ranks.
-        gradient: "own" takes this rank's tokens of its gradient, "alike" as often as there are
-            ranks; see the top of the file.
+        length: tokens of the full sequence; None gathers it from the ranks.
+        gradient: "own" takes this rank's tokens of its gradient, "alike" multiplies them by the
+            number of ranks; see the top of the file.
 
     Raises:
-        GulliverError: the shards are not those of the plan's layout; the gradient is unknown.
+        GulliverError: the shards do not match the plan's layout; the gradient is unknown.
     """
     _check(gradient, get_args(UnshardGradient))
     layout = checked_layout(x, groups, dim, length)
@@ -90,31 +90,32 @@ def unshard_tail(
 
 
 def shard_labels(labels: Tensor, groups: SequenceGroups, ignore_index: int = -100) -> Tensor:
-    """Returns this rank's shard of next-token labels, shifted before they are cut.
+    """Returns this rank's shard of next-token labels, shifted before sharding.
 
     The label of a token is the next token's id, which may be on another rank; a model that shifts
-    labels itself would lose one at each cut. So compare these with logits position by position.
+    labels itself would lose one at each shard boundary. Compare these with logits position by
+    position.
 
     Args:
-        labels: labels as for one process, unshifted, ``[batch, length]``.
+        labels: unshifted labels of the full sequence, ``[batch, length]``.
         groups: rank groups of the plan.
-        ignore_index: label of the last token, which has no next.
+        ignore_index: label of the last token, which has no successor.
     """
     shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=ignore_index)
     return shard(shifted, groups, 1)
 
 
 def position_ids(groups: SequenceGroups, length: int, documents: Tensor | None = None) -> Tensor:
-    """Returns the positions of this rank's tokens, to look up embeddings and rotary tables with.
+    """Returns the positions of this rank's tokens, for position embeddings and rotary tables.
 
     Args:
         groups: rank groups of the plan.
-        length: tokens of the whole sequence.
+        length: tokens of the full sequence.
         documents: document ids as in `Mask`; positions then restart with each document.
 
     Returns:
-        Positions ``[local length]``, or ``[batch, local length]`` for documents of that form;
-        int64, on the device of the documents.
+        Positions ``[local length]``, or ``[batch, local length]`` for batched documents; int64, on
+        the device of the documents.
     """
     own = groups.plan.lay(length).positions(groups.rank)
     if documents is None:
@@ -129,7 +130,7 @@ def position_ids(groups: SequenceGroups, length: int, documents: Tensor | None =
 def mean_loss(losses: Tensor, groups: SequenceGroups, counted: Tensor | None = None) -> Tensor:
     """Returns the mean over all tokens of a sharded sequence.
 
-    A mean of the ranks' means would be wrong where they count different numbers of tokens.
+    A mean of the ranks' means would be wrong if they count different numbers of tokens.
 
     Args:
         losses: losses of this rank's tokens, any shape.
@@ -220,7 +221,7 @@ class _Unshard(torch.autograd.Function):
 
 
 class _Show(torch.autograd.Function):
-    """Returns one value with the gradient of another, also if either is not finite."""
+    """Returns one value with the gradient of another, even if either is not finite."""
 
     @staticmethod
     def forward(ctx: Any, share: Tensor, whole: Tensor, alike: int) -> Tensor:
@@ -279,17 +280,17 @@ def swap_sharded_dim(
     Each rank sends ``(N - 1) / N`` of its shard, forward and backward.
 
     Args:
-        x: this rank's shard, whole along `to_dim`.
-        from_dim: dimension that is sharded, and is whole afterwards, in the order of positions.
-        to_dim: dimension that is sharded afterwards; sizes need not divide.
-        groups: rank groups of the plan, whose layout is that of both dims.
-        from_size: size of the whole along `from_dim`; None asks the ranks.
+        x: this rank's shard, unsharded along `to_dim`.
+        from_dim: sharded dimension; unsharded afterwards, in the order of positions.
+        to_dim: dimension that is sharded afterwards; sizes need not be divisible.
+        groups: rank groups of the plan, whose layout applies to both dims.
+        from_size: full size along `from_dim`; None gathers it from the ranks.
 
     Returns:
-        The shard along `to_dim`, whole along `from_dim`.
+        The shard along `to_dim`, unsharded along `from_dim`.
 
     Raises:
-        GulliverError: the dims are one, or the shard is not that of the layout.
+        GulliverError: the dims are equal, or the shard does not match the layout.
     """
     from_dim, to_dim = from_dim % x.dim(), to_dim % x.dim()
     if from_dim == to_dim:

@@ -1,10 +1,10 @@
 """Tensor parallelism: layers sharded over ranks, with plain local parameters.
 
     plan = plan_tensor(model, 4)          # from the model's own plan, its family, or rules=
-    apply_tensor(model, plan, line)       # in place; sequence="split_gather" cuts activations too
+    apply_tensor(model, plan, line)       # in place; sequence="split_gather" shards activations too
 
-`plan` decides how each module is cut, by the `styles` that exist; `apply` replaces modules by the
-`layers`, whose communication is in `entry` and `collectives`.
+`plan` chooses a style for each module from `styles`; `apply` replaces modules by the `layers`,
+whose communication is in `entry` and `collectives`.
 """
 
 from typing import TYPE_CHECKING

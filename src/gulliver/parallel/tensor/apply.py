@@ -1,12 +1,12 @@
-"""Hooks on modules of the model: where an input is entered once, and where the sequence is cut.
+"""Shards a model in place, with hooks where inputs enter and where the sequence is sharded.
 
-*Sites* are modules whose input goes into several columns, such as attention and gated MLPs: where
-the sequence is sharded, `enter_once` lets all of them share one entry. *Stacks* are lists of
-blocks: `guard_stack` cuts the sequence at the entry of the first block and joins it at the exit of
-the last, and says inside how long it is. A block of another pipeline stage does neither; what its
-neighbours get is then a piece already.
+*Sites* are modules whose input goes into several column layers, such as attention and gated MLPs:
+    with a sharded sequence, `enter_once` lets all of them share one entry. *Stacks* are lists of
+    blocks: `guard_stack` shards the sequence before the first block, gathers it after the last, and
+    publishes its length inside. A block of another pipeline stage does neither; its neighbours
+    receive shards.
 
-Hooks, not subclasses: the model keeps its own classes, which its code may ask for.
+Hooks instead of subclasses keep the model's own classes, which its code may check.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from gulliver.precision.fp8.conversion import is_transposed
 
 
 def enter_once(site: nn.Module, shared: SharedSequence) -> None:
-    """Enters a module's hidden states once for all its columns, which see the full shape."""
+    """Enters a module's hidden states once for all its column layers, which see the full shape."""
 
     def entered(value: Any) -> Any:
         if shared.inside or not isinstance(value, Tensor) or isinstance(value, GatheringTensor):
@@ -73,7 +73,7 @@ def enter_once(site: nn.Module, shared: SharedSequence) -> None:
 
 
 def expect_whole(path: str, module: nn.Module, shared: SharedSequence) -> None:
-    """Rejects a shard as input of a module that needs the whole sequence."""
+    """Rejects sharded inputs of a module that needs the full sequence."""
     # Such a module stands past gathered columns, so its gradients are not summed over the ranks.
 
     def before(module: nn.Module, args: Any) -> None:
@@ -224,7 +224,8 @@ def apply_tensor(
         model: model that the plan was made for, the same on all ranks.
         plan: plan that `plan_tensor` made.
         rank_group: rank group of as many ranks as the plan; with one rank nothing is changed.
-        sequence: how the sequence is sharded between blocks, over the same ranks; None: not at all.
+        sequence: how the sequence is sharded between blocks, over the same ranks; None for not at
+            all.
 
     Raises:
         GulliverError: the group has another size, the mode is unknown, or the model has no blocks
@@ -239,7 +240,7 @@ def apply_tensor(
 
 
 def check_mode(model: nn.Module, plan: TensorPlan, sequence: str | None) -> None:
-    """Rejects a sequence mode that a model cannot have."""
+    """Rejects a sequence mode that a model does not support."""
     if sequence is None:
         return
     family = family_of(model)
@@ -306,7 +307,7 @@ class _Applied:
         self._hook(shared)
 
     def _cut_inside(self, path: str, module: nn.Module, placed: ShardedModule) -> None:
-        """Cuts the parameters of a module in place."""
+        """Shards the parameters of a module in place."""
         if id(module) in self.replaced:
             return
         self.replaced[id(module)] = module
@@ -416,7 +417,7 @@ class _Applied:
         sum_gradients(self.model, inside + summed_up + copied, rank_group)
 
     def _in_site(self, path: str) -> bool:
-        """Whether a module inside a site uses the whole sequence, bypassing its columns."""
+        """Whether a module inside a site uses the full sequence, bypassing its column layers."""
         # The second factor of an adapter of a row layer does not: it adds to what the rows have
         # scattered.
         layer, factor = layer_of(path)

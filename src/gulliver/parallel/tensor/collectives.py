@@ -1,9 +1,9 @@
-"""Uneven sharding: the number of units per rank, and the resulting parameter regions.
+"""Collectives over tensor ranks, and uneven sharding: units per rank, and parameter regions.
 
-Units are dealt as evenly as can be, the first ranks getting one more. A unit may be several
-features wide: an attention head is never cut, and with grouped heads it is a key-value head with
-all the query heads that belong to it. Nothing is padded: padded features would change norms, the
-number of parameters and what is saved.
+Units are distributed as evenly as possible, the first ranks getting one more. A unit may have
+    several features: an attention head is never split, and grouped heads form a unit of a key-value
+    head with its query heads. Nothing is padded: padded features would change norms, parameter
+    counts and checkpoints.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ Wait = Callable[[], Tensor]
 
 
 def start_gather(own: Tensor, dim: int, lengths: Sequence[int], rank_group: RankGroup) -> Wait:
-    """Starts to gather the pieces of all ranks."""
+    """Starts gathering the pieces of all ranks."""
     longest, size, slots = max(lengths), rank_group.size, _slots(rank_group)
     padded = _padded(own, dim, longest)
     flat = padded.new_empty(size * padded.numel())
@@ -163,7 +163,7 @@ class Reduction:
         return [(place + step) % size for step in range(1, size)]
 
     def send(self, place: int, piece: Tensor) -> None:
-        """Sends another rank's piece, and starts to receive one."""
+        """Sends another rank's piece, and starts receiving one."""
         rank_group, piece = self._rank_group, piece.detach().contiguous()
         step = (place - rank_group.rank) % rank_group.size
         source = (rank_group.rank - step) % rank_group.size
@@ -174,7 +174,7 @@ class Reduction:
         )
 
     def finish(self, own: Tensor) -> Tensor:
-        """Returns the sum of all ranks' pieces for this one, in rank order."""
+        """Returns the sum of all ranks' pieces for this rank, in rank order."""
         while self._messages:
             self._messages.pop(0).wait()
         wide = own.dtype if own.dtype.itemsize > 2 else torch.float32
@@ -187,7 +187,7 @@ class Reduction:
 
 
 def gather_sizes(size: int, rank_group: RankGroup, device: torch.device) -> tuple[int, ...]:
-    """Gathers numbers from all ranks in one small all-gather."""
+    """Gathers one number from every rank."""
     own = torch.tensor([size], device=device)
     sizes = own.new_empty(rank_group.size)
     all_gather(sizes, own, group=rank_group.process_group)

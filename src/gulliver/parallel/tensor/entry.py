@@ -1,7 +1,7 @@
-"""The three products of a linear layer, with either layout of its weight.
+"""Inputs of column layers: gathers in forward, gradients in backward, and the linear products.
 
-A weight is ``[outputs, inputs]``, or ``[inputs, outputs]`` where it is *transposed*, as in GPT-2's
-Conv1D. Tensors have any number of leading dims; shapes below are of what those make as rows.
+A weight is ``[outputs, inputs]``, or ``[inputs, outputs]`` if it is *transposed*, as in GPT-2's
+Conv1D. Tensors have any number of leading dims, which the shapes below flatten to rows.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class SequenceCut:
 
 
 def enter(x: Tensor, rank_group: RankGroup, cut: SequenceCut | None) -> Tensor:
-    """Starts to communicate the input of column layers; pass the result to all of them."""
+    """Starts communicating the input of column layers; pass the result to all of them."""
     x = autocast(x)
     entry = Entry(rank_group, cut)
     token = _Enter.apply(x, entry)
@@ -139,7 +139,7 @@ def enter(x: Tensor, rank_group: RankGroup, cut: SequenceCut | None) -> Tensor:
 
 
 def enter_whole(x: Tensor, rank_group: RankGroup) -> Tensor:
-    """Enters a full tensor once for all columns that get the same object."""
+    """Enters a full tensor once for all column layers that get the same object."""
     # Noted on the tensor, as nothing tells a column which others read its input.
     before = vars(x).get("_entered")
     recorded = x.requires_grad and torch.is_grad_enabled()
@@ -163,7 +163,7 @@ def autocast(x: Tensor) -> Tensor:
 
 
 def arrival_of(x: Tensor) -> Arrival | None:
-    """Returns what `enter` attached to a tensor."""
+    """Returns the `Arrival` that `enter` attached to a tensor, if any."""
     return vars(x).get("_arrival")
 
 
@@ -218,7 +218,7 @@ class Arrival:
 
 
 class Entry:
-    """The gradient of one input, shared by its columns in backward."""
+    """The gradient of one input, shared by its column layers in backward."""
 
     # Each column calls `begin`, `add`, `weight_gradient` and `leave`, as far as it needs them.
 
@@ -236,11 +236,11 @@ class Entry:
         self._ring: Iterator[tuple[int, Tensor]] | None = None
 
     def join(self) -> None:
-        """Counts a column that will have a gradient."""
+        """Counts a column layer that will have a gradient."""
         self._columns += 1
 
     def begin(self, own: Tensor) -> None:
-        """Starts to gather the input again, unless another column did."""
+        """Starts gathering the input again, unless another column layer did."""
         # Keeping the gathered input from the forward would cost the memory that cutting the
         # sequence saves; gathering it twice costs an all-gather that the input gradient's product
         # hides.
@@ -254,7 +254,7 @@ class Entry:
                 self._wait = start_gather(own, cut.dim, cut.lengths, self.rank_group)
 
     def add(self, grad: Tensor, weight: Tensor, transposed: bool) -> None:
-        """Adds a column's input gradient; the last column starts the sum over ranks."""
+        """Adds a column layer's input gradient; the last one starts the sum over ranks."""
         last = self._done + 1 == self._columns
         if last and self.cut is not None and self.cut.ring:
             self._add_in_pieces(grad, weight, transposed)
@@ -283,7 +283,7 @@ class Entry:
         self._reduced = lambda: reduction.finish(own)
 
     def weight_gradient(self, grad: Tensor, own: Tensor, transposed: bool) -> Tensor:
-        """Returns a column's weight gradient, after `begin`."""
+        """Returns a column layer's weight gradient, after `begin`."""
         if self._ring is None:
             if self._wait is not None:
                 self._again, self._wait = self._wait(), None
@@ -301,13 +301,13 @@ class Entry:
         return total.value(grad.dtype)
 
     def leave(self) -> None:
-        """Counts finished columns; the last one frees the gathered input."""
+        """Counts finished column layers; the last one frees the gathered input."""
         self._done += 1
         if self._done >= self._columns:
             self._again, self._done = None, 0
 
     def end(self) -> Tensor | None:
-        """Returns the input gradient of all differentiated columns."""
+        """Returns the input gradient of all differentiated column layers."""
         found = self._reduced() if self._reduced is not None else None
         # What is left where some columns had no gradient, so that none was the last.
         if self._sum is not None:

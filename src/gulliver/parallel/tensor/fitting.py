@@ -1,12 +1,12 @@
 """Checks that the features of column layers match those of the next row layers.
 
-A style says nothing of a module's neighbours, and shapes often agree where features do not: blocks
-that are none permute what a row layer multiplies, and gradients that are whole are summed when they
-are called partial. So before anything is done, column layers are paired with the row layers that
-take their outputs, and the intervals of each rank are compared.
+A style does not describe a module's neighbours, and shapes often match although features do not:
+wrong blocks permute a row layer's inputs, and full gradients are summed if they are declared
+partial. So before any change, column layers are paired with the row layers that take their outputs,
+and the intervals of each rank are compared.
 
-The order in which modules run is not known. Columns are paired with rows of the smallest
-module that has both; what lies outside of blocks is left to the loss, or to the user.
+The order in which modules run is unknown. Column layers are paired with row layers of the smallest
+module that has both; layers outside of blocks are left to the loss, or to the user.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class _Site:
     rows: tuple[str, ...]
 
     def parts(self, choices: Choices) -> list[_Site]:
-        """Splits layers sharded by heads from the rest, if a module has rows of both kinds."""
+        """Separates layers sharded by heads, if a module has row layers of both kinds."""
         by_kind = [[], []]
         for row in self.rows:
             by_kind[choices.placed[row].how.heads].append(row)
@@ -171,7 +171,7 @@ class _Site:
 
 
 def _paired(choices: Choices, columns: list[str], rows: list[str]) -> Iterator[_Site]:
-    """Pairs columns with rows in the smallest modules that have both, within a block."""
+    """Pairs column with row layers in the smallest modules that have both, within a block."""
     beneath: dict[str, list[str]] = {}
     for path in (*columns, *rows):
         above, block = path, choices.block_of(path)
@@ -188,7 +188,7 @@ def _paired(choices: Choices, columns: list[str], rows: list[str]) -> Iterator[_
 
 
 def _check_alone(choices: Choices, columns: list[str], rows: list[str]) -> None:
-    """Rejects columns without rows, and rows without columns, in blocks."""
+    """Rejects column layers without row layers, and vice versa, in blocks."""
     in_blocks = [path for path in columns if choices.block_of(path)]
     past_blocks = [path for path in rows if not choices.block_of(path)]
     # Rows past a list may take what the members of the list leave.
@@ -212,7 +212,7 @@ def _refuse_row(choices: Choices, row: str) -> NoReturn:
 
 
 def _check_whole(choices: Choices, path: str, beside: str | None) -> None:
-    """Rejects full outputs that a known model combines with those of columns."""
+    """Rejects full outputs that a known model combines with those of column layers."""
     how, known = choices.placed[path].how, STYLES[choices.known(path) or "replicate"]
     if beside and (how.gather or how.split) and known.kind == "column" and not known.gather:
         raise GulliverError(
@@ -222,7 +222,7 @@ def _check_whole(choices: Choices, path: str, beside: str | None) -> None:
 
 
 def _check_known(choices: Choices, path: str) -> None:
-    """Rejects missing blocks or ends of a known model's layer."""
+    """Rejects a style with local outputs other than the one that a known model requires."""
     name, one = choices.known(path), choices.placed[path]
     known = STYLES[name or "replicate"]
     if known.kind not in ("column", "row") or known.gather or known.split:

@@ -1,4 +1,4 @@
-"""The base class of sharded modules."""
+"""Sharded linear and embedding layers."""
 
 from __future__ import annotations
 

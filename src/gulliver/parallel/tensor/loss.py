@@ -34,7 +34,7 @@ def cross_entropy(
 
     Args:
         logits: this rank's columns, ``[..., stop - start]``.
-        labels: token ids in the whole vocabulary, ``[...]``, the same on all ranks.
+        labels: token ids in the full vocabulary, ``[...]``, the same on all ranks.
         rank_group: rank group that the vocabulary is sharded over.
         vocabulary: first of this rank's columns and one past the last.
         ignore_index: label whose loss and gradient are 0.
@@ -43,8 +43,8 @@ def cross_entropy(
         Losses ``[...]`` in float32 (float64 for float64).
 
     Raises:
-        GulliverError: shapes do not fit; no rank has a label, which is found on the CPU alone: on
-            a GPU, which a check would make wait, the loss of that token is NaN.
+        GulliverError: shapes do not match; a label is in no rank's columns. The latter is only
+            checked on the CPU; on a GPU, where a check would synchronize, the token's loss is NaN.
     """
     start, stop = vocabulary
     if logits.shape != (*labels.shape, stop - start):

@@ -3,8 +3,7 @@
     plan = plan_tensor(model, 4)
     print(plan)
 
-A plan is pure: it looks at modules and shapes and touches nothing. What it does not understand it
-names and rejects.
+Planning only reads modules and shapes. Unknown modules are rejected by name.
 """
 
 from __future__ import annotations
@@ -53,21 +52,21 @@ def plan_tensor(
     """Decides how a model is sharded.
 
     Args:
-        model: model with whole parameters, perhaps on meta; modules without any are left alone.
+        model: unsharded model, which may be on meta; modules without parameters are unchanged.
         size: ranks.
-        rules: pattern of module paths to style, before what is known of the model: the last parts
-            of a path, ``*`` for one part. See `STYLES`.
-        replicate_rest: modules that no rule names stay whole on all ranks.
+        rules: style by pattern of module paths, with precedence over built-in plans; a pattern is
+            the last parts of a path, ``*`` for one part. See `STYLES`.
+        replicate_rest: replicate modules that no rule matches.
         allow_dropout: see below.
 
     Returns:
         The plan.
 
     Raises:
-        GulliverError: modules that were not understood, sizes that cannot be dealt, an unknown
-            style, or dropout: ranks would draw other masks than one process, for whole tensors
-            even different ones each. With `allow_dropout` the caller gives all ranks of a line the
-            same random state, and the heads of each rank draw the same masks.
+        GulliverError: unknown modules, sizes that cannot be distributed, an unknown style, or
+            dropout: masks would differ from those of one process, and between ranks even for
+            replicated tensors. With `allow_dropout` the caller gives all tensor ranks the same
+            random state, and the heads of each rank draw the same masks.
     """
     return _Planner(model, size, rules or {}, replicate_rest, allow_dropout).plan()
 
@@ -159,7 +158,7 @@ class _Planner:
     def _whole(
         self, placed: dict[str, ShardedModule], replicated: list[str], stacks: tuple[str, ...]
     ) -> tuple[str, ...]:
-        """Modules that need the whole sequence instead of a shard."""
+        """Modules that need the full sequence instead of a shard."""
         found = [path for path, one in placed.items() if one.how.kind in ("experts", "latent")]
         if self._automatic:
             found += self.opaque
@@ -198,7 +197,7 @@ class _Planner:
     def _gather_opaque(
         self, placed: dict[str, ShardedModule], replicated: list[str], stacks: tuple[str, ...]
     ) -> None:
-        """Shards unknown modules such that the result is exact in any context."""
+        """Shards around unknown modules such that the result is exact in any context."""
         # [Note: opaque modules] Where something between columns and rows works on all features,
         # such as a norm over all heads, columns are gathered and rows take their part of a whole
         # input: weights and products are shared all the same, and everything between is what one
@@ -257,7 +256,7 @@ class _Planner:
         return sizes == {width} and not any(True for _ in module.children())
 
     def _style(self, path: str, module: nn.Module) -> str | None:
-        """How a module is sharded; factors of an adapter follow their layer."""
+        """Style of a module; factors of an adapter follow their layer."""
         # Next to columns the second factor is columns, too; next to rows the first is rows; the
         # other one is whole, and so is what is between them.
         layer, factor = layer_of(path)
@@ -349,7 +348,7 @@ class _Planner:
         return self._attention(path)[0]
 
     def _by_heads(self, path: str, one: ShardedModule) -> ShardedModule:
-        """Returns a layer's split into whole heads."""
+        """Returns a layer's split into complete heads."""
         units, copies = self._units(path, one.total, one.how.blocks)
         return replace(one, units=units, copies=copies)
 
@@ -425,7 +424,7 @@ class _Planner:
         return tuple(found)
 
     def _sites(self, placed: dict[str, ShardedModule], stacks: tuple[str, ...]) -> tuple[str, ...]:
-        """Parents of columns, except blocks, whose input is also used elsewhere."""
+        """Parents of column layers, except blocks, whose input is also used elsewhere."""
         parents = {
             layer_of(path)[0].rpartition(".")[0]: None
             for path, one in placed.items()
@@ -435,7 +434,7 @@ class _Planner:
 
     @staticmethod
     def _local_sites(placed: dict[str, ShardedModule]) -> set[str]:
-        """Parents of columns that do not gather all outputs."""
+        """Parents of column layers that do not gather all outputs."""
         return {
             layer_of(path)[0].rpartition(".")[0]
             for path, one in placed.items()
@@ -443,7 +442,7 @@ class _Planner:
         }
 
     def _check_sites(self, sites: list[str], replicated: list[str]) -> None:
-        """Rejects replicated parameters between columns and rows, whose gradients are partial."""
+        """Rejects replicated parameters between column and row layers: gradients are partial."""
         wrong = [
             r
             for r in replicated

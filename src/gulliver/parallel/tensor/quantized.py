@@ -1,4 +1,4 @@
-"""Sharded linear layers with quantised weights, for inference (`replace_module`)."""
+"""Sharded linear layers with quantized weights, for inference (`replace_module`)."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class _Sharded(QuantizedLinear):
 
 
 class QuantizedColumn(_Sharded):
-    """A quantised `ColumnLinear`."""
+    """A quantized `ColumnLinear`."""
 
     total: int
     gather_output: bool
 
     def run(self, x: Tensor) -> Tensor:
-        """Returns the outputs of this rank, or those of all."""
+        """Returns the outputs of this rank, or of all ranks."""
         y = self.multiply(x, self.bias)
         if not self.gather_output:
             return y
@@ -49,7 +49,7 @@ class QuantizedColumn(_Sharded):
 
 
 class QuantizedRow(_Sharded):
-    """A quantised `RowLinear`."""
+    """A quantized `RowLinear`."""
 
     total: int
     split_input: bool

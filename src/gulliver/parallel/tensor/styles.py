@@ -1,7 +1,7 @@
 """Sharding styles of modules by name, and their names in other libraries.
 
-Data, no code. Which module of which model is cut how stands in its family's record
-(`gulliver.families.Tensors`), whose styles are those of `STYLES`.
+The sharding of each known model's modules is in its family's record (`gulliver.families.Tensors`),
+in terms of `STYLES`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Kind = Literal[
 
 @dataclass(frozen=True)
 class ModuleSharding:
-    """How a module is cut."""
+    """How a module is sharded."""
 
     # Outputs (column), inputs (row), rows of an embedding (vocabulary) or its columns (embedding);
     # features inside of all experts of a module (experts); parameters of an attention by their
@@ -141,7 +141,7 @@ def dropouts_of(model: nn.Module) -> list[str]:
 
 
 def layer_of(path: str) -> tuple[str, str]:
-    """Returns a module's layer, and which factor of an adapter it is."""
+    """Returns a module's layer, and its LoRA factor: "lora_A", "lora_B", "other" or ""."""
     # PEFT wraps a layer ``x`` as ``x.base_layer``, ``x.lora_A.NAME`` and ``x.lora_B.NAME``.
     parts = path.split(".")
     if parts[-1] == "base_layer":
@@ -166,7 +166,7 @@ def _fits(parts: list[str], pattern: list[str]) -> bool:
 
 
 def head_groups(module: nn.Module) -> int:
-    """Heads of an attention module that can be on different ranks; 0 for other modules."""
+    """Heads of an attention module that can be distributed; 0 for other modules."""
     keys, width = getattr(module, "k_proj", None), vars(module).get("head_dim")
     if isinstance(keys, nn.Linear) and isinstance(width, int):
         return keys.out_features // width
@@ -202,7 +202,7 @@ def rotary_width(path: str, module: nn.Module, attention: nn.Module) -> int:
 
 
 def fits_kind(module: nn.Module, style: str | None) -> bool:
-    """Whether a style is for modules of this kind."""
+    """Whether a style supports modules of this kind."""
     kind = STYLES[style].kind if style in STYLES else "replicate"
     if kind in ("vocabulary", "embedding"):
         return isinstance(module, nn.Embedding)
@@ -397,7 +397,7 @@ class TensorPlan:
     whole: tuple[str, ...] = ()
 
     def share_of(self, model: nn.Module) -> float:
-        """The share of the blocks' parameters that this plan shards, from 0 to 1."""
+        """The fraction of the blocks' parameters that this plan shards."""
         whole = cut = 0
         lists = [p for p, m in model.named_modules() if isinstance(m, nn.ModuleList)]
         for path, module in model.named_modules():

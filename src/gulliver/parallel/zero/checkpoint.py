@@ -1,6 +1,6 @@
-"""Optimizer state as whole tensors by parameter name, gathered from the shards and cut again.
+"""Optimizer state as full tensors by parameter name, gathered from shards and sharded again.
 
-What is exchanged knows neither the number of ranks nor the size of chunks.
+The exchanged state is independent of the number of ranks and the chunk size.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ MASTER = "master"
 
 
 def gather_state(shards: ShardedState, keep: bool) -> State:
-    """The whole state of an optimizer that steps shards; every rank calls it."""
+    """Gathers the full state of a sharded optimizer (collective)."""
     counters, entries = stream_state(shards, shards.chunks)
     state = counters
     for name, key, whole in entries:
@@ -53,15 +53,15 @@ def gather_state(shards: ShardedState, keep: bool) -> State:
 def stream_state(
     shards: ShardedState, chunks: Sequence[ShardedChunk]
 ) -> tuple[State, Iterator[tuple[str, str, Tensor]]]:
-    """The state of an optimizer that steps shards, tensor by tensor; every rank goes through all.
+    """Streams the full optimizer state tensor by tensor (collective; all ranks iterate).
 
     Args:
-        shards: sharded state whose optimizer steps the pieces.
+        shards: sharded state.
         chunks: chunks that the pieces belong to.
 
     Returns:
-        Counters, and what has a shape of its own, by name and kind; and an iterator over the name,
-        kind and whole value of the other state; a value is good until the next one.
+        Counters and state that is not element-wise, by name and kind; and an iterator over the
+        name, kind and full value of other state, each valid until the next one.
     """
     optimizer, group = shards.inner, shards.group
     counters: State = {}
@@ -105,7 +105,7 @@ def _entries(
 
 
 def scatter_state(shards: ShardedState, state: State) -> None:
-    """Gives an optimizer this rank's pieces of a whole state, in place of what it has."""
+    """Replaces an optimizer's state with this rank's pieces of a full state."""
     optimizer, capturing = shards.inner, shards.groups.capturing()
     shards.states.drop(shards.chunks)
     for sharded in shards.chunks:
@@ -124,7 +124,7 @@ def _scattered(
     owned: Tensor,
     captured: bool,
 ) -> dict[str, Any]:
-    """This rank's piece of the state of a parameter; its float32 values are written at once."""
+    """This rank's piece of a parameter's state; its float32 values are written at once."""
     whole, found = sharded.chunk.parameters[piece.name], dict[str, Any]()
     for key, value in state.items():
         if key == MASTER:
@@ -142,12 +142,12 @@ def _scattered(
 
 
 def run_of(whole: Tensor, piece: ShardPiece, owned: Tensor) -> Tensor:
-    """The elements of a whole tensor that a piece has, in the shape of what is stepped."""
+    """The elements of a full tensor that belong to a piece, in the shape of the stepped tensor."""
     return whole.reshape(-1)[piece.offset : piece.offset + piece.numel].view(owned.shape)
 
 
 def _is_elementwise(value: Any, owned: Tensor) -> bool:
-    """Whether state has the form of what it belongs to."""
+    """Whether optimizer state has the shape and dtype of its parameter."""
     if not isinstance(value, Tensor):
         return False
     return value.shape == owned.shape and value.dtype == owned.dtype
@@ -193,7 +193,7 @@ def _whole(shard: Tensor, sharded: ShardedChunk, group: Group) -> Tensor:
 
 
 def relayout(shards: ShardedState, order: Sequence[str], chunk_bytes: int) -> bool:
-    """Lays the parameters out in another order, in chunks of another size; every rank calls it."""
+    """Re-partitions parameters in another order and chunk size (collective)."""
     if any(c.gradient_shard is not None or c.chunk.gradients.begun for c in shards.chunks):
         raise GulliverError("chunks are cut between steps: call zero_grad first")
     shards.groups.check_members()  # the groups are filled again
@@ -219,7 +219,7 @@ def relayout(shards: ShardedState, order: Sequence[str], chunk_bytes: int) -> bo
 def _hand_over(
     shards: ShardedState, old: Sequence[ShardedChunk], new: Sequence[ShardedChunk]
 ) -> None:
-    """Moves state of any shape from pieces that are whole parameters to others that are."""
+    """Moves per-parameter state from old pieces to new ones; both hold full parameters."""
     inner = shards.inner
     targets = {piece.name: (c, owned) for c in new for piece, owned in c.pieces}
     for sharded in old:
@@ -291,18 +291,18 @@ class ZeroCheckpoint(OptimizerCheckpoint):
 
     @property
     def copy_limit(self) -> int | None:
-        """Bytes of host memory that saving may take, under a memory limit; None for any number."""
+        """Host memory in bytes that saving may use under a limit; None is unlimited."""
         manager = self._shards.manager
         return None if manager is None else min(max(manager.budget // 8, 2**23), 2**26)
 
     def _saves(self, name: str, tensor: Tensor) -> bool:
-        """Whether this rank's group writes a tensor of the model."""
+        """Whether this rank's group saves a tensor of the model."""
         return self.has_whole_model or self.writes(name, tensor)
 
     # The model.
 
     def model_leaves(self, model: nn.Module) -> dict[str, Leaf]:
-        """The model's state as far as this rank saves it; nothing is gathered or waited for."""
+        """The part of the model's state that this rank saves; does not gather or wait."""
         return self._leaves(model, every=self.has_whole_model)
 
     def load_leaves(self, model: nn.Module) -> dict[str, Leaf]:
@@ -314,8 +314,8 @@ class ZeroCheckpoint(OptimizerCheckpoint):
 
         Args:
             model: boosted model.
-            every: whether all that this rank holds is asked for, or what its group writes.
-            fill: whether the leaves will be overwritten as wholes, next.
+            every: whether to return all that this rank holds, or only what its group writes.
+            fill: whether the leaves will be completely overwritten next.
         """
         shards = self._shards
         refuse_extra_state(model)
@@ -350,7 +350,7 @@ class ZeroCheckpoint(OptimizerCheckpoint):
         return {name: _copied(part) for name, part in mine.items()}
 
     def _share(self, leaf: Leaf) -> Part | None:
-        """This rank's share of what all ranks of the group have: small ones are the first's."""
+        """This rank's part of a tensor that the group shares; the first rank saves small ones."""
         whole = leaf if isinstance(leaf, Part) else part_of(leaf)
         count, size, rank = whole.value.numel(), self._shards.size, self._shards.rank
         if size == 1 or whole.value.nbytes < ALIKE:
@@ -360,7 +360,7 @@ class ZeroCheckpoint(OptimizerCheckpoint):
         return replace(whole, value=run, start=whole.start + begin)
 
     def _pieces(self, sharded: ShardedChunk) -> Iterator[tuple[str, Leaf]]:
-        """This rank's pieces of a chunk's parameters, as the optimizer steps them."""
+        """This rank's pieces of a chunk's parameters."""
         chunk = sharded.chunk
         for piece in chunk.layout.pieces(chunk.part):
             parameter = chunk.parameters[piece.name]
@@ -381,7 +381,7 @@ class ZeroCheckpoint(OptimizerCheckpoint):
                     yield name, _part(parameter, chunk.master_shard[:0].detach())
 
     def take_finished_writes(self) -> None:
-        """Brings what was written to parameters to the shards, without waiting for gathers."""
+        """Copies modified parameters to their shards, without waiting for gathers."""
         # A parameter that is being gathered cannot have been written: touching it waits for it.
         self._shards.gatherer.check_views()
         for sharded in self._shards.all_chunks:
@@ -389,29 +389,29 @@ class ZeroCheckpoint(OptimizerCheckpoint):
                 sharded.chunk.take_writes()
 
     def before_model_load(self) -> None:
-        """Waits for all that is in flight, before the model is filled."""
+        """Waits for pending work before the model is filled."""
         self._shards.gatherer.release_all()
         before_write(sharded.chunk.master_shard for sharded in self._shards.all_chunks)
         self._on_load()
 
     def after_model_load(self) -> None:
-        """Sends what was filled to all ranks; every rank calls it."""
+        """Broadcasts filled values to all ranks (collective)."""
         self._shards.publish()
 
     # The optimizer's groups.
 
     @property
     def trainable(self) -> Mapping[nn.Parameter, str]:
-        """Parameters that have state, or may have some later, with their names."""
+        """Parameters that have or may get state, with their names."""
         return {**self._shards.names, **self._shards.frozen_trainable}
 
     def take_up(self, names: Collection[str]) -> set[str]:
-        """Makes room for the state of frozen parameters; returns names that will have none."""
+        """Allocates the state of frozen parameters; returns the names that get none."""
         train_unfrozen(self._shards, names)
         return set(names) - set(self._shards.names.values())
 
     def group_names(self) -> list[list[str]]:
-        """Names of the trained parameters of each group, what was unfrozen since included."""
+        """Names of each group's trained parameters, including those unfrozen since."""
         train_unfrozen(self._shards)
         return [list(names) for names in self._shards.groups.names]
 
@@ -423,11 +423,11 @@ class ZeroCheckpoint(OptimizerCheckpoint):
 
     @property
     def has_whole_state(self) -> bool:
-        """Whether a rank has all state of a parameter or none, of whatever shape that is."""
+        """Whether each rank has either all or none of a parameter's state."""
         return self._shards.whole or (self._shards.parts == 1 and self.has_whole_model)
 
     def state_leaves(self) -> Saved:
-        """The optimizer's state as far as this rank has it."""
+        """The part of the optimizer's state that this rank has."""
         found: Saved = {}
         for sharded in self._shards.chunks:
             with self._shards.states.shown(sharded):
@@ -441,7 +441,7 @@ class ZeroCheckpoint(OptimizerCheckpoint):
     def _entries(
         self, piece: ShardPiece, owned: Tensor, parameter: Tensor, state: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """The state of a piece: counters, and leaves as far as this rank saves them."""
+        """The state of a piece: counters, and the leaves that this rank saves."""
         entries: dict[str, Any] = {}
         alone = self.has_whole_model and self._shards.parts == 1
         for key, value in state.items():
@@ -468,7 +468,7 @@ class ZeroCheckpoint(OptimizerCheckpoint):
         return entries
 
     def _state_leaf(self, part: Part) -> Leaf | None:
-        """State as this rank saves it; None where another rank of its group does."""
+        """State in the form this rank saves it; None if another rank of its group does."""
         if self._shards.parts > 1:
             return part
         if self.has_whole_model:
@@ -476,10 +476,10 @@ class ZeroCheckpoint(OptimizerCheckpoint):
         return self._share(part)
 
     def make_state(self, entries: Mapping[str, Mapping[str, Any]]) -> dict[tuple[str, str], Leaf]:
-        """Gives the optimizer state of the kinds that a checkpoint has, to be filled.
+        """Allocates optimizer state of the kinds in a checkpoint, to be filled.
 
         Args:
-            entries: counters, or whatever stands for a tensor, by parameter and kind.
+            entries: counters or tensor placeholders, by parameter and kind.
 
         Returns:
             The tensors to fill, by parameter and kind.
@@ -501,7 +501,7 @@ class ZeroCheckpoint(OptimizerCheckpoint):
         return wanted
 
     def _empty(self, entries: Mapping[str, Any], owned: Tensor, captured: bool) -> dict[str, Any]:
-        """State of a piece, to be filled; on meta where it will lie in buffers of its chunk."""
+        """State of a piece to be filled; on meta if it will be in buffers of its chunk."""
         found: dict[str, Any] = {}
         for key, value in entries.items():
             if isinstance(value, Counter):
@@ -531,7 +531,7 @@ class ZeroCheckpoint(OptimizerCheckpoint):
     # An optimizer without its model: state, and the float32 copies of parameters of 16 bits.
 
     def export_leaves(self) -> Saved:
-        """State and, of parameters of 16 bits, their float32 copies, as this rank saves them."""
+        """State and float32 master weights of 16-bit parameters, as saved by this rank."""
         found = self.state_leaves()
         for name, part, parameter in self._masters(fill=False):
             if self._saves(name, parameter):
@@ -543,7 +543,7 @@ class ZeroCheckpoint(OptimizerCheckpoint):
     def import_leaves(
         self, entries: Mapping[str, Mapping[str, Any]]
     ) -> dict[tuple[str, str], Leaf]:
-        """Gives the tensors to fill for what `export_leaves` gave: state, and float32 copies."""
+        """Returns the tensors to fill for `export_leaves`: state, and float32 master weights."""
         state = {n: {k: v for k, v in found.items() if k != MASTER} for n, found in entries.items()}
         wanted = self.make_state(state)
         before_write(sharded.chunk.master_shard for sharded in self._shards.chunks)
@@ -553,7 +553,7 @@ class ZeroCheckpoint(OptimizerCheckpoint):
         return wanted
 
     def _masters(self, fill: bool) -> Iterator[tuple[str, Part, Tensor]]:
-        """This rank's pieces of float32 copies, and the parameters that they are of."""
+        """This rank's pieces of float32 master weights, with their parameters."""
         for sharded in self._shards.chunks:
             chunk = sharded.chunk
             if chunk.has_master:
@@ -566,7 +566,7 @@ class ZeroCheckpoint(OptimizerCheckpoint):
     # Parameters whose changes travel packed, below stage 3: all ranks have others than the shards.
 
     def exact_parameters(self, model: nn.Module) -> dict[str, Tensor]:
-        """Copies of these parameters from the shards, by the names of the model's `state_dict`.
+        """Exact copies of these parameters from the shards, by `state_dict` name (collective).
 
         Every rank calls it.
         """
@@ -580,7 +580,7 @@ class ZeroCheckpoint(OptimizerCheckpoint):
         return {name: found[p] for name, p in named if p in found}
 
     def shown_parts(self) -> dict[str, Tensor]:
-        """This rank's parts of these chunks as all ranks have them, by first name."""
+        """This rank's parts of these chunks with the values that all ranks have, by first name."""
         found: dict[str, Tensor] = {}
         for sharded in self._shards.all_chunks:
             self._shards.gatherer.finish(sharded)
@@ -589,7 +589,7 @@ class ZeroCheckpoint(OptimizerCheckpoint):
         return found
 
     def take_shown_parts(self, found: Mapping[str, Tensor]) -> None:
-        """Gives parameters the values that all ranks had; shards stay. Every rank calls it."""
+        """Sets parameters to values that all ranks had; shards are unchanged (collective)."""
         for sharded in self._shards.all_chunks:
             part = found.get(sharded.chunk.layout.slots[0].name)
             if part is not None:
@@ -597,22 +597,22 @@ class ZeroCheckpoint(OptimizerCheckpoint):
 
 
 def _copied(part: Part) -> Part:
-    """Small buffers are copied at once: forwards write to them, and ask nobody."""
+    """Copies small buffers at once, because forwards write to them without waiting."""
     if part.value.nbytes > SMALL:
         return part
     return replace(part, value=part.value.clone(), owner=None)
 
 
 def _held(tensor: Tensor) -> Leaf:
-    """A tensor that this rank has as a whole; of a slice, all of it."""
+    """Wraps a tensor that this rank holds completely; a region as a `Part`."""
     return tensor.detach() if region_of(tensor) is None else part_of(tensor)
 
 
 def _part(parameter: Tensor, run: Tensor, start: int = 0, owner: Tensor | None = None) -> Part:
-    """Elements from `start` of a parameter, or of its state, as a part of the whole tensor."""
+    """Elements of a parameter or its state, from `start`, as a part of the full tensor."""
     return Part(run, whole_shape(parameter), start, owner, region_of(parameter))
 
 
 def _factor(value: Tensor) -> Part:
-    """State of a shape of its own, which only the owner of its parameter has."""
+    """Non-element-wise state, which only the owner of its parameter has."""
     return part_of(value if value.is_contiguous() else value.contiguous())

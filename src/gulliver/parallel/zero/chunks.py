@@ -1,4 +1,4 @@
-"""How tensors are cut into chunks, on plain numbers: for the optimizer and for who plans one."""
+"""How tensors are split into chunks, without tensors: used by the optimizer and by planners."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ class TensorSize:
 
 
 def shard_dtype(dtype: torch.dtype, trained: bool) -> torch.dtype:
-    """Dtype of the shards of parameters: 16 bits are trained through float32 copies."""
+    """Dtype of the shards of parameters; float32 master weights for trained 16-bit parameters."""
     return torch.float32 if trained and dtype in HALVES else dtype
 
 
 def chunk_layouts(
     tensors: Sequence[TensorSize], chunk_bytes: int, stage: int, ranks: int
 ) -> Iterator[tuple[ChunkLayout, torch.dtype]]:
-    """Cuts tensors in their order into chunks of one dtype and device each."""
+    """Splits tensors in their order into chunks of one dtype and device each."""
     kinds: dict[tuple[torch.dtype, torch.device], list[tuple[str, int]]] = {}
     for tensor in tensors:
         kinds.setdefault((tensor.dtype, tensor.device), []).append((tensor.name, tensor.numel))
@@ -66,7 +66,7 @@ def chunk_layouts(
 def ordered_layouts(
     tensors: Sequence[TensorSize], order: Sequence[str], chunk_bytes: int, stage: int, ranks: int
 ) -> list[tuple[ChunkLayout, torch.dtype, bool]]:
-    """Layout, dtype and whether it is trained of all chunks, in the order of use of the tensors."""
+    """Layout, dtype and trainability of all chunks, in the tensors' order of use."""
     place = {name: number for number, name in enumerate(order or [t.name for t in tensors])}
     found = []
     kinds = ((True, False), (False, True), (False, False))  # as of `ShardedState.kinds`
@@ -86,7 +86,7 @@ def ordered_layouts(
 
 
 class Phase(Enum):
-    """Where the gradients of a chunk are."""
+    """Phase of a chunk's gradients."""
 
     EMPTY = auto()
     """Nowhere, or all in the shards."""
@@ -116,7 +116,7 @@ _KINDS = (
 
 @dataclass(eq=False)
 class ShardedChunk(Resident):
-    """A chunk, the pieces of parameters that this rank owns of it, and its state."""
+    """A chunk, with this rank's pieces of its parameters and their state."""
 
     chunk: Chunk
     # This rank's pieces: which part of which parameter, and the flat tensor that the optimizer
@@ -158,7 +158,7 @@ class ShardedChunk(Resident):
         self.own(self.pieces)
 
     def own(self, pieces: Iterable[tuple[ShardPiece, nn.Parameter]]) -> None:
-        """Takes the pieces that this rank steps."""
+        """Sets the pieces that this rank steps."""
         self.pieces = list(pieces)
         self.owned = [owned for _, owned in self.pieces]
         # What the pieces have for gradients outside of a step.
@@ -166,7 +166,7 @@ class ShardedChunk(Resident):
         self.hide_gradients()
 
     def take_assigned(self) -> None:
-        """Copies to the shard what an optimizer assigned (``p.data = ...``) instead of writing."""
+        """Copies values that an optimizer assigned (``p.data = ...``) to the shard."""
         for piece, owned in self.pieces:
             run = self.chunk.master_shard[piece.start : piece.end]
             if owned.data_ptr() != run.data_ptr():
@@ -180,7 +180,7 @@ class ShardedChunk(Resident):
         self.phase = phase
 
     def show_gradients(self, used: Container[str]) -> None:
-        """Gives the pieces that are used their gradients, for a step of the optimizer."""
+        """Gives the used pieces their gradients, for an optimizer step."""
         whole = self.gradient_shard
         for piece, owned in self.pieces:
             if whole is None or piece.name not in used:
@@ -190,7 +190,7 @@ class ShardedChunk(Resident):
             owned.grad = run if owned.ndim == 1 else run.view(owned.shape)
 
     def gradients(self, write: bool = False) -> Iterator[Tensor]:
-        """Yields the gradient shard, brought to where it can be read, if there is one."""
+        """Yields the gradient shard, if any, loaded to where it can be read."""
         if self.gradient_shard is None:
             return
         write = write or self.factor is not None
@@ -203,7 +203,7 @@ class ShardedChunk(Resident):
 
     @contextmanager
     def stepped_gradient(self) -> Iterator[None]:
-        """Brings the gradient shard for a step of the optimizer, which does not change it."""
+        """Loads the gradient shard for an optimizer step, which does not change it."""
         # [Note: clipped in tiers] To scale gradients where they lie would bring each and write it
         # back, only for the step to bring it again. So clipping leaves a factor, which the step
         # applies while the gradient is here. Where the store has the gradient, that copy is not
@@ -225,7 +225,7 @@ class ShardedChunk(Resident):
             self.gradient_shard = parked
 
     def squared_norm(self, measure: Squared) -> Tensor | float:
-        """Returns what the gradient shard adds to a squared norm, as it is known or measured."""
+        """Returns the gradient shard's contribution to a squared norm, cached or measured."""
         if self.squared is not None and self.factor is None:
             return self.squared
         return sum(measure(self, gradient) for gradient in self.gradients())
@@ -239,13 +239,13 @@ class ShardedChunk(Resident):
             gradient.mul_(factor.to(gradient.dtype))
 
     def forget_gradient(self) -> None:
-        """Gives the reduced gradient up."""
+        """Drops the reduced gradient."""
         if self.gradient_shard is not None:
             self.chunk.gradients.give_reduced(self.gradient_shard)
         self.gradient_shard = self.factor = self.squared = None
 
     def zero_gradients(self, names: Collection[str]) -> None:
-        """Zeroes what the shard has of parameters of these names, if it has reduced gradients."""
+        """Zeroes the reduced gradients of these parameters in the shard, if any."""
         if not names:
             return
         for gradient in self.gradients(write=True):
@@ -255,16 +255,16 @@ class ShardedChunk(Resident):
 
     @property
     def reduced_in_place(self) -> bool:
-        """Whether the reduced gradient is the chunk's buffer itself, not a part of it."""
+        """Whether the reduced gradient is the chunk's full buffer instead of a part of it."""
         return self.chunk.layout.parts == 1 and not self.chunk.has_master
 
     def hide_gradients(self) -> None:
-        """Puts stand-ins in place of the pieces' gradients, which stay until zero_grad."""
+        """Replaces the pieces' gradients with placeholders until zero_grad."""
         for owned, stand_in in zip(self.owned, self.stand_ins, strict=True):
             owned.grad = stand_in
 
     def purpose(self, verb: str, why: str) -> Purpose:
-        """Purpose of a collective of this chunk, which another chunk or reason is not taken for."""
+        """Purpose of a collective of this chunk; differs for other chunks and reasons."""
         found = self._purposes.get((verb, why))
         if found is None:
             first = self.chunk.layout.slots[0].name
@@ -275,7 +275,7 @@ class ShardedChunk(Resident):
 
 
 def check_not_ahead(chunks: Iterable[ShardedChunk]) -> None:
-    """Refuses to read parameters that are neither old nor new."""
+    """Rejects reading parameters of which only some have been stepped."""
     for sharded in chunks:
         if sharded.is_ahead:
             raise GulliverError(
@@ -303,7 +303,7 @@ EVERY = 3
 
 
 def gathers_in_backward(number: int, count: int) -> bool:
-    """Whether a chunk is gathered during backward, or else after it; see the note above."""
+    """Whether a chunk is gathered during backward instead of after it; see the note above."""
     return number > UPDATE_LAG and (count - 1 - number) % EVERY == 0
 
 
@@ -314,7 +314,7 @@ Squared = Callable[[ShardedChunk, Tensor], Tensor]
 
 
 def squared_norm(_: ShardedChunk, gradient: Tensor) -> Tensor:
-    """The squared norm of a gradient shard, of which every element counts once."""
+    """The squared norm of a gradient shard; every element counts once."""
     if gradient.device.type != "cpu":
         return torch.linalg.vector_norm(gradient, dtype=torch.float64) ** 2
     # Five times as fast as torch's norm in another dtype, which casts element by element.

@@ -1,8 +1,8 @@
 """Classifies optimizers: those that may step shards, slices of tensors, or whole parameters only.
 
-Torch's element-wise optimizers step anything. Muon and Adafactor look at one whole parameter at a
-time: they are sharded by whole parameters. Others are right where they get what they would get in
-one process: every parameter whole, all of them in one call; or the user says what they look at.
+Torch's element-wise optimizers can step any slice. Muon and Adafactor need one full parameter at a
+time: they are sharded by whole parameters. Others are only correct with the same input as in one
+process, all full parameters in one call, unless the user declares what they depend on.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ELEMENTWISE: dict[str, Callable[[Group], int]] = {
 
 
 def _factors(shape: Shape) -> list[int]:
-    """Elements of Adafactor's second moment: factors over the last two dims, or all of a vector."""
+    """Elements of Adafactor's second moment: factors of the last two dims, or a full vector."""
     return [prod(shape[:-1]), prod((*shape[:-2], shape[-1]))] if len(shape) > 1 else [prod(shape)]
 
 
@@ -60,9 +60,9 @@ OPTIMIZERS = ("optimizers", "zero_stage 1 and up cuts", "tp_size", "pp_size")
 
 
 def optimizer_table() -> list[tuple[str, ...]]:
-    """Lists how optimizers run, a row for each kind under `OPTIMIZERS`; stage 0 takes all of them.
+    """Lists how optimizers run, one row per kind, under `OPTIMIZERS`; stage 0 supports all.
 
-    What `check_optimizer` refuses is not in it.
+    Optimizers that `check_optimizer` rejects are omitted.
     """
     packages = [(name.split(".")[0], name.rpartition(".")[2]) for name in PER_PARAMETER]
     return [
@@ -80,22 +80,22 @@ def optimizer_table() -> list[tuple[str, ...]]:
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it is known to update every element by that element alone."""
+    """Whether an optimizer is known to update each element independently."""
     return _is_torchs(optimizer) and type(optimizer).__name__ in ELEMENTWISE
 
 
 def is_per_parameter(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it is known to update every parameter by that parameter alone."""
+    """Whether an optimizer is known to update each parameter independently."""
     return _full_name(optimizer) in PER_PARAMETER
 
 
 def steps_by_chunk(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it may step some parameters in one call and some in the next, with state in place."""
+    """Whether an optimizer may step some parameters in one call and others in the next."""
     return is_elementwise(optimizer) or is_per_parameter(optimizer)
 
 
 def needs_whole(optimizer: torch.optim.Optimizer, assume_elementwise: bool) -> bool:
-    """Whether it has to have whole parameters."""
+    """Whether an optimizer needs full parameters."""
     known = is_elementwise(optimizer) or assume_elementwise
     return is_per_parameter(optimizer) or not known
 
@@ -108,7 +108,7 @@ def check_optimizer(
     tp_size: int = 1,
     pp_size: int = 1,
 ) -> None:
-    """Refuses an optimizer that would be given less than it needs."""
+    """Rejects an optimizer that would get less than it needs."""
     name = type(optimizer).__name__
     if _is_torchs(optimizer) and name in NEVER:
         raise GulliverError(f"ZeRO cannot run {name}: {NEVER[name]}, or {name} without gulliver")
@@ -140,7 +140,7 @@ def check_optimizer(
 def check_by_chunk(
     optimizer: torch.optim.Optimizer, stage: int, tiered: bool, step_in_backward: bool
 ) -> None:
-    """Refuses an optimizer that may not be stepped chunk by chunk, where that is asked for."""
+    """Rejects an optimizer that cannot be stepped chunk by chunk, if that is required."""
     if tiered and stage != 3:
         raise GulliverError(f"tiers of memory need stage 3, which shards parameters, not {stage}")
     if (tiered or step_in_backward) and not steps_by_chunk(optimizer):
@@ -161,7 +161,7 @@ def _full_name(optimizer: torch.optim.Optimizer) -> str:
 
 
 def state_sizes(optimizer: torch.optim.Optimizer, group: Group, shape: Shape) -> tuple[int, ...]:
-    """Elements of each tensor that a group will keep for a parameter, or for a piece of one."""
+    """Number of elements of each state tensor that a group keeps for a parameter or piece."""
     # Where that is not known, it is taken for two tensors of the parameter's size.
     if is_per_parameter(optimizer):
         return tuple(PER_PARAMETER[_full_name(optimizer)][1](group, shape))
@@ -170,7 +170,7 @@ def state_sizes(optimizer: torch.optim.Optimizer, group: Group, shape: Shape) ->
 
 
 def makes_beside(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its first step has new state as a whole before any of it can be placed."""
+    """Whether the first step allocates all new state before any of it can be placed."""
     # Others put a constant there for one parameter after the other; SGD copies all gradients, and
     # of those that look at whole parameters the sizes are not known before.
     return not is_elementwise(optimizer) or type(optimizer).__name__ == "SGD"
@@ -182,7 +182,7 @@ def is_boosted(parameter: Tensor) -> bool:
 
 
 def check_trainable(names: Mapping[nn.Parameter, str]) -> None:
-    """Refuses parameters that ZeRO cannot train."""
+    """Rejects parameters that ZeRO cannot train."""
     for parameter, name in names.items():
         if parameter.dtype not in DTYPES:
             raise GulliverError(

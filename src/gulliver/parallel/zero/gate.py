@@ -1,4 +1,4 @@
-"""Compares gradients that travel in a wire format with exact ones; ends a run that it harms."""
+"""Compares packed gradients with exact ones, and ends a run that packing harms."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ MATTERS = 1e-3
 # errors.
 @dataclass(frozen=True)
 class ZeroWires:
-    """Formats in which chunks travel."""
+    """Wire formats of chunks."""
 
     reduce: WireFormat = IDENTITY
     gather: WireFormat = IDENTITY
@@ -48,13 +48,13 @@ class ZeroWires:
     gate: bool = True
 
     def of_parameters(self, parts: int, part_size: int, dtype: torch.dtype) -> WireFormat:
-        """Format that the parts of a chunk's parameters travel in."""
+        """Wire format of the parts of a chunk's parameters."""
         none = torch.empty(0, dtype=dtype)
         return IDENTITY if parts == 1 else self.gather.of(none, part_size)
 
 
 class GradientGate:
-    """Compares gradients that were packed with those that were not; see the note above."""
+    """Compares packed gradients with unpacked ones; see the note above."""
 
     def __init__(self, wire: WireFormat, feedback: bool, on: bool) -> None:
         self.wire, self.feedback, self.on = wire, feedback, on
@@ -71,14 +71,14 @@ class GradientGate:
         return self.on and (self._steps < FIRST_CHECKS or self._steps % CHECK_EVERY == 0)
 
     def add(self, name: str, found: Tensor, exact: Tensor) -> None:
-        """Takes a gradient, or a part of one, as it was packed and as it is."""
+        """Adds a gradient, or a part of one, in packed and exact form."""
         one, other = found.detach().reshape(-1).double(), exact.reshape(-1).double()
         sums = torch.stack([other.dot(other), one.dot(other), one.dot(one)])
         taken, known = sums.cpu(), self._sums.get(name)
         self._sums[name] = taken if known is None else known + taken
 
     def end_step(self, names: Sequence[str] = (), group: Group | RankGroup = ALONE) -> None:
-        """Judges what was taken in a step; every rank calls it."""
+        """Evaluates the gradients added in a step (collective)."""
         checked, self._steps = self.checking, self._steps + 1
         if not checked:
             return
@@ -100,7 +100,7 @@ class GradientGate:
             raise self._error(harmed)
 
     def _error(self, harmed: bool) -> GulliverError:
-        """Makes the message: of this rank's parameters, or that others' are harmed."""
+        """Creates the error for this rank's parameters, or for those of another rank."""
         smaller = self.wire.scaled and self.wire.block > min(BLOCKS)
         advice = f"take {replace(self.wire, block=min(BLOCKS))}, " if smaller else "take "
         advice += "a format with more bits, " + ("" if self.feedback else "error_feedback=True, ")
@@ -128,12 +128,12 @@ class GradientGate:
 
 
 def _first(names: Sequence[str], which: Tensor) -> str:
-    """Returns the first of the names that are meant, or an empty text."""
+    """Returns the first selected name, or an empty string."""
     return next((name for name, one in zip(names, which.tolist(), strict=True) if one), "")
 
 
 def _worst(names: Sequence[str], exact: Tensor, packed: Tensor) -> dict[str, tuple[str, float]]:
-    """Returns the least cosine and the largest difference of norms, with their parameters."""
+    """Returns the smallest cosine and the largest ratio of norms, with their parameters."""
     errors = (exact + packed[:, 1] - 2 * packed[:, 0]).clamp(min=0)
     worst = {"cosine": ("", 1.0), "norm": ("", 0.0)}
     least = MATTERS * float(errors.nan_to_num(0.0, 0.0, 0.0).sum())

@@ -1,4 +1,4 @@
-"""What autograd keeps of a parameter whose memory may be given back meanwhile."""
+"""Gathers parameters before use, frees them afterwards, and makes autograd save references."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from gulliver.precision.wire.formats import IDENTITY
 
 
 class SavedParameter:
-    """A parameter, or a view of one, as autograd keeps it."""
+    """Reference that autograd saves in place of a parameter or a view of one."""
 
     __slots__ = ("offset", "parameter", "size", "step", "stride")
 
@@ -71,7 +71,7 @@ def _is_unrecorded(func: Callable[..., Any]) -> bool:
 
 
 def _comes_alone(chunk: Chunk) -> bool:
-    """Whether a chunk is made whole by this rank, and no other takes part."""
+    """Whether this rank unshards a chunk alone, without communication."""
     return chunk.layout.parts == 1 or (isinstance(chunk, ManagedChunk) and chunk.has_copy)
 
 
@@ -99,7 +99,7 @@ def _comes_alone(chunk: Chunk) -> bool:
 # which are as far off as the format is; nothing is gathered before the forward that uses it, for
 # between passes exact values are read. What is saved is what the shards hold.
 class Gatherer:
-    """Brings parameters of chunks to every rank, ahead of use where it can."""
+    """Gathers the parameters of chunks on every rank, prefetching where possible."""
 
     def __init__(
         self,
@@ -110,15 +110,16 @@ class Gatherer:
         every: bool = True,
         tight: bool = False,
     ) -> None:
-        """Makes one without chunks; see `take`.
+        """Creates a gatherer without chunks; see `take`.
 
         Args:
-            sharded: whether parameters are given back after use (stage 3).
+            sharded: whether parameters are resharded after use (stage 3).
             group: process group of the ranks that own the shards.
-            ahead: chunks that are gathered ahead of the one in use (stage 3).
+            ahead: number of chunks to prefetch (stage 3).
             overlap: False waits for every gather at once, for comparison.
             every: whether a pass gathers all chunks, used or not; see `Prefetcher`.
-            tight: whether there may be no room for all that a pass skips; see `Prefetcher`.
+            tight: whether there may be too little room for chunks that a pass skips; see
+                `Prefetcher`.
         """
         self.chunks: list[ShardedChunk] = []
         self.sharded, self.group = sharded, group
@@ -139,7 +140,7 @@ class Gatherer:
             _alone.add(self)
 
     def take(self, chunks: Sequence[ShardedChunk]) -> None:
-        """Gathers these chunks from here on, in the order of use, in place of any others."""
+        """Sets the chunks to gather, in the order of use."""
         self.chunks = list(chunks)
         self._chunk_of.clear()
         self._chunk_of.update({id(p): c for c in chunks for p in c.chunk.members})
@@ -189,7 +190,7 @@ class Gatherer:
             mark_pending(chunk.members, self.touched)
 
     def show(self, sharded: ShardedChunk, part: Tensor) -> None:
-        """Gives all ranks their parts of a chunk that stays, whatever the shards hold."""
+        """Gathers an unsharded chunk from the ranks' parts, whatever the shards hold."""
         self.finish(sharded)
         before_write([sharded.chunk.data])
         with guard():
@@ -198,7 +199,7 @@ class Gatherer:
         sharded.chunk.note_gathered()
 
     def bring(self, sharded: ShardedChunk) -> None:
-        """Gathers a chunk in its turn of a pass."""
+        """Starts gathering a chunk in its turn of a pass."""
         if sharded.presence is not Presence.ABSENT:
             # It is here, but the others wait for this rank's part all the same.
             self.finish(sharded)
@@ -206,7 +207,7 @@ class Gatherer:
         self.start(sharded)
 
     def finish(self, sharded: ShardedChunk) -> None:
-        """Waits until a chunk is whole."""
+        """Waits until a chunk is unsharded."""
         if sharded.presence is not Presence.ARRIVING:
             return
         assert sharded.gathering is not None
@@ -219,7 +220,7 @@ class Gatherer:
             mark_ready(sharded.chunk.members)
 
     def release(self, sharded: ShardedChunk) -> None:
-        """Frees the whole parameters of a chunk; its shards stay."""
+        """Frees the full parameters of a chunk; its shards stay."""
         self.finish(sharded)
         if sharded.presence is not Presence.WHOLE:
             return
@@ -234,7 +235,7 @@ class Gatherer:
         mark_pending(sharded.chunk.members, self.touched)
 
     def _remember(self, sharded: ShardedChunk) -> None:
-        """Notes where a chunk lies whose parameters autograd may save."""
+        """Records the addresses of a chunk whose parameters autograd may save."""
         begin, nbytes = sharded.chunk.data.data_ptr(), sharded.chunk.nbytes
         number = bisect_right(self._begins, begin)
         self._begins.insert(number, begin)
@@ -252,7 +253,7 @@ class Gatherer:
             self.finish(sharded)
 
     def release_all(self) -> None:
-        """Gives everything back; with stages below 3 it only waits."""
+        """Reshards everything; below stage 3 it only waits."""
         if self.sharded:
             self.check_views()
             self._prefetcher.release_all()
@@ -267,31 +268,31 @@ class Gatherer:
     # Passes, of stage 3 only.
 
     def enter_forward(self) -> None:
-        """The model is called."""
+        """Called before the model's forward."""
         self._depth += 1
         if self.sharded and self._depth == 1 and self._prefetcher.current is not Pass.BACKWARD:
             self._begin(Pass.FORWARD)
 
     def leave_forward(self) -> None:
-        """The model's call ends, well or not."""
+        """Called after the model's forward, also if it raised."""
         self._depth -= 1
         if self.sharded and self._depth == 0 and self._prefetcher.current is Pass.FORWARD:
             self._prefetcher.end_forward(keep_last=torch.is_grad_enabled())
             self._see_operations(self.chunks)
 
     def enter_backward(self) -> None:
-        """A backward begins."""
+        """Called when a backward begins."""
         if self.sharded and not self._stays and self._prefetcher.current is not Pass.BACKWARD:
             self._begin(Pass.BACKWARD)
 
     def leave_backward(self) -> None:
-        """A backward ends."""
+        """Called when a backward ends."""
         if self.sharded and self._prefetcher.current is Pass.BACKWARD:
             self._prefetcher.end_backward()
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Keeps all chunks here: passes inside bring nothing and give nothing back."""
+        """Context in which all chunks stay unsharded: passes inside gather and free nothing."""
         # Every rank enters and leaves it; which passes each runs inside may differ. Under a limit
         # chunks come and go, but each rank brings them from a copy of its own, made here.
         if not self.sharded or self in _alone:
@@ -319,7 +320,7 @@ class Gatherer:
     # more on each rank.
     @contextmanager
     def _from_copies(self) -> Iterator[None]:
-        """Gathers chunks from copies on this rank."""
+        """Context that gathers chunks from copies on this rank."""
         self.release_all()
         before = self._prefetcher
         with ExitStack() as stack:
@@ -338,7 +339,7 @@ class Gatherer:
 
     @contextmanager
     def full_parameters(self) -> Iterator[None]:
-        """Keeps exact parameters here; what was written to them is in the shards afterwards."""
+        """Context with exact full parameters; changes are copied to the shards at its end."""
         # Under a limit there is no room for all: each comes when it is read.
         self.release_all()
         if self.sharded and not self._tight:
@@ -357,18 +358,18 @@ class Gatherer:
                     sharded.chunk.take_writes()
 
     def _follow_backward(self) -> None:
-        """A backward has begun that nobody has announced, such as a micro-batch's."""
+        """Handles a backward that was not announced, such as a micro-batch's."""
         if self.sharded and self._prefetcher.current is Pass.NONE:
             self.enter_backward()
             at_end_of_backward(self.leave_backward)
 
     @property
     def idle(self) -> bool:
-        """Whether the model is not being run."""
+        """Whether the model is not running."""
         return self._depth == 0 and self._prefetcher.current is Pass.NONE
 
     def end_step(self) -> None:
-        """The parameters were stepped; starts to gather those that are used first."""
+        """Called after the parameters were stepped; starts to gather those used first."""
         self.step += 1
         # Buffers are written behind autograd's back: a graph from before must not be used.
         increment_version([p for c in self.chunks if c.trained for p in c.chunk.members])
@@ -377,7 +378,7 @@ class Gatherer:
             self._prefetch()
 
     def _prefetch(self) -> None:
-        """Starts the next forward's first gathers; its first modules will wait for just those."""
+        """Starts the next forward's first gathers, only as many as its first modules need."""
         if self.sharded:
             self._prefetcher.prefetch()
 
@@ -387,7 +388,7 @@ class Gatherer:
         self._prefetcher.begin(kind)
 
     def use(self, sharded: ShardedChunk) -> None:
-        """Makes a chunk whole, gathers ahead and gives back what has been used."""
+        """Unshards a chunk, prefetches the next ones and reshards those no longer needed."""
         if self.sharded:
             self._hold(sharded)
             self._prefetcher.use(sharded)
@@ -395,7 +396,7 @@ class Gatherer:
             self.finish(sharded)
 
     def release_idle(self) -> None:
-        """Releases chunks that nothing refers to, where they may come again at any time."""
+        """Releases unreferenced chunks that can be gathered again at any time."""
         # With other ranks no chunk can come again by itself: they would not take part.
         for sharded in self.chunks if self in _alone else ():
             whole, wanted = sharded.presence is Presence.WHOLE, sharded.held or sharded in self._now
@@ -403,7 +404,7 @@ class Gatherer:
                 self.release(sharded)
 
     def use_together(self, chunks: Sequence[ShardedChunk]) -> None:
-        """Makes chunks whole that a compiled region reads all at once."""
+        """Unshards chunks that a compiled region reads all at once."""
         check_not_ahead(chunks)
         for sharded in chunks:
             if self.sharded:
@@ -429,7 +430,7 @@ class Gatherer:
     def touched(
         self, parameters: list[nn.Parameter], func: Callable[..., Any], args: tuple, kwargs: Any
     ) -> Any:
-        """Runs an operation on pending parameters; it comes back for another optimizer's."""
+        """Runs an operation on pending parameters; re-enters for those of another optimizer."""
         if func == _DATA and self.sharded:
             func = Tensor.detach  # a view by `.data` would have a version counter of its own
         mine = [p for p in parameters if id(p) in self._chunk_of]
@@ -457,7 +458,7 @@ class Gatherer:
         return result
 
     def _read(self, chunks: Sequence[ShardedChunk]) -> None:
-        """Gathers chunks between passes, with what the shards hold to the bit."""
+        """Gathers chunks between passes, bitwise equal to the shards."""
         self._end_reads(chunks, viewed=self._tight)
         for sharded in chunks:
             if sharded.chunk.wire is not IDENTITY and not sharded.chunk.sent_exact:
@@ -468,7 +469,7 @@ class Gatherer:
             self._prefetcher.use(sharded)
 
     def _on_copies(self, func: Callable[..., Any], args: tuple, kwargs: Any) -> Any:
-        """Runs an operation on copies where chunks may not fit the memory limit all at once."""
+        """Runs an operation on copies if all chunks may not fit the memory limit together."""
         copies: dict[nn.Parameter, Tensor] = {}
 
         def copied(value: Any) -> Any:
@@ -486,7 +487,7 @@ class Gatherer:
         return next((p for p, copy in copies.items() if copy is result), result)
 
     def _end_reads(self, wanted: Sequence[ShardedChunk], viewed: bool) -> None:
-        """Gives back what was gathered to be read, but for what is `wanted` and maybe `viewed`."""
+        """Reshards chunks gathered for reads, except `wanted` and optionally `viewed` ones."""
         reads = [] if self._stays else self._reads
         for sharded in [c for c in reads if c not in wanted and not c.held]:
             here = sharded.presence is Presence.WHOLE
@@ -495,7 +496,7 @@ class Gatherer:
                 self._reads.remove(sharded)
 
     def check_views(self) -> None:
-        """Refuses writes to views whose chunk had been given back before."""
+        """Rejects writes to views whose chunk was resharded before."""
         for sharded, versions in self._left.items():
             found = sharded.chunk.versions()
             if sharded.presence is not Presence.ABSENT or found == versions:
@@ -509,14 +510,14 @@ class Gatherer:
             )
 
     def note_versions(self) -> None:
-        """Notes versions of parameters again: a step has moved them."""
+        """Records parameter versions again after a step."""
         for sharded in self._left:
             self._left[sharded] = sharded.chunk.versions()
 
     def _recorded(
         self, chunks: Iterable[ShardedChunk], func: Callable[..., Any], args: tuple, kwargs: Any
     ) -> Any:
-        """Runs an operation of a loss, which autograd records without the hooks of a forward."""
+        """Runs an operation of a loss, which autograd records outside the hooks of a forward."""
         # References are saved, so that what was read may leave; below a view it stays until
         # backward.
         with self._using(chunks), saved_tensors_hooks(self.pack, self.unpack):
@@ -528,7 +529,7 @@ class Gatherer:
         return result
 
     def _see_operations(self, chunks: Iterable[ShardedChunk]) -> None:
-        """Sees operations on what may leave, which outside of forwards autograd saves as it is."""
+        """Intercepts operations outside forwards, where autograd would save freed parameters."""
         for sharded in chunks if self.sharded else ():
             if sharded.presence is Presence.WHOLE and not sharded.held:
                 sharded.asked = True
@@ -544,7 +545,7 @@ class Gatherer:
             self._now = before
 
     def copied(self, sharded: ShardedChunk) -> Tensor:
-        """Copies what all shards of a chunk hold; every rank calls it."""
+        """Gathers a copy of a chunk's shards (collective)."""
         chunk = sharded.chunk
         with chunk.opened():
             part = chunk.master_shard.to(chunk.dtype, copy=True)
@@ -558,7 +559,7 @@ class Gatherer:
     # What autograd saves.
 
     def pack(self, tensor: Tensor) -> Any:
-        """Saves a reference instead of a parameter, so that its buffer can be given back."""
+        """Saves a reference instead of a parameter, so that its buffer can be freed."""
         # It is called for every activation too: an address tells what lies in no chunk.
         if type(tensor) is not Tensor and type(tensor) is not nn.Parameter:
             return tensor
@@ -577,7 +578,7 @@ class Gatherer:
         return tensor
 
     def unpack(self, saved: Any) -> Tensor:
-        """The tensor that was saved, gathered again where that is needed."""
+        """Returns the saved tensor, gathering it again if necessary."""
         if type(saved) is not SavedParameter:
             return saved
         sharded = self._chunk_of[id(saved.parameter)]

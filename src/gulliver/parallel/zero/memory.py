@@ -1,10 +1,10 @@
-"""Bytes that a rank will hold: a step of training, replayed with chunks that are plain numbers.
+"""Predicts a rank's peak memory by replaying a training step without tensors.
 
-What is gathered together, and how long gradients have whole buffers, is decided by the engines that
-run the step; the replay asks the same `Prefetcher`, and lands reductions by the same rule. So the
-peak is not a sum of the peaks of parameters and gradients, which come at different moments. The
-step is that of an ordinary model: modules in their order, or that of the plan, and backward through
-them, the gradients of a module together.
+The engines that run a step decide which chunks are gathered together and how long gradients need
+full buffers; the replay uses the same `Prefetcher` and completes reductions by the same rule. So
+the peak is not the sum of the peaks of parameters and gradients, which occur at different times.
+The replayed step runs modules in their order, or the plan's, then backward, with all gradients of a
+module at once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Event = tuple[str, int]
 
 @dataclass(frozen=True)
 class ChunkBytes:
-    """A chunk in numbers."""
+    """A chunk as numbers."""
 
     names: Sequence[str]
     whole: int
@@ -41,7 +41,7 @@ class ChunkBytes:
 
 
 def predicted(shards: ShardedState, pipelined: bool = False) -> dict[str, int]:
-    """Bytes that a rank will hold of what it has, see `held_bytes`; with tiers, in the fast one."""
+    """Bytes that this rank will hold, see `held_bytes`; with tiers, in the fast one."""
     chunks = [
         ChunkBytes(
             tuple(c.chunk.parameters),
@@ -66,7 +66,7 @@ def predicted(shards: ShardedState, pipelined: bool = False) -> dict[str, int]:
 
 
 def _within(found: dict[str, int], manager: Manager) -> dict[str, int]:
-    """What of it a manager has in the fast tier: all, or as much as fits, by what it has seen."""
+    """The part that a manager has in the fast tier: all, or as much as fits."""
     total = sum(found.values())
     if total <= manager.budget:
         return found
@@ -83,18 +83,18 @@ def held_bytes(
     state: int,
     events: Sequence[Event] | None = None,
 ) -> dict[str, int]:
-    """Bytes of ``parameters``, ``gradients`` and ``optimizer_state`` when they are most together.
+    """Bytes of ``parameters``, ``gradients`` and ``optimizer_state`` at their joint peak.
 
-    Of a step with one backward, its gradients forgotten afterwards. Parameters: the whole chunks,
-    or with stage 3 the shards and the chunks that are gathered at that moment. Gradients: buffers
-    that are being filled or reduced, and the shards that are there. Optimizer state: what the
-    optimizer keeps, and float32 copies of 16-bit parameters.
+    For a step with one backward whose gradients are cleared afterwards. Parameters: the full
+        chunks, or with stage 3 the shards and the chunks gathered at that time. Gradients: buffers
+        being filled or reduced, and existing shards. Optimizer state: the optimizer's own, and
+        float32 master weights of 16-bit parameters.
 
     Args:
         chunks: chunks in the order of use.
         stage: stage of ZeRO.
         parts: number of shards of a chunk.
-        ahead: number of chunks that stage 3 gathers ahead.
+        ahead: number of chunks that stage 3 prefetches.
         state: bytes that the optimizer itself keeps.
         events: record of a step; None for one in the order of the parameters.
     """
@@ -111,7 +111,7 @@ def held_bytes(
 def after_micro_batches(
     found: Mapping[str, int], chunks: Sequence[ChunkBytes], stage: int, parts: int, ahead: int
 ) -> dict[str, int]:
-    """Bytes of a rank of a pipeline, of those of a step with one backward."""
+    """Bytes of a pipeline rank, from those of a step with one backward."""
     # Micro-batches add up in whole buffers, whatever the stage, which are reduced when the schedule
     # has ended: then shards that travel are there besides, and at stage 3 the parameters in use.
     if stage < 2 or parts == 1:
@@ -130,7 +130,7 @@ def after_micro_batches(
 def in_unequal_step(
     found: Mapping[str, int], chunks: Sequence[ChunkBytes], stage: int, parts: int, limited: bool
 ) -> dict[str, int]:
-    """Bytes of a rank whose steps send nothing before their end, of those of an ordinary step."""
+    """Bytes of a rank whose steps only communicate at their end, from those of an ordinary step."""
     # Then gradients lie whole on each rank and begin to travel together, and of stage 3 parameters
     # lie whole there, too. Under a limit these go first.
     if stage < 2 or parts == 1:
@@ -147,14 +147,14 @@ def in_unequal_step(
 
 @dataclass(eq=False, kw_only=True)
 class ImaginedChunk(Resident):
-    """A chunk as numbers of bytes."""
+    """A chunk as byte counts."""
 
     number: int
     size: ChunkBytes
 
 
 class StepReplay(ABC):
-    """Replays events of a step by the rules of the engines; subclasses say what each does."""
+    """Replays events of a step by the rules of the engines; subclasses implement the effects."""
 
     def __init__(
         self,
@@ -174,7 +174,7 @@ class StepReplay(ABC):
         self.flying: deque[ImaginedChunk] = deque()
 
     def run(self, events: Iterable[Event]) -> None:
-        """Replays one step; all gradients have landed when it ends."""
+        """Replays one step; all gradients are reduced when it ends."""
         for what, number in events:
             if what == "collecting":
                 self._collect(self.chunks[number])
@@ -185,7 +185,7 @@ class StepReplay(ABC):
         self.wait_all_reductions()
 
     def passes(self, what: str, number: int) -> None:
-        """What moves parameters."""
+        """Handles an event that moves parameters."""
         if what == "used":
             self.engine.use(self.chunks[number])
         elif what in Pass.__members__:
@@ -203,18 +203,18 @@ class StepReplay(ABC):
     # What the prefetcher asks for.
 
     def bring(self, chunk: ImaginedChunk) -> None:
-        """Makes a buffer, where there is none."""
+        """Allocates a buffer if there is none."""
         self.finish(chunk)
         self.gathers(chunk, fresh=chunk.presence is Presence.ABSENT)
         chunk.enter(Presence.ARRIVING)
 
     def finish(self, chunk: ImaginedChunk) -> None:
-        """Everything is there when it is asked for."""
+        """Does nothing: data is there at once."""
         if chunk.presence is Presence.ARRIVING:
             chunk.enter(Presence.WHOLE)
 
     def release(self, chunk: ImaginedChunk) -> None:
-        """Gives the buffer back."""
+        """Frees the buffer."""
         self.finish(chunk)
         if chunk.presence is Presence.WHOLE:
             self.gives_back(chunk)
@@ -234,7 +234,7 @@ class StepReplay(ABC):
             self.wait_reduction(self.flying[0])
 
     def wait_reduction(self, chunk: ImaginedChunk) -> None:
-        """Ends the reduction of a chunk, if there is one in flight."""
+        """Ends the chunk's pending reduction, if any."""
         if chunk in self.flying:
             self.flying.remove(chunk)
             self.lands(chunk)
@@ -252,7 +252,7 @@ class StepReplay(ABC):
 
     @abstractmethod
     def gives_back(self, chunk: ImaginedChunk) -> None:
-        """The buffer of its parameters goes."""
+        """Frees the parameter buffer."""
 
     @abstractmethod
     def collects(self, chunk: ImaginedChunk) -> None:
@@ -260,15 +260,15 @@ class StepReplay(ABC):
 
     @abstractmethod
     def sends(self, chunk: ImaginedChunk) -> None:
-        """All gradients have arrived, and their way to the shards begins."""
+        """Starts reducing the chunk, whose gradients are complete."""
 
     @abstractmethod
     def lands(self, chunk: ImaginedChunk) -> None:
-        """The shard has its part."""
+        """Completes a reduction to the shard."""
 
 
 class _Counted(StepReplay):
-    """Counts the bytes that are held."""
+    """Counts held bytes."""
 
     def __init__(self, chunks: Sequence[ChunkBytes], stage: int, parts: int, ahead: int) -> None:
         super().__init__(chunks, stage, ahead, IN_FLIGHT if parts > 1 else 0)
@@ -280,7 +280,7 @@ class _Counted(StepReplay):
         self.counter.add(PARAMETERS, sum(held) + sum(beside))
 
     def _is_handed(self, chunk: ImaginedChunk) -> bool:
-        """Whether the reduced gradient is the buffer itself."""
+        """Whether the reduced gradient is the full buffer itself."""
         return self._parts == 1 and not chunk.size.copied
 
     def gathers(self, chunk: ImaginedChunk, fresh: bool) -> None:
@@ -307,7 +307,7 @@ class _Counted(StepReplay):
             self.counter.add(GRADIENTS, -self._buffers.pop(chunk.number, 0))
 
     def forget(self) -> None:
-        """Forgets the reduced gradients."""
+        """Drops the reduced gradients."""
         self.counter.add(GRADIENTS, -sum(self._reduced.values()))
         self._reduced.clear()
 
@@ -315,7 +315,7 @@ class _Counted(StepReplay):
 def ordinary_step(
     chunks: Sequence[ChunkBytes], order: Sequence[str] = (), again: Sequence[str] = ()
 ) -> Iterator[Event]:
-    """A step of a model whose modules are used in the order of their parameters."""
+    """Events of a step whose modules are used in the order of their parameters."""
     if not chunks:
         return
     homes = {name: number for number, chunk in enumerate(chunks) for name in chunk.names}
@@ -349,7 +349,7 @@ def ordinary_step(
 def backward_uses(
     names: Sequence[str], again: Sequence[str] = ()
 ) -> Iterator[tuple[list[str], list[tuple[int, str]]]]:
-    """Goes backward through the modules that use parameters."""
+    """Yields uses of parameters by modules in backward order."""
     entered = None
     backwards = reversed(list(enumerate(names)))
     for module, found in groupby(backwards, key=lambda entry: entry[1].rpartition(".")[0]):
@@ -363,7 +363,7 @@ def backward_uses(
 
 
 def _state_bytes(shards: ShardedState) -> int:
-    """Bytes of the optimizer's state, as it will lie in the buffers of chunks."""
+    """Bytes of the optimizer's state in the buffers of chunks."""
     total = 0
     for sharded in shards.chunks:
         for piece, owned in sharded.pieces:

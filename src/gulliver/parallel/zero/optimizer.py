@@ -1,4 +1,4 @@
-"""Dynamic loss scaling for float16 gradients, after Micikevicius et al. 2018."""
+"""The ZeRO optimizer, with dynamic loss scaling for float16 (Micikevicius et al. 2018)."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from gulliver.parallel.zero.tuner import BucketTuner
 
 @dataclass
 class LossScaler:
-    """The factor that keeps small gradients from vanishing in float16."""
+    """The factor that keeps small gradients from underflowing in float16."""
 
     scale: float = 2.0**16
     # Factor of the scale after `interval` steps without overflow.
@@ -67,7 +67,7 @@ class LossScaler:
             self.scale, self.good_steps = min(self.largest, self.scale * self.growth), 0
 
     def state_dict(self) -> dict[str, float]:
-        """The scale and the steps since it changed."""
+        """The scale and the number of steps since it changed."""
         return {"scale": self.scale, "good_steps": self.good_steps}
 
     def load_state_dict(self, found: Mapping[str, float]) -> None:
@@ -88,7 +88,7 @@ MESSAGE_BYTES = 1 << 25
 
 
 class BufferSync:
-    """Gives all ranks rank 0's values of the buffers."""
+    """Broadcasts rank 0's buffers to all ranks."""
 
     def __init__(self, model: nn.Module, group: Group) -> None:
         self._group = group
@@ -101,7 +101,7 @@ class BufferSync:
         self._own: Sequence[int] = [1] * len(self._places)
 
     def votes(self) -> list[int]:
-        """Input of this rank to a max all-reduce: 1 for a buffer that is its own."""
+        """This rank's input to a max all-reduce: 1 for each buffer that stays local."""
         # These are buffers that it has resized, such as caches, and expanded ones, whose elements
         # share memory and cannot be written.
         now = [(module._buffers.get(key), shape) for module, key, shape in self._places]
@@ -111,11 +111,11 @@ class BufferSync:
         ]
 
     def take_votes(self, votes: Sequence[int]) -> None:
-        """Notes which buffers stay each rank's own, as any rank has voted."""
+        """Records which buffers stay local because any rank voted so."""
         self._own = votes
 
     def sync(self) -> None:
-        """Sends all other buffers; every rank calls it."""
+        """Broadcasts all other buffers (collective)."""
         for buffers in self._messages():
             # As bytes: backends do not know every dtype.
             runs = [b.contiguous().view(-1).view(torch.uint8) for b in buffers]
@@ -130,7 +130,7 @@ class BufferSync:
                 buffer.copy_(piece.clone().view(buffer.dtype).view(buffer.shape))
 
     def _messages(self) -> Iterator[list[Tensor]]:
-        """Yields what is sent together: buffers of one device, up to `MESSAGE_BYTES`."""
+        """Yields groups of buffers to send together: one device, up to `MESSAGE_BYTES`."""
         pending: dict[torch.device, list[Tensor]] = {}
         for (module, key, _), own in zip(self._places, self._own, strict=True):
             buffer = module._buffers.get(key)
@@ -153,26 +153,28 @@ class BufferSync:
 
 
 class ZeroOptimizer(BoostedOptimizer):
-    """Shards optimizer state, gradients and parameters, as the stage says.
+    """Shards optimizer state, gradients and parameters, depending on the stage.
 
-    After Rajbhandari et al., ZeRO, 2020. Parameters of 16 bits are trained through float32 copies.
+    After Rajbhandari et al., ZeRO, 2020. 16-bit parameters are trained with float32 master weights.
 
-    Gradients leave the parameters during `backward`; ``parameter.grad`` then is a stand-in that
-    refuses norms and changes, so `torch.nn.utils.clip_grad_norm_` is refused rather than wrong.
+    `backward` moves gradients to the shards; ``parameter.grad`` is then a placeholder that rejects
+    norms and changes, so `torch.nn.utils.clip_grad_norm_` raises instead of being wrong.
 
     Args:
         inner: the user's optimizer; its groups are changed to hold this rank's pieces.
         names: trainable parameters of the model in its order, with their names.
-        stage: 0 shards nothing; 1 the optimizer's state, and keeps whole gradient buffers between
-            steps; 2 frees each when it is reduced, and so reduces at every backward, inside
-            `no_sync` too, adding up shards; 3 parameters as well, gathered ahead of use.
+        stage: 0 shards nothing; 1 the optimizer state, and keeps full gradient buffers between
+            steps; 2 also gradients: it frees each buffer after reduction, so it reduces at every
+            backward, even inside `no_sync`, and accumulates shards; 3 also parameters, which are
+            prefetched.
         group: process group to shard over; None for all ranks.
-        frozen: parameters of the model that are not trained, with their names; stage 3 shards them.
-        manager: memory manager that keeps state in tiers (stage 3); None keeps all of it here.
+        frozen: frozen parameters, with their names; stage 3 shards them.
+        manager: memory manager that keeps state in tiers (stage 3); None keeps all of it on the
+            device.
         options: fields of `ShardingOptions`, by name.
 
     Raises:
-        GulliverError: the optimizer cannot be sharded, or the dtype of a parameter not trained.
+        GulliverError: the optimizer, or the dtype of a parameter, is not supported.
     """
 
     spreads_state = True
@@ -234,12 +236,12 @@ class ZeroOptimizer(BoostedOptimizer):
 
     @property
     def group(self) -> Group:
-        """Ranks that it is sharded over."""
+        """Group of ranks that it is sharded over."""
         return self.shards.group
 
     @property
     def rank(self) -> int:
-        """Rank of this process among them."""
+        """Rank of this process in the group."""
         return self.shards.rank
 
     @property
@@ -259,7 +261,7 @@ class ZeroOptimizer(BoostedOptimizer):
 
     @property
     def gatherer(self) -> Gatherer:
-        """Moves parameters from the shards to the ranks."""
+        """Moves parameters between shards and full buffers."""
         return self.shards.gatherer
 
     @property
@@ -267,25 +269,25 @@ class ZeroOptimizer(BoostedOptimizer):
         return self.shards.reducer
 
     def watch(self, model: nn.Module) -> None:
-        """Notices calls of the model; see `state.py`."""
+        """Observes calls of the model; see `state.py`."""
         super().watch(model)
         self._watches = watch_calls(model, self.shards)
 
     def release(self, model: nn.Module) -> None:
-        """Gives the model whole parameters of its own again; every rank calls it."""
+        """Gives the model ordinary full parameters again (collective)."""
         give_back(self.shards, model, self._watches)
 
     def tune(self, tuner: BucketTuner) -> None:
-        """Gives the next steps to a tuner, which cuts the chunks again between them."""
+        """Lets a tuner re-partition the chunks between the next steps."""
         self.tuner = tuner
 
     def sync_buffers(self, buffers: BufferSync) -> None:
-        """Gives all ranks the model's buffers of the first one after every step."""
+        """Broadcasts the first rank's buffers to all ranks after every step."""
         self._buffers = buffers
 
     @contextmanager
     def backward_pass(self) -> Iterator[float]:
-        """Wraps a backward; when it ends, the gradients are being reduced to the shards."""
+        """Wraps a backward; at its end the gradients are being reduced to the shards."""
         # ``loss.backward()`` without it is right too, but then all communication waits for the
         # step.
         scale = 1.0 if self.scaler is None else self.scaler.scale
@@ -301,14 +303,14 @@ class ZeroOptimizer(BoostedOptimizer):
 
     @property
     def steps_in_backward(self) -> bool:
-        """Whether chunks are stepped during backward: nothing needs all gradients before."""
+        """Whether chunks are stepped during backward, if nothing needs all gradients first."""
         waits = math.isfinite(self.options.max_norm) or self.scaler is not None
         return self.options.step_in_backward and not waits
 
     def _stepping(
         self,
     ) -> tuple[AbstractContextManager[None], Callable[[ShardedChunk], None] | None]:
-        """What steps chunks in a backward, and is called when one is sent; else nothing."""
+        """Returns the context that steps chunks in a backward, and its callback for sent chunks."""
         self._begun.check_whole()
         self._begun.refuse("backward was called")
         if not self.steps_in_backward or self._accumulating:
@@ -317,7 +319,7 @@ class ZeroOptimizer(BoostedOptimizer):
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Makes autograd save references to sharded parameters, where a backward runs a forward."""
+        """Makes autograd save references to parameters, for backwards that rerun a forward."""
         if self.stage < 3:
             yield
             return
@@ -325,12 +327,12 @@ class ZeroOptimizer(BoostedOptimizer):
             yield
 
     def full_parameters(self) -> AbstractContextManager[None]:
-        """Block in which parameters are whole; every rank enters and leaves it."""
+        """Context with full parameters (collective)."""
         return self.gatherer.full_parameters()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Adds gradients up without reducing them; from stage 2 on they are reduced to shards."""
+        """Accumulates gradients without reducing them; from stage 2, reduces them to shards."""
         before = self._deferred, self._accumulating
         self._deferred, self._accumulating = self.stage < 2, True
         try:
@@ -376,7 +378,7 @@ class ZeroOptimizer(BoostedOptimizer):
             self.shards.manager.end_step()
 
     def _all_finite(self) -> bool:
-        """Whether no gradient has overflowed, and the scale of the next losses."""
+        """Whether no gradient has overflowed; also updates the scale of the next losses."""
         assert self.scaler is not None
         clipped = math.isfinite(self.options.max_norm)
         norm = self.grad_norm if clipped else self.clip_grad_by_norm(math.inf)
@@ -386,7 +388,7 @@ class ZeroOptimizer(BoostedOptimizer):
         return finite
 
     def _vote_and_flush(self) -> set[str]:
-        """Sends all gradients to the shards, once between backward and step."""
+        """Reduces all gradients to the shards, once between backward and step."""
         if self._used is None or not self._reducer.voted:
             groups, buffers = self.shards.groups.votes(), self._buffers
 
@@ -401,7 +403,7 @@ class ZeroOptimizer(BoostedOptimizer):
 
     @contextmanager
     def suspended(self, why: str, left: str) -> Iterator[None]:
-        """Refuses steps, clipping and forgetting in this block; and steps, if it was left early."""
+        """Rejects `step`, clipping and `zero_grad`; after an exception, also the next `step`."""
         self.unfinished = why
         self._begun.suspend(why)
         try:
@@ -415,7 +417,7 @@ class ZeroOptimizer(BoostedOptimizer):
             self._begun.suspend("")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets the gradients; with ``set_to_none=False`` those that there are become zeros."""
+        """Clears the gradients; with ``set_to_none=False`` existing ones are zeroed."""
         self._begun.refuse("zero_grad was called")
         self._used, self.unfinished = None, ""
         self._reducer.forget(set_to_none)
@@ -424,7 +426,7 @@ class ZeroOptimizer(BoostedOptimizer):
             self.tuner.stepped()
 
     def _landed(self) -> list[ShardedChunk]:
-        """Returns the chunks, whose gradients are in the shards."""
+        """Returns the chunks, once their gradients are in the shards."""
         self._begun.refuse("gradients were clipped or read")
         self._vote_and_flush()
         self._reducer.wait_all_reductions()
@@ -458,20 +460,20 @@ class ZeroOptimizer(BoostedOptimizer):
         return total.sqrt() if kind == 2 else total
 
     def _over_ranks(self, total: Tensor, operation: Op) -> Tensor:
-        """Reduces a number over the ranks that have shards of the gradient."""
+        """Reduces a number over the ranks that hold shards of the gradient."""
         if self.shards.parts > 1:
             all_reduce(total, operation, self.group)
         return total
 
     def clip_grad_by_value(self, limit: float) -> None:
-        """Cuts every element of the mean gradient to [-limit, limit]."""
+        """Clamps every element of the mean gradient to [-limit, limit]."""
         for sharded in self._landed():
             for shard in sharded.gradients(write=True):
                 shard.clamp_(-limit, limit)
                 del shard  # a view of memory in tiers keeps it from leaving
 
     def full_gradients(self) -> dict[str, Tensor]:
-        """Whole averaged gradients by name, where there is one; every rank calls it."""
+        """Full averaged gradients by name, where they exist (collective)."""
         self._begun.refuse("gradients were read")
         used = self._vote_and_flush()
         self._reducer.wait_all_reductions()
@@ -487,12 +489,12 @@ class ZeroOptimizer(BoostedOptimizer):
         return {name: found[name] for name in self.names.values() if name in found}
 
     def export_state(self, keep: bool = True) -> State:
-        """The whole state by parameter name; every rank calls it, those that `keep` get it."""
+        """The full state by parameter name, on ranks with `keep` (collective)."""
         self.shards.take_writes()
         return gather_state(self.shards, keep)
 
     def gradient_bytes(self) -> int:
-        """Bytes of gradients that this rank holds now: shards and whole buffers."""
+        """Bytes of gradients that this rank holds now: shards and full buffers."""
         held = [t for c in self.chunks for t in (c.chunk.gradients.buffer, c.gradient_shard)]
         return sum(t.nbytes for t in held if t is not None and not t.is_meta)
 
@@ -502,7 +504,7 @@ class ZeroOptimizer(BoostedOptimizer):
 
     @property
     def held_bytes(self) -> ByteCounter:
-        """Counts the bytes that this rank holds of them now, and has held at most."""
+        """Counts current and peak bytes on this rank."""
         return self.shards.pool.counter
 
 

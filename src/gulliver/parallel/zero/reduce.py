@@ -1,8 +1,8 @@
-"""Reduces gradients: from the chunk in which backward adds them up to the shards of the ranks.
+"""Reduces gradients from the chunks in which backward accumulates them to the ranks' shards.
 
 Read `Phase` in `chunks.py` first, then `GradientReducer.backward`, `_ready_hook`, `_reduce`
-and `wait_reduction`. A reduction is in flight while backward, and whatever follows it, continues;
-the code that needs its result waits for it.
+and `wait_reduction`. A reduction stays in flight during backward and later work, until its result
+is needed.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ STEPS = Purpose("steps the optimizer, or reads its gradients", 1)
 #
 # It does not know what an optimizer is.
 class GradientReducer:
-    """Reduces the gradients of chunks to shards while backward continues."""
+    """Reduces the gradients of chunks to shards during backward."""
 
     def __init__(
         self,
@@ -99,11 +99,11 @@ class GradientReducer:
         self._late, self._order = set[ShardedChunk](), list[ShardedChunk]()
 
     def measure(self, squared: Squared) -> None:
-        """Takes squared norms of gradients while they are here: to fetch them again takes time."""
+        """Measures squared norms of gradients while they are loaded; loading them again is slow."""
         self._squared = squared
 
     def take(self, chunks: Sequence[ShardedChunk]) -> None:
-        """Reduces these chunks from here on, in the order of use; some may be known already."""
+        """Sets the chunks to reduce, in the order of use; some may be known already."""
         gone = self._hooks.keys() - set(chunks)
         for sharded in gone:
             for hook in self._hooks.pop(sharded):
@@ -128,7 +128,7 @@ class GradientReducer:
             parameter.requires_grad_(needed)
 
     def _before_hook(self, sharded: ShardedChunk, name: str) -> Callable[[object], None]:
-        """Makes the hook before autograd adds to a parameter: the gradient must be a view then."""
+        """Creates the hook that runs before autograd accumulates and makes the gradient a view."""
         # It runs for every parameter in every backward, so the usual case calls nothing: the chunk
         # collects, and the parameter has no gradient yet, or its view.
         gradients, parameter = sharded.chunk.gradients, sharded.chunk.parameters[name]
@@ -147,7 +147,7 @@ class GradientReducer:
         return before
 
     def _ready_hook(self, sharded: ShardedChunk, name: str) -> Callable[[object], None]:
-        """Makes the hook after it: places the gradient, and reduces complete chunks in turn."""
+        """Creates the hook that places a gradient and reduces complete chunks in turn."""
         gradients, waiting, ordered = sharded.chunk.gradients, sharded.waiting, self.size > 1
         place, parks = gradients.place, isinstance(sharded.chunk, ManagedChunk)
 
@@ -179,7 +179,7 @@ class GradientReducer:
         return ready
 
     def release_idle(self) -> None:
-        """Waits for what is in flight, and unpins gradients that are being collected."""
+        """Waits for pending reductions, and unpins gradients that are being collected."""
         # These come again with their next terms. To wait is safe: what is in flight was issued in
         # one order on all ranks, so none of them waits for what another has yet to issue.
         self.wait_all_reductions()
@@ -196,12 +196,12 @@ class GradientReducer:
     ) -> Iterator[None]:
         """Wraps one backward; with `reduce` all its gradients are in flight when it ends.
 
-        A backward outside of this context, or without `reduce`, only adds up; `vote_and_flush` or
-        the next one that reduces sends it all.
+        A backward outside of this context, or without `reduce`, only accumulates; `vote_and_flush`
+        or the next reducing backward sends everything.
 
         Args:
             reduce: whether gradients are sent.
-            scale: factor of the loss, which reduced gradients are divided by.
+            scale: loss scale, by which reduced gradients are divided.
             on_sent: called with each chunk whose gradients have been sent.
         """
         self.check_stray()
@@ -219,13 +219,13 @@ class GradientReducer:
             self._reducing, self._on_sent, self._refusal = False, None, refusal
 
     def check_stray(self) -> None:
-        """Refuses to go on where a gradient has come outside of `backward`."""
+        """Raises if a gradient was accumulated outside of `backward`."""
         if self.stray_gradient_seen and self._refusal:
             raise GulliverError(self._refusal)
 
     @contextmanager
     def refusing(self, why: str) -> Iterator[None]:
-        """Refuses gradients that come outside of `backward` in this block."""
+        """Rejects gradients accumulated outside of `backward` in this block."""
         self._refusal = why
         try:
             yield
@@ -235,13 +235,13 @@ class GradientReducer:
     def vote_and_flush(
         self, extra: Sequence[int] = (), check: Callable[[list[int]], None] | None = None
     ) -> set[str]:
-        """Votes on which parameters have a gradient on any rank, and sends all gradients.
+        """Votes on which parameters have a gradient on any rank, and reduces all gradients.
 
-        Every rank calls it, however backward was called.
+        All ranks call it, regardless of how backward was called.
 
         Args:
-            extra: bytes that are sent with the vote, as many on every rank.
-            check: called with the largest of each of them, before anything else is sent.
+            extra: bytes that are sent with the vote, equally many on every rank.
+            check: called with the maximum of each over the ranks, before anything else is sent.
 
         Returns:
             The parameters that have a gradient on any rank.
@@ -276,7 +276,7 @@ class GradientReducer:
         return found
 
     def _sort(self, used: set[str]) -> None:
-        """Puts chunks that are not used as wholes last: the others would wait for them."""
+        """Moves chunks that are not fully used to the end, so that others need not wait."""
         every = self.size == 1 or len(used) == len(self._chunk_of)
         late = {c for c in self.chunks if not every and not used.issuperset(c.chunk.parameters)}
         if late != self._late:
@@ -285,17 +285,17 @@ class GradientReducer:
             self._order = [c for c in order if c not in late] + [c for c in order if c in late]
 
     def used_in(self, sharded: ShardedChunk) -> list[bool]:
-        """Says which parameters of a chunk have had a gradient on this rank."""
+        """Returns which parameters of a chunk have had a gradient on this rank."""
         return [name in self._used for name in sharded.chunk.parameters]
 
     def use_up(self, sharded: ShardedChunk) -> None:
-        """Gives the gradient of a chunk up that was stepped; zero_grad has to follow."""
+        """Drops the gradient of a stepped chunk; zero_grad has to follow."""
         assert sharded.gradient_shard is not None, "its reduction was waited for"
         sharded.forget_gradient()
         sharded.used_up = True
 
     def check_cleared(self) -> None:
-        """Refuses to add to gradients that were used up, where zero_grad was not called since."""
+        """Rejects accumulation to dropped gradients if zero_grad was not called since."""
         for sharded in self.chunks:
             if sharded.used_up:
                 self._check_cleared(sharded)
@@ -312,15 +312,15 @@ class GradientReducer:
 
     @property
     def voted(self) -> bool:
-        """Whether nothing came since `vote_and_flush`."""
+        """Whether no gradient has come since `vote_and_flush`."""
         return self._voted
 
     def end_step(self) -> None:
-        """The gradients were stepped with; others may come."""
+        """Ends a step; new gradients may be collected."""
         self._voted = False
 
     def forget(self, set_to_none: bool = True) -> None:
-        """Forgets all gradients, or makes those that there are zero."""
+        """Drops all gradients, or zeroes existing ones."""
         self._voted = self.stray_gradient_seen = False
         self.wait_all_reductions()
         for sharded in self.chunks:
@@ -348,7 +348,7 @@ class GradientReducer:
             sharded.chunk.gradients.free()
 
     def _before_gradient(self, name: str) -> None:
-        """Prepares a chunk to collect, and removes the stand-in where autograd is about to add."""
+        """Prepares a chunk to collect, and removes the placeholder before autograd accumulates."""
         sharded = self._chunk_of[name]
         if self._voted and not self._reducing:
             raise GulliverError(
@@ -378,7 +378,7 @@ class GradientReducer:
             self._reduce(order[self._next - 1])
 
     def open_gradient(self, name: str) -> torch.Tensor:
-        """Returns what backward has added up for a parameter, not reduced yet, to be changed."""
+        """Returns a parameter's accumulated, unreduced gradient, for modification."""
         # Zeros where nothing came: then it counts as used from here on.
         sharded = self._chunk_of[name]
         parameter, gradients = sharded.chunk.parameters[name], sharded.chunk.gradients
@@ -406,7 +406,7 @@ class GradientReducer:
         sharded.move(Phase.COLLECTING)
 
     def _reduce(self, sharded: ShardedChunk) -> None:
-        """Sends a chunk's gradients to the shards."""
+        """Starts reducing a chunk's gradients."""
         gradients = sharded.chunk.gradients
         if sharded.phase is Phase.EMPTY:
             self._begin(sharded)
@@ -428,7 +428,7 @@ class GradientReducer:
             self._on_sent(sharded)
 
     def _gather_up(self, sharded: ShardedChunk) -> None:
-        """Completes what was collected with zeros, and takes it from the parameters."""
+        """Fills missing gradients with zeros and detaches gradients from the parameters."""
         self._forget_cleared(sharded)
         sharded.chunk.gradients.complete()
         self._used |= sharded.chunk.gradients.placed.keys()
@@ -472,7 +472,7 @@ class GradientReducer:
             self.wait_reduction(self._flying[0])
 
     def _reduce_rest(self) -> None:
-        """Sends the chunks that a backward did not complete."""
+        """Starts reducing the chunks that a backward did not complete."""
         if self.size == 1:
             for sharded in reversed(self.chunks):
                 sharded.waiting.clear()
@@ -484,12 +484,12 @@ class GradientReducer:
             self._reduce(self._order[self._next - 1])
 
     def _lacks_zeros(self, sharded: ShardedChunk) -> bool:
-        """Whether the gradients of a chunk have been made zero when they had been used up."""
+        """Whether the gradients of a chunk were zeroed after they had been dropped."""
         gone = sharded.phase is Phase.EMPTY and sharded.gradient_shard is None
         return gone and not sharded.used_up and any(self.used_in(sharded))
 
     def _forget_cleared(self, sharded: ShardedChunk) -> None:
-        """Drops the gradients of parameters whose grad was set to None; see the note above."""
+        """Drops gradients of parameters whose grad was set to None; see the note above."""
         if sharded.phase is Phase.EMPTY and sharded.gradient_shard is None:
             return
         cleared = sharded.chunk.gradients.cleared_names()
@@ -507,7 +507,7 @@ class GradientReducer:
 # feedback).
 # What it keeps is by parameter, so that it survives a new cut of the chunks and checkpoints.
 class GradientSender:
-    """Begins the reductions of chunks."""
+    """Starts the reductions of chunks."""
 
     def __init__(self, group: Group, wires: ZeroWires) -> None:
         self.group, self.wires = group, wires
@@ -528,7 +528,7 @@ class GradientSender:
         return self.gate is not None and self.gate.checking
 
     def send(self, sharded: ShardedChunk) -> tuple[Tensor, Handle]:
-        """Sends a chunk's gradients; returns where their mean will be, and when."""
+        """Starts reducing a chunk's gradients; returns the tensor for the mean, and its handle."""
         chunk, why = sharded.chunk, sharded.purpose("reduces", "in a backward")
         assert chunk.gradients.buffer is not None
         lost = self._lost_of(sharded, chunk.gradients.buffer) if self.feeds else None
@@ -577,18 +577,18 @@ class GradientSender:
         return self._lost[id(sharded)][1]
 
     def lost(self) -> dict[str, Tensor]:
-        """What packing has lost of this rank's gradients so far, by parameter."""
+        """Accumulated packing errors of this rank's gradients, by parameter."""
         found = dict(self._given)
         for sharded, lost in self._lost.values():
             found |= sharded.chunk.named_views(lost)
         return found
 
     def take_lost(self, found: Mapping[str, Tensor]) -> None:
-        """Takes over what packing has lost, by parameter; what was lost here is forgotten."""
+        """Restores packing errors by parameter, replacing those here."""
         self._lost, self._given = {}, dict(found) if self.feeds else {}
 
     def check_reduced(self, sharded: ShardedChunk, incoming: Tensor) -> None:
-        """Compares a chunk's gradient that has arrived."""
+        """Compares a chunk's reduced gradient."""
         exact = self.references.pop(id(sharded), None)
         if exact is None or self.gate is None:
             return
@@ -597,6 +597,6 @@ class GradientSender:
             self.gate.add(piece.name, incoming[run], exact[run])
 
     def end_step(self, names: Sequence[str], cut: bool) -> None:
-        """A step has all its gradients; every rank calls it."""
+        """Ends a step whose gradients are complete (collective)."""
         if self.gate is not None:
             self.gate.end_step(names, self.group if cut else ALONE)

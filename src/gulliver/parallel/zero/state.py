@@ -1,8 +1,8 @@
-"""The sharded state of a rank: chunks of a model, its pieces of them, groups and their state.
+"""The sharded state of a rank: chunks of a model, this rank's pieces, parameter groups and state.
 
-It says how parameters are cut into chunks, puts this rank's pieces where the user's optimizer has
-had whole parameters, and keeps the two engines that move what chunks hold: `GradientReducer` and
-`Gatherer`. Chunks may be exchanged for others, see `checkpoint.py`.
+It splits parameters into chunks, replaces full parameters in the user's optimizer with this rank's
+pieces, and owns the two engines that move data: `GradientReducer` and `Gatherer`. Chunks can be
+re-partitioned, see `checkpoint.py`.
 """
 
 from __future__ import annotations
@@ -60,21 +60,21 @@ from gulliver.precision.wire.formats import IDENTITY
 
 @dataclass(frozen=True)
 class ShardingOptions(Options):
-    """How chunks are cut, moved and stepped.
+    """How chunks are split, moved and stepped.
 
     Attributes:
         chunk_bytes: size of a chunk, in bytes.
         max_norm: global norm that gradients are clipped to in every step; infinite for none.
-        assume_elementwise: whether to take the user's word for an optimizer that is not known.
-        assume_per_parameter: the same, that it looks at one parameter at a time, as Muon does.
-        ahead: chunks that stage 3 gathers ahead of the one in use.
+        assume_elementwise: assume that an unknown optimizer is element-wise.
+        assume_per_parameter: assume that it needs one parameter at a time, as Muon does.
+        ahead: number of chunks that stage 3 prefetches.
         overlap: False waits for every collective at once, for comparison.
-        step_in_backward: whether chunks are stepped during backward, as their gradients come. With
-            `max_norm`, and with fp16, all gradients are waited for; see `step.py`.
-        order: names of the parameters in the order of use, in which chunks are cut and gathered.
+        step_in_backward: whether chunks are stepped during backward, once their gradients are
+            complete. `max_norm` and fp16 wait for all gradients; see `step.py`.
+        order: parameter names in the order of use, in which chunks are formed and gathered.
         uses: names in the order in which a forward is expected to read them, for predictions.
-        unequal: whether memory was planned for steps of unequal work on the ranks.
-        wires: formats that chunks are sent in.
+        unequal: whether memory was planned for steps with unequal work per rank.
+        wires: wire formats of chunks.
     """
 
     chunk_bytes: int = 4 * 2**20
@@ -104,17 +104,18 @@ class ShardedState:
         manager: Manager | None = None,
         whole: bool = False,
     ) -> None:
-        """Cuts parameters into chunks.
+        """Splits parameters into chunks.
 
         Args:
             inner: the user's optimizer; its groups are changed to hold this rank's pieces.
             names: trainable parameters of the model in its order, with their names.
-            frozen: parameters that are not trained but sharded, with their names.
+            frozen: frozen parameters to shard, with their names.
             stage: stage of ZeRO, 0 to 3, see `ZeroOptimizer`.
             group: process group to shard over; None for all ranks.
-            options: how chunks are cut and moved.
-            manager: memory manager that places chunks in tiers (stage 3); None keeps them here.
-            whole: whether no trained parameter may be cut; see the note in `memory._layout`.
+            options: how chunks are split and moved.
+            manager: memory manager that places chunks in tiers (stage 3); None keeps them on the
+                device.
+            whole: whether trained parameters must not be split; see the note in `memory._layout`.
         """
         self.inner, self.names, self.frozen_names = inner, dict(names), dict(frozen)
         self.stage, self.group, self.options, self.whole = stage, group, options, whole
@@ -162,23 +163,23 @@ class ShardedState:
 
     @property
     def parts(self) -> int:
-        """Shards of a chunk."""
+        """Number of shards of a chunk."""
         return self.size if self.stage else 1
 
     @property
     def part(self) -> int:
-        """Number of the shard of each chunk that this rank owns."""
+        """Index of this rank's shard in each chunk."""
         return self.rank if self.parts > 1 else 0
 
     @property
     def has_whole(self) -> bool:
-        """Whether each piece that is stepped is a whole parameter."""
+        """Whether every stepped piece is a full parameter."""
         return self.whole or self.parts == 1
 
     # Chunks.
 
     def _kinds(self) -> Iterator[tuple[bool, dict[nn.Parameter, str]]]:
-        """Kinds of parameters that share no chunk, and whether they are trained now."""
+        """Groups of parameters that share no chunk, and whether they are currently trained."""
         yield True, self.names
         yield False, self.frozen_trainable
         yield False, {p: n for p, n in self.frozen_names.items() if p not in self.frozen_trainable}
@@ -186,7 +187,7 @@ class ShardedState:
     def layouts(
         self, names: Mapping[nn.Parameter, str], chunk_bytes: int
     ) -> Iterator[tuple[ChunkLayout, dict[str, nn.Parameter]]]:
-        """Cuts parameters in their order into chunks of one dtype and device each."""
+        """Splits parameters in their order into chunks of one dtype and device each."""
         may_step = self.names.keys() | self.frozen_trainable.keys()
         sizes = [
             TensorSize(n, p.numel(), p.dtype, p.device, whole=self.whole and p in may_step)
@@ -201,7 +202,7 @@ class ShardedState:
     ) -> list[tuple[ChunkLayout, dict[str, nn.Parameter], bool]]:
         """Layout and parameters of all chunks in the order of use, and whether each is trained.
 
-        Parameters that `order` does not name come last. Chunks are of this size from here on.
+        Parameters not in `order` come last. Later chunks also have this size.
         """
         self.chunk_bytes = chunk_bytes
         place = {name: number for number, name in enumerate(order)}
@@ -215,7 +216,7 @@ class ShardedState:
     def _placed(
         self, layout: ChunkLayout, parameters: Mapping[str, nn.Parameter], trained: bool
     ) -> ShardedChunk:
-        """Moves parameters, equal on all ranks from here on, into a chunk."""
+        """Moves parameters into a chunk, which makes them equal on all ranks."""
         chunk = self._new_chunk(layout, parameters)
         broadcast(chunk.data, 0, self.group)
         return self._sharded(chunk, trained)
@@ -248,7 +249,7 @@ class ShardedState:
         return Chunk(layout, parameters, self.part, self.pool, read)
 
     def _sharded(self, chunk: Chunk, trained: bool) -> ShardedChunk:
-        """Makes a chunk's shard, and this rank's pieces of it as parameters for the optimizer."""
+        """Creates a chunk's shard, and this rank's pieces of it as parameters for the optimizer."""
         layout = chunk.layout
         wire = self.options.wires.of_parameters(layout.parts, layout.part_size, chunk.dtype)
         separate = self.stage == 3 or wire is not IDENTITY
@@ -263,7 +264,7 @@ class ShardedState:
         return sharded
 
     def _cut_pieces(self, sharded: ShardedChunk) -> None:
-        """Makes parameters of this rank's pieces of a chunk, for the optimizer."""
+        """Creates parameters for this rank's pieces of a chunk, for the optimizer."""
         chunk = sharded.chunk
         with chunk.opened():
             sharded.own(
@@ -279,7 +280,7 @@ class ShardedState:
         return run.view(chunk.shapes[piece.name]) if self.has_whole else run
 
     def adopt(self, chunks: Sequence[ShardedChunk]) -> None:
-        """Takes chunks, in the order of use, in place of any others."""
+        """Sets the chunks, in the order of use, replacing any others."""
         for old in self.all_chunks:
             old.chunk.discard()
         self.all_chunks = list(chunks)
@@ -291,7 +292,7 @@ class ShardedState:
         self._list_trained()
 
     def train(self, frozen: Sequence[ShardedChunk]) -> None:
-        """Begins to train chunks of frozen parameters; see `train_unfrozen`."""
+        """Starts training chunks of frozen parameters; see `train_unfrozen`."""
         self.groups.check_members()  # the groups are filled again
         for sharded in frozen:
             self.gatherer.release(sharded)
@@ -314,17 +315,16 @@ class ShardedState:
         self.reducer.take(self.chunks)
 
     def _release_idle(self) -> None:
-        """Ends uses of the manager's objects that can be begun again later."""
+        """Ends uses of the manager's objects that can be restarted later."""
         self.gatherer.release_idle()
         self.reducer.release_idle()
 
     def step_groups(self) -> list[list[int]]:
-        """Numbers of the chunks that are stepped together.
+        """Indices of the chunks that are stepped together.
 
-        One by one where a chunk's gather goes on while the next is stepped, where a checkpoint may
-        still be copying the others, and where chunks lie in tiers; else all in one call, which an
-        optimizer that is not known gets always: it may look at all that it has at once, or count
-        its calls.
+        One at a time if a chunk's gather overlaps the next step, if a checkpoint may still be
+        copying others, or with tiers; otherwise all in one call. An unknown optimizer always gets
+        one call, because it may use all parameters together or count its calls.
         """
         numbers = list(range(len(self.chunks)))
         gathers = self.stage in (1, 2) and self.size > 1
@@ -332,7 +332,7 @@ class ShardedState:
         return [[n] for n in numbers] if self.states.by_chunk and apart else [numbers]
 
     def changed(self) -> Iterator[Tensor]:
-        """Tensors that steps write, for a checkpoint: groups show parameters, which may be away."""
+        """Tensors that steps write, for checkpoints; parameters in the groups may be resharded."""
         if not self.states.tiered:
             yield from self.states.written(self.chunks)
             yield from (c.chunk.data for c in self.chunks if self.stage < 3)
@@ -340,7 +340,7 @@ class ShardedState:
     # What users write to parameters.
 
     def take_writes(self) -> None:
-        """Brings what was written to the parameters, on all ranks alike, to the shards."""
+        """Copies modified parameters, equal on all ranks, to the shards."""
         # With stage 3 none stays here: the shards may change next, and what was read would be old.
         self.gatherer.release_all()
         for sharded in self.all_chunks:
@@ -348,17 +348,17 @@ class ShardedState:
                 sharded.chunk.take_writes()
 
     def publish_exact(self) -> None:
-        """Sends what packed changes have lost so far to all ranks; every rank calls it."""
+        """Sends accumulated errors of packed changes to all ranks (collective)."""
         if self.stage < 3 and any(c.chunk.wire is not IDENTITY for c in self.all_chunks):
             self.publish()
 
     def publish_masters(self) -> None:
-        """Rounds parameters from float32 copies that were loaded; every rank calls it."""
+        """Rounds parameters from loaded float32 master weights (collective)."""
         if any(c.chunk.has_master for c in self.chunks):
             self.publish()
 
     def publish(self) -> None:
-        """Sends what the shards hold now to all ranks; every rank calls it."""
+        """Sends the values of the shards to all ranks (collective)."""
         for sharded in self.all_chunks:
             if self.stage < 3:
                 self.gatherer.start(sharded, exact=True)
@@ -377,7 +377,7 @@ class ShardedState:
 # still frozen stay as they are, and state is made in the first step that there is a gradient for,
 # as in plain torch. Freezing needs nothing: a parameter that gets no gradient is not stepped.
 def train_unfrozen(shards: ShardedState, also: Collection[str] = ()) -> None:
-    """Trains the chunks of parameters that were unfrozen; every rank has to unfreeze the same."""
+    """Trains the chunks of unfrozen parameters, which must be equal on all ranks (collective)."""
     if not shards.frozen_trainable:
         return
     with without_torch_functions():
@@ -396,7 +396,7 @@ def train_unfrozen(shards: ShardedState, also: Collection[str] = ()) -> None:
 
 
 def give_back(shards: ShardedState, model: nn.Module, hooks: Iterable[RemovableHandle]) -> None:
-    """Replaces a model's parameters by whole copies; every rank calls it."""
+    """Replaces a model's parameters by full copies (collective)."""
     # They are new tensors, not the old ones with other memory: nothing that the run has hooked to
     # those can go on, and a second boost finds the model as if it had never been boosted.
     shards.gatherer.release_all()
@@ -427,7 +427,7 @@ def give_back(shards: ShardedState, model: nn.Module, hooks: Iterable[RemovableH
 
 
 class _Calls:
-    """Enters and leaves passes with the calls of a model."""
+    """Starts and ends passes with the calls of a model."""
 
     def __init__(self, shards: ShardedState | None, model: nn.Module | None = None) -> None:
         self._shards = shards
@@ -464,7 +464,7 @@ class _Calls:
             self._check_wrapped(gatherer)
 
     def _check_wrapped(self, gatherer: Gatherer) -> None:
-        """Refuses pending parameters that `torch.func` has wrapped: reads of them are not seen."""
+        """Rejects pending parameters wrapped by `torch.func`, which hides reads of them."""
         if not gatherer.sharded:
             gatherer.finish_all()
         for parameter in self._modules[0].parameters():
@@ -527,7 +527,7 @@ def watch_calls(model: nn.Module, shards: ShardedState) -> list[RemovableHandle]
 
 
 def _wait_before(module: nn.Module, shards: ShardedState) -> None:
-    """Makes the compiled call of a module wait for its parameters; once, after boost too."""
+    """Makes a module's compiled call wait for its parameters; done once, also after boost."""
     inner = compiled_call(module)
     if inner is not None and not hasattr(inner, "_waits"):
         call = _after(_waiting(module, shards), inner)
@@ -537,7 +537,7 @@ def _wait_before(module: nn.Module, shards: ShardedState) -> None:
 
 @cache
 def _hide_from_compilers() -> None:
-    """Keeps compilers out of what moves parameters; late, as it takes seconds to import them."""
+    """Hides parameter movement from compilers; done late, because importing them takes seconds."""
     for owner, names in ((_Calls, ("_enter", "_leave")), (Gatherer, ("pack", "unpack"))):
         for name in names:
             setattr(owner, name, torch.compiler.disable(getattr(owner, name)))

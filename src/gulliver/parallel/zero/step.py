@@ -1,4 +1,4 @@
-"""Steps chunks where they lie: each lands, is stepped and starts its gather."""
+"""Steps chunks one at a time: each is reduced, stepped and starts its gather."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Updates:
         shards.inner.register_step_pre_hook(self._refuse)
 
     def _refuse(self, *_: Any) -> None:
-        """Refuses steps of the optimizer from before boost, which would do nothing silently."""
+        """Rejects steps of the optimizer from before boost, which would silently do nothing."""
         if not self._allowed:
             raise GulliverError("step the optimizer that boost returned, not the one it was given")
 
@@ -58,12 +58,12 @@ class Updates:
         self._allowed = True
 
     def step(self, numbers: Sequence[int], used: set[str], gather: bool = True) -> None:
-        """Steps the chunks of some numbers together, once their gradients are there.
+        """Steps some chunks together, once their gradients are complete.
 
         Args:
-            numbers: numbers of chunks.
+            numbers: indices of the chunks.
             used: names of parameters that have a gradient on any rank.
-            gather: whether their gathers are started, below stage 3.
+            gather: whether to start their gathers, below stage 3.
         """
         shards = self._shards
         chunks = [shards.chunks[number] for number in numbers]
@@ -93,7 +93,7 @@ class Updates:
                 shards.states.place_new(sharded, used)
 
     def end(self) -> None:
-        """Shows the model's parameters again, and no gradients."""
+        """Shows the model's parameters again, without gradients."""
         if not self._allowed:
             return
         self._allowed = False
@@ -126,7 +126,7 @@ class Updates:
 #
 # It does not know how gradients are reduced, nor how a chunk is stepped.
 class InBackward:
-    """Steps chunks while backward goes on."""
+    """Steps chunks during backward."""
 
     def __init__(self, shards: ShardedState, updates: Updates) -> None:
         self._shards, self._updates = shards, updates
@@ -143,7 +143,7 @@ class InBackward:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Steps what is reduced in this block; every rank enters it."""
+        """Steps chunks reduced in this block (collective)."""
         reducer = self._shards.reducer
         self.check_whole()
         self.refuse("backward was called again")
@@ -164,7 +164,7 @@ class InBackward:
             self._updates.end()
 
     def reduced(self, sharded: ShardedChunk) -> None:
-        """Called when a chunk's gradients were sent; steps the chunks that are complete."""
+        """Called when a chunk's gradients were sent; steps complete chunks."""
         used = self._shards.reducer.used_in(sharded)
         first = not self._sent and len(self._numbers) == len(self._shards.chunks)
         votes = torch.tensor([*used, *self._shards.groups.votes()] if first else used)
@@ -201,19 +201,19 @@ class InBackward:
         sharded.updates += 1
 
     def _is_gathered_later(self, number: int) -> bool:
-        """Whether a chunk of a number is gathered in the step, and not when it is stepped."""
+        """Whether a chunk is gathered in `step` instead of when it is stepped."""
         shards = self._shards
         gathered = shards.stage in (1, 2) and shards.size > 1
         return gathered and not gathers_in_backward(number, len(shards.chunks))
 
     def _begin(self) -> None:
-        """The first chunk is about to be stepped."""
+        """Called before the first chunk is stepped."""
         self._options = self._shards.groups.options()
         self._updates.begin()
         self._hooks.enter_context(step_hooks(self._shards.inner))
 
     def _prepare(self, sharded: ShardedChunk) -> None:
-        """Takes what was written to the parameters of a chunk that is about to be stepped."""
+        """Copies modified parameters of a chunk to its shard, before it is stepped."""
         sharded.chunk.check_parameters()
         gatherer = self._shards.gatherer
         if self._shards.stage == 3:
@@ -225,7 +225,7 @@ class InBackward:
     # The step after it.
 
     def finish(self, used: set[str], end: Callable[[], None]) -> None:
-        """Gathers what backward has stepped, steps what it has not; every rank calls it."""
+        """Gathers chunks stepped in backward, and steps the others (collective)."""
         self._check_options()
         if self._shards.stage == 3:
             self._shards.gatherer.release_all()
@@ -250,7 +250,7 @@ class InBackward:
         hooks.close()
 
     def _check_options(self) -> None:
-        """Refuses options that were changed after chunks had been stepped with others."""
+        """Rejects options that were changed after chunks had been stepped."""
         found = self._options and first_change(self._options, self._shards.groups.options())
         if found:
             name, then, now = found
@@ -260,7 +260,7 @@ class InBackward:
             )
 
     def refuse(self, what: str) -> None:
-        """Refuses what comes too late where a backward has begun a step."""
+        """Rejects calls that come too late once a backward has begun a step."""
         if self._suspended:
             raise GulliverError(self._suspended)
         if self.begun:
@@ -271,11 +271,11 @@ class InBackward:
             )
 
     def suspend(self, why: str) -> None:
-        """Makes `refuse` refuse everything with these words; empty ones end that."""
+        """Makes `refuse` reject everything for this reason; an empty one ends that."""
         self._suspended = why
 
     def check_whole(self) -> None:
-        """Refuses to go on from the middle of a step."""
+        """Raises if a step is only partly done."""
         if self._torn:
             raise GulliverError(
                 f"the last backward failed when step_in_backward had stepped {self._torn}: load a "
@@ -283,7 +283,7 @@ class InBackward:
             )
 
     def mend(self) -> None:
-        """All values are replaced."""
+        """Resets the state after all values were replaced."""
         self._torn = ""
 
     def _forget(self) -> None:
@@ -340,7 +340,7 @@ OUTSIDE = (
 # The obvious other way, empty passes for ranks without work, keeps stage 3's memory, but makes all
 # ranks wait for the longest at every micro-batch; steps are balanced as wholes.
 class UnevenStep:
-    """One step's backwards on this rank."""
+    """The backwards of one step on this rank."""
 
     def __init__(self, optimizer: ZeroOptimizer) -> None:
         self._optimizer, self.sent = optimizer, False
@@ -354,7 +354,7 @@ class UnevenStep:
         return 1.0 if scaler is None else scaler.scale
 
     def backward(self, loss: Tensor, last: bool) -> None:
-        """Backward of a loss; the last one of the step sends what was added up."""
+        """Runs backward of a loss; the last one of the step sends the accumulated gradients."""
         if self.sent:
             raise GulliverError("a backward follows the last one of a step: call it once for each")
         last, scale = last and not self.waits, self._scale
@@ -364,16 +364,16 @@ class UnevenStep:
 
     @contextmanager
     def several(self) -> Iterator[float]:
-        """Wraps backwards that something else calls, such as the schedule of a pipeline.
+        """Wraps backwards called elsewhere, such as by a pipeline schedule.
 
-        Yields the factor of their losses. What they add up is sent when the step ends.
+        Yields the factor of their losses. Accumulated gradients are sent when the step ends.
         """
         with guard(), self._reducer.backward(reduce=False, scale=self._scale):
             yield self._scale
 
     @contextmanager
     def _passes(self) -> Iterator[None]:
-        """Gathers and releases parameters in a backward, where they are not whole."""
+        """Gathers and releases parameters during backward, if they are sharded."""
         if self._optimizer.shards.manager is None:
             yield
             return
@@ -386,7 +386,7 @@ class UnevenStep:
             gatherer.leave_backward()
 
     def finish(self) -> None:
-        """Sends what was added up, if no backward did: zeros where there was none."""
+        """Sends accumulated gradients if no backward did; zeros if there are none."""
         self._reducer.check_stray()
         if self.waits:
             return
@@ -397,20 +397,20 @@ class UnevenStep:
         self.sent = True
 
     def finish_waiting(self) -> None:
-        """Sends what had to wait for room."""
+        """Sends gradients that had to wait for memory."""
         self.waits = False
         self.finish()
 
 
 @contextmanager
 def uneven_step(optimizer: ZeroOptimizer) -> Iterator[UnevenStep]:
-    """Wraps all forwards and backwards of a step; every rank of the optimizer enters and leaves it.
+    """Context for all forwards and backwards of a step (collective).
 
     Args:
-        optimizer: optimizer that steps afterwards.
+        optimizer: optimizer to step afterwards.
 
     Raises:
-        GulliverError: the optimizer does something in every backward that ranks do together.
+        GulliverError: the optimizer communicates in every backward.
     """
     check_uneven(optimizer)
     if optimizer.unfinished:  # what was added up before would count in this step, too
@@ -426,7 +426,7 @@ def uneven_step(optimizer: ZeroOptimizer) -> Iterator[UnevenStep]:
 
 
 def check_uneven(optimizer: ZeroOptimizer) -> None:
-    """Refuses what needs backwards that are alike on all ranks."""
+    """Rejects options that need the same backwards on all ranks."""
     limited = optimizer.shards.manager is not None
     found = {
         "step_in_backward": optimizer.options.step_in_backward,

@@ -1,7 +1,7 @@
-"""State of a sharded optimizer, found under the model's parameters as well as under pieces.
+"""Optimizer state that can be looked up by the model's parameters as well as by pieces.
 
 Between steps ``optimizer.param_groups`` shows the model's parameters, so ``optimizer.state[p]`` has
-to find what belongs to them: the state of this rank's piece, and what users keep there.
+to return the state of this rank's piece, and entries added by users.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from gulliver.parallel.zero.elementwise import makes_beside, state_sizes, steps_
 
 
 class StateByParameter(defaultdict[Any, Any]):
-    """An optimizer's state by parameter; a piece has the entry of the parameter it is of."""
+    """An optimizer's state by parameter; a piece shares the entry of its parameter."""
 
     def __init__(self, parameter_of: Mapping[Any, nn.Parameter]) -> None:
         super().__init__(dict)
         self.parameter_of = parameter_of
 
     def __reduce__(self) -> Any:
-        """Copies and pickles are plain: their pieces are other tensors."""
+        """Copies and pickles as a plain dict, because pieces of copies are other tensors."""
         return defaultdict, (dict,), None, None, iter(self.items())
 
     def __getitem__(self, key: Any) -> Any:
@@ -69,9 +69,9 @@ MOVED = (
 
 
 class OptimizerGroups:
-    """The groups of the user's optimizer, over the ranks that step shards of the same parameters.
+    """The groups of the user's optimizer, for ranks that step shards of the same parameters.
 
-    Between steps they show the model's parameters, where users look and write; a step shows them
+    Between steps they contain the model's parameters, for users to read and write; during a step,
     this rank's pieces.
     """
 
@@ -86,7 +86,7 @@ class OptimizerGroups:
         self._by_chunk: list[list[list[nn.Parameter]]] = []
 
     def list_members(self, names: Mapping[nn.Parameter, str]) -> None:
-        """Lists the trained parameters, of these names, of each group."""
+        """Lists each group's trained parameters, by these names."""
         self.names = [[names[p] for p in found if p in names] for found in self.given]
         self._number_of = {name: n for n, found in enumerate(self.names) for name in found}
 
@@ -100,7 +100,7 @@ class OptimizerGroups:
         return [piece for piece in pieces if self._number_of[piece.name] in numbers]
 
     def list_pieces(self, chunks: Sequence[ShardedChunk]) -> None:
-        """Makes the lists of pieces that the groups are given, once for all steps."""
+        """Builds the lists of pieces for the groups, once for all steps."""
         mine = {piece.name: owned for c in chunks for piece, owned in c.pieces}
         self._pieces = [[mine[n] for n in names if n in mine] for names in self.names]
         self._by_chunk = []
@@ -124,7 +124,7 @@ class OptimizerGroups:
             group["params"] = list(found)
 
     def capturing(self) -> set[Tensor]:
-        """Pieces whose counters kernels read: torch wants them on the parameter's device."""
+        """Pieces whose counters kernels read, so they must be on the parameter's device."""
         return {
             owned
             for group, pieces in zip(self._inner.param_groups, self._pieces, strict=True)
@@ -133,7 +133,7 @@ class OptimizerGroups:
         }
 
     def is_moved(self) -> bool:
-        """Whether the groups have other members; options and the lists themselves may be new."""
+        """Whether the groups have other members; changed options and list objects do not count."""
         groups = self._inner.param_groups
         return len(groups) != len(self._members) or any(
             len(group["params"]) != len(members) or not all(map(is_, group["params"], members))
@@ -141,7 +141,7 @@ class OptimizerGroups:
         )
 
     def check_members(self) -> None:
-        """Refuses groups with other members, on this rank."""
+        """Rejects groups with other members, on this rank."""
         if self.is_moved():
             raise GulliverError(MOVED)
 
@@ -153,7 +153,7 @@ class OptimizerGroups:
         return [moved, *digest, *(255 - byte for byte in digest)]
 
     def check_votes(self, votes: Sequence[int]) -> None:
-        """Refuses, on all ranks alike, what the vote has shown."""
+        """Rejects, on all ranks, changes that the vote has shown."""
         moved, digest, complement = votes[0], votes[1 : DIGEST + 1], votes[DIGEST + 1 :]
         if moved:
             raise GulliverError(MOVED)
@@ -161,7 +161,7 @@ class OptimizerGroups:
             raise GulliverError(_difference(gather_objects(self.options(), self._group)))
 
     def options(self) -> dict[str, str]:
-        """The numbers among the options, by name and group."""
+        """The numeric options, by name and group."""
         # Options on a device are left out: the host would have to wait for them.
         known = self._inner.defaults
         return {
@@ -173,7 +173,7 @@ class OptimizerGroups:
 
 
 def first_change(then: dict[str, str], now: dict[str, str]) -> tuple[str, str, str] | None:
-    """The first option of which two reports differ, with both values."""
+    """The first option that differs between two reports, with both values."""
     for name in then | now:
         if then.get(name) != now.get(name):
             return name, str(then.get(name)), str(now.get(name))
@@ -200,7 +200,7 @@ def _difference(every: Sequence[dict[str, str]]) -> str:
 
 
 def gradient_was_set(foreign: Sequence[str]) -> GulliverError:
-    """The refusal of gradients of these names, or of another rank's, that backward did not make."""
+    """The error for gradients, here or on another rank, that backward did not create."""
     whose = f"the gradient of {foreign[0]!r}" if foreign else "a gradient on another rank"
     return GulliverError(
         f"{whose} was set: the optimizer steps what backward has reduced to the shards, and "
@@ -230,7 +230,7 @@ _CONSTANTS = torch.zeros_like, torch.ones_like, torch.full_like
 #
 # It does not know what is done in a block, nor when.
 class _Stretched(TorchFunctionMode):
-    """Makes constants of a tensor's shape take the memory of one element."""
+    """Creates constants of a tensor's shape that take the memory of one element."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -242,7 +242,7 @@ class _Stretched(TorchFunctionMode):
 
 
 class _NewState(dict[str, Any]):
-    """State of a piece while it is made: tensors go to their places at once."""
+    """State of a piece while it is created: tensors are placed at once."""
 
     def __init__(self, piece: ShardPiece, owned: nn.Parameter, place: Place) -> None:
         super().__init__()
@@ -267,22 +267,22 @@ class PieceStates:
         self.by_chunk = steps_by_chunk(inner)
 
     def opened(self, sharded: ShardedChunk) -> AbstractContextManager[None]:
-        """Block in which the optimizer can step a chunk, and new state of it can be placed."""
+        """Context in which the optimizer can step a chunk, and new state of it can be placed."""
         return _ALWAYS
 
     def shown(self, sharded: ShardedChunk, fill: bool = False) -> AbstractContextManager[None]:
-        """Block in which a chunk's shard and state can be read, or filled, wherever they lie."""
+        """Context in which a chunk's shard and state can be read or filled in any tier."""
         return _ALWAYS
 
     def making(self, sharded: ShardedChunk) -> AbstractContextManager[None]:
-        """Block in which the optimizer steps a chunk, and may make its first state."""
+        """Context in which the optimizer steps a chunk, and may create its first state."""
         return _ALWAYS
 
     def hide(self, sharded: ShardedChunk) -> None:
-        """Takes memory that may leave out of the optimizer's sight."""
+        """Hides memory that may be evicted from the optimizer."""
 
     def places(self, key: str, value: Any, owned: Tensor) -> bool:
-        """Whether `place` moves an entry: it has an element for each, or factors them."""
+        """Whether `place` moves an entry: one with the parameter's shape, or its factors."""
         if not self.by_chunk or not isinstance(value, Tensor) or is_counter(key, value, owned):
             return False
         fits = value.shape == owned.shape or self._whole
@@ -312,7 +312,7 @@ class PieceStates:
                     state[key] = view.view(value.shape)
 
     def place_new(self, sharded: ShardedChunk, used: set[str]) -> None:
-        """Moves state after a step, where pieces were stepped that had no state before."""
+        """Moves state after a step, if pieces were stepped that had no state before."""
         if self.by_chunk and len(sharded.placed) < len(sharded.pieces):
             new = {piece.name for piece, _ in sharded.pieces} & used - sharded.placed
             if new:
@@ -320,7 +320,7 @@ class PieceStates:
                 sharded.placed |= new  # some optimizers keep nothing
 
     def drop(self, chunks: Iterable[ShardedChunk]) -> None:
-        """Forgets all state of the optimizer."""
+        """Drops all state of the optimizer."""
         self._inner.state.clear()
         for sharded in chunks:
             sharded.placed.clear()
@@ -337,7 +337,7 @@ class PieceStates:
 
 
 class TieredStates(PieceStates):
-    """State of pieces that a manager keeps in tiers: shown to the optimizer block by block."""
+    """State of pieces that a manager keeps in tiers; the optimizer sees it chunk by chunk."""
 
     tiered = True
 
@@ -354,7 +354,7 @@ class TieredStates(PieceStates):
 
     @contextmanager
     def opened(self, sharded: ShardedChunk) -> Iterator[None]:
-        """Brings all of a chunk into the fast tier for a block; new state may be placed in it."""
+        """Loads all of a chunk into the fast tier; new state may be placed in it."""
         with sharded.chunk.opened(write=True, moments=True):
             try:
                 self._point(sharded)
@@ -366,7 +366,7 @@ class TieredStates(PieceStates):
 
     @contextmanager
     def shown(self, sharded: ShardedChunk, fill: bool = False) -> Iterator[None]:
-        """Shows the shard and the state wherever they lie for a block; see `ManagedChunk.shown`."""
+        """Shows the shard and the state in any tier; see `ManagedChunk.shown`."""
         with sharded.chunk.shown(fill):
             try:
                 self._point(sharded)
@@ -375,7 +375,7 @@ class TieredStates(PieceStates):
                 self.hide(sharded)
 
     def making(self, sharded: ShardedChunk) -> AbstractContextManager[None]:
-        """Block in which the optimizer steps a chunk, and may make its first state."""
+        """Context in which the optimizer steps a chunk, and may create its first state."""
         new = {
             owned: piece
             for piece, owned in sharded.pieces
@@ -396,7 +396,7 @@ class TieredStates(PieceStates):
     def _making(
         self, sharded: ShardedChunk, new: Mapping[nn.Parameter, ShardPiece]
     ) -> Iterator[None]:
-        """Places state of new pieces as the optimizer makes it; see [Note: new state]."""
+        """Places state of new pieces as the optimizer creates it; see [Note: new state]."""
         states, place = self._inner.state, partial(self._place_first, sharded)
         states.update({owned: _NewState(piece, owned, place) for owned, piece in new.items()})
         try:
@@ -411,7 +411,7 @@ class TieredStates(PieceStates):
     def _place_first(
         self, sharded: ShardedChunk, piece: ShardPiece, key: str, value: Tensor
     ) -> Tensor | None:
-        """Copies new state of a piece to a buffer of its chunk; None where it has no room."""
+        """Copies new state of a piece to a buffer of its chunk; None if there is no room."""
         chunk = sharded.chunk
         moment = chunk.moments.get(key)
         if moment is not None and piece.name not in moment.starts:
@@ -424,7 +424,7 @@ class TieredStates(PieceStates):
         return chunk.place_moment(key, {piece.name: value}, sizes)[piece.name].view(value.shape)
 
     def place_new(self, sharded: ShardedChunk, used: set[str]) -> None:
-        """Moves state after a step, of which views are good for its block only."""
+        """Moves state after a step; its views are only valid in the block."""
         self.place(sharded)
 
     def _point(self, sharded: ShardedChunk) -> None:
@@ -438,7 +438,7 @@ class TieredStates(PieceStates):
                     state[key] = moment.buffer[start : start + shape.numel()].view(shape)
 
     def hide(self, sharded: ShardedChunk) -> None:
-        """Takes memory that may leave out of the optimizer's sight."""
+        """Hides memory that may be evicted from the optimizer."""
         chunk = sharded.chunk
         for piece, owned in sharded.pieces:
             owned.data = self._nan(owned)
@@ -456,5 +456,5 @@ class TieredStates(PieceStates):
 
 
 def _kept_by(group: Mapping[str, Any]) -> tuple[bool, ...]:
-    """Settings of a group that decide which state its parameters have."""
+    """Settings of a group that determine which state its parameters have."""
     return tuple(bool(group.get(option)) for option in ("amsgrad", "centered", "momentum"))

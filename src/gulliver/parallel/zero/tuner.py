@@ -1,9 +1,9 @@
 """Finds the size of chunks in a job's first steps, by measuring.
 
 Small chunks waste latency, large ones lose overlap. Read `BucketTuner.stepped`: it is called
-between steps. It cuts the chunks in the order in which the first step used the parameters, then
-tries sizes: from the one that was given uphill, a factor of two at a time, until steps get slower.
-What it found is kept for this model on this cluster, and taken from there the next time.
+between steps. It forms chunks in the order in which the first step used the parameters, then
+hill-climbs from the given size in factors of two until steps get slower. The result is cached for
+this model and cluster.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MOST_SIZES = 7
 
 
 class TuningStage(Enum):
-    """What the tuner does with the present step."""
+    """The tuner's action in the current step."""
 
     RECORDING = auto()
     TRYING = auto()
@@ -54,7 +54,7 @@ class Tuning:
     reused: bool = False
 
     def summary(self) -> str:
-        """The result in a line."""
+        """One-line summary."""
         size = f"{self.chosen / 2**20:.3g} MiB"
         if self.reused:
             return f"chunks of {size}, as an earlier job found"
@@ -62,19 +62,19 @@ class Tuning:
         return f"chunks of {size}: step {took:.1f} ms, the best of {len(self.measured)} sizes"
 
     def to_json(self) -> str:
-        """The text of a file."""
+        """The content of the cache file."""
         return json.dumps(asdict(self), indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> Tuning:
-        """Reads the text of a file."""
+        """Parses the content of a cache file."""
         values = json.loads(text)
         values["measured"] = {int(size): took for size, took in values["measured"].items()}
         return cls(**values)
 
 
 def next_size(measured: dict[int, float], start: int, largest: int) -> int | None:
-    """The next size to try beside the fastest so far; None where both neighbours are slower."""
+    """The next size to try next to the fastest so far; None if both neighbours are slower."""
     if not measured:
         return start
     best = min(measured, key=measured.__getitem__)
@@ -120,11 +120,11 @@ class BucketTuner:
 
     @property
     def tuning(self) -> bool:
-        """Whether it goes on: it sends messages of its own then, and cuts the chunks again."""
+        """Whether tuning continues; meanwhile it sends messages and re-partitions chunks."""
         return self.stage is not TuningStage.DONE
 
     def stepped(self) -> None:
-        """Called between steps, when there are no gradients; every rank calls it."""
+        """Called between steps, when there are no gradients (collective)."""
         if self._recorder is not None:
             order = broadcast_object(self._recorder.order(self._names.values()))
             self._recorder.close()
@@ -135,7 +135,7 @@ class BucketTuner:
             self._tick()
 
     def _try_next(self) -> bool:
-        """Cuts chunks of the next size to try, if there is one."""
+        """Re-partitions the chunks to the next size to try, if any."""
         assert self.result is not None
         size = next_size(self.result.measured, self._start, self._largest)
         if size is None:
@@ -146,7 +146,7 @@ class BucketTuner:
         return True
 
     def _tick(self) -> None:
-        """Takes the time of a step of the present trial."""
+        """Records the time of a step of the current trial."""
         assert self.result is not None
         now = time.perf_counter()
         if self._since:
@@ -181,7 +181,7 @@ class BucketTuner:
             write_text(self.folder / "chunks.json", self.result.to_json())
 
     def _key(self) -> str:
-        """The name of this model on this cluster."""
+        """Key of this model and cluster."""
         shards = self.shards
         hosts = sorted(set(gather_objects(socket.gethostname())))
         tensors = [(name, tuple(p.shape), str(p.dtype)) for p, name in self._names.items()]
@@ -207,7 +207,7 @@ def _read(path: Path) -> Tuning | None:
 
 
 class UseRecorder:
-    """Notes in which order a model's modules first use their parameters."""
+    """Records the order in which a model's modules first use their parameters."""
 
     def __init__(self, model: nn.Module, names: dict[nn.Parameter, str]) -> None:
         self._first: dict[str, int] = {}
@@ -220,12 +220,12 @@ class UseRecorder:
                 self._hooks.append(module.register_forward_pre_hook(hook, prepend=True))
 
     def close(self) -> None:
-        """Stops noting."""
+        """Stops recording."""
         for hook in self._hooks:
             hook.remove()
 
     def order(self, names: Iterable[str]) -> list[str]:
-        """Names in the order of first use; those that were not seen come last, as they came."""
+        """Names in the order of first use; unused ones come last, in their order."""
         return sorted(names, key=lambda name: self._first.get(name, len(self._first)))
 
     def _noting(self, owned: list[str]) -> Callable[..., None]:
@@ -239,7 +239,7 @@ class UseRecorder:
 
 
 def _outside_of_compiled(module: nn.Module) -> Iterable[nn.Module]:
-    """Modules whose calls are seen from Python, and the compiled regions as wholes."""
+    """Modules whose calls are visible to Python, and compiled regions as single modules."""
     yield module
     if is_compiled(module) or compiled_call(module) is not None:
         return

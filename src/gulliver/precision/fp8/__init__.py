@@ -1,7 +1,7 @@
 """FP8 training: scaled casts, linear layers, and the choice of layers.
 
-Ranks that share a dim of a layer pass the reduction of its magnitudes (`SharedDims`). Seconds are
-predicted in `gulliver.hardware`.
+Ranks that share a dim of a layer reduce its magnitudes (`SharedDims`). Times are predicted in
+`gulliver.hardware`.
 """
 
 from typing import TYPE_CHECKING

@@ -1,8 +1,8 @@
 """Chooses the layers that compute in FP8, with reasons for the others.
 
-A layer is taken if its sizes suit the units (multiples of 16), it is no output head and not
-excluded, its forward is a linear layer's own, and, where rates are known, it is predicted to pay.
-The model may be on meta: only shapes are looked at.
+A layer is converted if its sizes suit the hardware (multiples of 16), it is not an output head or
+excluded, it uses a linear layer's own forward, and, if rates are known, it is predicted to be
+faster. The model may be on meta: only shapes are used.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ class Selection:
 
     @property
     def kept(self) -> dict[str, str]:
-        """Reasons of the other layers, by path."""
+        """Reasons for the other layers, by path."""
         return {layer.path: layer.why_not for layer in self.layers if layer.why_not}
 
     @property
     def weights(self) -> int:
-        """Elements of the weights that are taken."""
+        """Number of weight elements in FP8."""
         return sum(layer.inputs * layer.outputs for layer in self.taken)
 
     def __str__(self) -> str:
@@ -159,7 +159,7 @@ _taking: set[type[nn.Module]] = set()
 
 
 def takes_fp8(kind: type[nn.Module]) -> type[nn.Module]:
-    """Registers a class of linear layers that handles its attribute ``fp8`` itself."""
+    """Registers a class of linear layers that implements its attribute ``fp8`` itself."""
     _taking.add(kind)
     return kind
 
@@ -204,21 +204,21 @@ def convert_to_fp8(
     """Makes a model's linear layers compute in FP8, in place.
 
     Args:
-        model: model, perhaps on meta.
+        model: model, which may be on meta.
         recipe: scaling, ``tensorwise`` or ``rowwise``, or a `Recipe`.
-        emulate: compute the same numerics without FP8 units, at the price of speed.
+        emulate: emulate the numerics without FP8 units, which is slow.
         exclude: patterns of paths of layers that are kept; see `select_layers`.
-        layers: paths of the layers to take, of those that can be; None for all of them.
+        layers: paths of the layers to convert; None for all supported ones.
         keep_weights: keep the FP8 copies of the weights from forward to backward (tensorwise):
-            a byte for each weight and graph; otherwise backward casts them again.
+            one byte per weight and graph; otherwise backward casts them again.
         shared: dims of layers that ranks share, by path.
 
     Returns:
-        The converted layers, and the reasons of the others.
+        The converted layers, and the reasons for the others.
 
     Raises:
-        GulliverError: no FP8 units and no emulation asked for; layers that are FP8 already; no
-            layer that can be taken; a path of `layers` that cannot.
+        GulliverError: no FP8 units and no `emulate`; layers are already FP8; no layer, or a path of
+            `layers`, is not supported.
     """
     if isinstance(recipe, str):
         recipe = Recipe(recipe, emulate)
@@ -267,8 +267,7 @@ def state_of(module: nn.Module) -> LayerState | None:
 def fp8_events(model: nn.Module) -> dict[str, dict[str, int]]:
     """Returns how many casts had non-finite elements, by layer and kind.
 
-    Those are elements that are not finite. Casts in compiled graphs are not counted: what is not
-    finite shows in the loss alone there.
+    Casts in compiled graphs are not counted; there, non-finite values only show in the loss.
     """
     found = {path: state_of(module) for path, module in model.named_modules()}
     events = {path: state.events() for path, state in found.items() if state is not None}

@@ -1,4 +1,4 @@
-"""Scaled casts: a tensor in FP8, and the factor that turns it back."""
+"""Scaled casts to FP8, and linear layers that use them."""
 
 from __future__ import annotations
 
@@ -262,7 +262,7 @@ def _input(given: Tensor, rows: Tensor, state: LayerState, dim: int | None) -> S
 
 
 class _Linear(Function):
-    """The products of a layer, with quantised factors that are saved if sufficient."""
+    """The matmuls of a layer, saving only the quantized factors if sufficient."""
 
     @staticmethod
     def forward(

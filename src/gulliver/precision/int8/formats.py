@@ -1,12 +1,12 @@
-"""Weights as int8 rows and int4 groups, and back.
+"""Weights as int8 rows and int4 groups, and conversions.
 
 A weight is a matrix ``[outputs, inputs]``. In int8 each row has a scale: its largest magnitude is
 127. In int4 each 128 inputs of a row have one: the value of largest magnitude is -8, and two values
 are in a byte (`packed_int4` says which). Source: LLM.int8(), Dettmers et al., 2022 (arXiv
 2208.07339); the groups are those of llama.cpp's Q4_0, of 128 instead of 32.
 
-Rows are independent of each other, and a shard of rows has the values of the whole's. A shard of
-inputs has them where it is given the whole's largest magnitudes (`largest=`).
+Rows are independent, so a shard of rows has the same values as the full weight. A shard of inputs
+does too if given the full weight's largest magnitudes (`largest=`).
 """
 
 from __future__ import annotations
@@ -93,12 +93,12 @@ def packed_int4(values: Tensor) -> Tensor:
 
 
 def from_int8(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Dequantises int8 values."""
+    """Dequantizes int8 values."""
     return (values.float() * scales[:, None]).to(dtype)
 
 
 def from_int4(packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Dequantises int4 bytes."""
+    """Dequantizes int4 bytes."""
     groups = packed.view(torch.uint8).unflatten(1, (-1, GROUP // 2))
     values = torch.cat([groups & 15, groups >> 4], dim=2).float() - 8.0
     return (values * scales[:, :, None]).flatten(1).to(dtype)
@@ -125,7 +125,7 @@ DAMPING = 0.01
 def round_calibrated(
     weight: Tensor, products: Tensor, mode: str, damping: float = DAMPING
 ) -> tuple[Tensor, Tensor]:
-    """Rounds a weight given the inputs that a layer has seen."""
+    """Rounds a weight using the products of calibration inputs."""
     factor = _factor(products, damping)
     left = torch.empty(weight.shape, dtype=torch.float64, device=weight.device).copy_(weight)
     codes = torch.empty_like(left)  # row by row, as kernels read it, whatever the weight is

@@ -1,4 +1,4 @@
-"""Layers with quantised weights: linear, convolution, embedding.
+"""Layers with quantized weights: linear, convolution, embedding.
 
 A layer keeps two buffers, ``weight`` (int8) and ``weight_scale`` (float32), and the bias as it was,
 so its state dict can be saved as usual. They have no gradient, and a backward pass through them
@@ -24,7 +24,7 @@ from gulliver.precision.int8.products import MODES, Stored, product
 
 
 class QuantizedLayer(nn.Module, ABC):
-    """A layer with a quantised weight."""
+    """A layer with a quantized weight."""
 
     weight: Tensor
     weight_scale: Tensor
@@ -54,7 +54,7 @@ class QuantizedLayer(nn.Module, ABC):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the weight that was quantised, as a matrix."""
+        """Shape of the quantized weight, as a matrix."""
         return self.outputs, self.inputs
 
     @property
@@ -127,7 +127,7 @@ class QuantizedLayer(nn.Module, ABC):
         """Returns the output, which has no gradient."""
 
     def _activations(self, x: Tensor) -> Tensor:
-        """Casts an input as autocast does; rejects whole numbers."""
+        """Casts an input as autocast does; rejects integers."""
         if not (x.is_floating_point() or x.is_complex()):
             raise GulliverError(
                 f"{self.path} takes floats, not {_name(x.dtype)}: the model casts its input to the "
@@ -169,7 +169,7 @@ class QuantizedLinear(QuantizedLayer):
 
 
 class QuantizedConvolution(QuantizedLayer):
-    """A convolution with an int8 weight, dequantised in each call."""
+    """A convolution with an int8 weight, dequantized in each call."""
 
     def __init__(self, like: Any, path: str, values: Tensor, scales: Tensor) -> None:
         inputs = values[:1].numel()
@@ -182,7 +182,7 @@ class QuantizedConvolution(QuantizedLayer):
         self._around = like._reversed_padding_repeated_twice
 
     def run(self, x: Tensor) -> Tensor:
-        """Returns the convolution with the dequantised weight."""
+        """Returns the convolution with the dequantized weight."""
         x = self._activations(x)
         values = self.weight.flatten(1)
         weight = from_int8(values, self.weight_scale, x.dtype).view(self.weight.shape)
@@ -194,7 +194,7 @@ class QuantizedConvolution(QuantizedLayer):
 
 
 class QuantizedEmbedding(QuantizedLayer):
-    """An embedding with int8 rows, dequantised on look-up."""
+    """An embedding with int8 rows, dequantized on look-up."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Products of the optional extension `gulliver.precision.int8._kernels`."""
+"""Matmuls with quantized weights, native if `gulliver.precision.int8._kernels` is built."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ INSTRUCTIONS = ("avx512-vnni", "avx2", "none")
 
 
 def kernels_problem() -> str | None:
-    """Why there are no native products; None if there are."""
+    """Why native kernels are not available; None if they are."""
     try:
         built = importlib.import_module("gulliver.precision.int8._kernels")
     except ImportError as error:
@@ -93,7 +93,7 @@ Kernel = Callable[["Stored", Tensor, Tensor | None, Tensor | None], Tensor]
 
 @dataclass
 class Stored:
-    """A quantised weight and the data for its product."""
+    """A quantized weight and the data for its matmul."""
 
     mode: str  # One of `MODES`
     values: Tensor  # Int8 ``[outputs, inputs]``, or int4 bytes ``[outputs, inputs / 2]``
@@ -116,14 +116,14 @@ _log = logging.getLogger("gulliver")
 
 
 def product(w: Stored, x: Tensor, bias: Tensor | None, largest: Tensor | None = None) -> Tensor:
-    """Returns the product of rows with a quantised weight.
+    """Returns the product of rows with a quantized weight.
 
     Args:
         w: quantised weight.
         x: activations ``[rows, inputs]``.
         bias: bias ``[outputs]``, or None.
-        largest: largest magnitude below the threshold of each whole row, where `x` is a shard of
-            its inputs.
+        largest: largest magnitude below the threshold of each full row, if `x` is a shard of its
+            inputs.
     """
     if torch.compiler.is_compiling():  # a graph ends here, and goes on behind
         return _outside_graphs(w, x, bias, largest)

@@ -1,4 +1,4 @@
-"""`Report` of the layers of a quantised model."""
+"""Replaces layers with quantized ones, and reports on them."""
 
 from __future__ import annotations
 
@@ -66,12 +66,12 @@ class Report:
 
     @property
     def replaced(self) -> list[Layer]:
-        """Layers that are quantised now."""
+        """Layers that are quantized."""
         return [layer for layer in self.layers if layer.format]
 
     @property
     def kept(self) -> list[Layer]:
-        """Layers that were not quantised."""
+        """Layers that were not quantized."""
         return [layer for layer in self.layers if not layer.format]
 
     def __str__(self) -> str:
@@ -123,7 +123,7 @@ class Rounded:
 
 @dataclass
 class QuantizeOptions:
-    """Settings of a quantisation."""
+    """Settings of a quantization."""
 
     mode: str  # One of `MODES`
     threshold: float  # Magnitude of activations that are not quantised
@@ -179,9 +179,9 @@ def replace_module(
     errors: bool = False,
     rounded: Mapping[str, Rounded] | None = None,
 ) -> Model:
-    """Quantises a model's weights for inference, in place.
+    """Quantizes a model's weights for inference, in place.
 
-    The weights must be loaded before. Tied weights stay tied where both layers are quantised.
+    The weights must be loaded first. Tied weights stay tied if both layers are quantized.
     `report_of` lists what was done to each layer.
 
     Args:
@@ -189,16 +189,16 @@ def replace_module(
             replaced by layers that have the same names in it.
         mode: ``"int8_dynamic"``, int8 weights and activations as LLM.int8 has them, ``"int8"``,
             weights only, or ``"int4"``, weights in groups of 128 inputs.
-        exclude: patterns (``"lm_head"``, ``"*.attn.*"``) of paths that are kept, each or its end.
-        outlier_threshold: magnitude from which on an activation is multiplied as it is instead of
-            as int8; None: all are quantised.
-        embeddings: whether embeddings are quantised, too.
-        convolutions: whether convolutions are.
-        only: patterns of the paths that are quantised; None for all.
+        exclude: patterns of paths to keep, matching a path or its end (``"lm_head"``,
+            ``"*.attn.*"``).
+        outlier_threshold: magnitude from which activations are not quantized; None quantizes all.
+        embeddings: whether to quantize embeddings.
+        convolutions: whether to quantize convolutions.
+        only: patterns of the paths to quantize; None for all.
         load: fills a layer whose parameters are on meta, given its path and itself, before it is
-            quantised; its weight is freed afterwards.
-        errors: whether the report says the error of each weight.
-        rounded: weights of linear layers that were rounded before, by path: see
+            quantized; its weight is freed afterwards.
+        errors: whether to report the error of each weight.
+        rounded: pre-rounded weights of linear layers, by path; see
             `gulliver.quantize.replace_calibrated`.
 
     Returns:
@@ -244,7 +244,7 @@ def _fitting(mode: str, module: nn.Module, path: str) -> str:
 
 
 def report_of(model: nn.Module) -> Report:
-    """Returns what `replace_module` did to a model.
+    """Returns a report of what `replace_module` did to a model.
 
     Raises:
         GulliverError: nothing, so far.
@@ -325,7 +325,7 @@ class _Replacing:
         vars(self.model)[NOTE] = self.report
 
     def _warn(self, some: bool) -> None:
-        """Warns if most of a model, such as fused experts, was not quantised."""
+        """Warns if most of a model, such as fused experts, was not quantized."""
         whole = sum(layer.before for layer in self.report.layers)
         kept = {layer.path: layer.before for layer in self.report.kept}
         if not some:
@@ -339,7 +339,7 @@ class _Replacing:
             )
 
     def _note_untied(self, new: Mapping[int, nn.Module | None]) -> None:
-        """Records quantised layers whose float weight other layers still share."""
+        """Records quantized layers whose float weight other layers still share."""
         kept = {
             id(_matrix_in(m)): path for path, m in self.modules.items() if new.get(id(m), m) is None
         }
@@ -352,7 +352,7 @@ class _Replacing:
                 self.report.layers[place] = replace(layer, why=why)
 
     def _why_kept(self, path: str, module: nn.Module) -> tuple[str, str]:
-        """Returns why a layer is not quantised, or an empty text, and its mode."""
+        """Returns why a layer is not quantized (empty if it is), and its mode."""
         parent = self.modules.get(path.rpartition(".")[0]) if path else None
         mode = self.options.mode
         if path in self.exclude:
@@ -378,7 +378,7 @@ class _Replacing:
     def _loaded(
         self, path: str, module: Any, mode: str, weight: Tensor
     ) -> tuple[nn.Module | None, str]:
-        """Quantises a meta layer, which is filled only during that time."""
+        """Quantizes a meta layer, which is filled only during that time."""
         self.options.path, self.options.key, self.options.error = path, id(weight), None
         if self.options.load is not None:
             self.options.load(path, module)
@@ -426,7 +426,7 @@ class _Replacing:
 
 
 def quantized_linear(module: Any, options: QuantizeOptions) -> nn.Module:
-    """Creates a quantised layer from `nn.Linear` or transformers' Conv1D."""
+    """Creates a quantized layer from `nn.Linear` or transformers' Conv1D."""
     weight = matrix_of(module)
     values, scales = options.quantised(weight, options.mode)
     return QuantizedLinear(

@@ -1,4 +1,4 @@
-"""The wire formats: bits of an element, size of a block, and the error that follows.
+"""The wire formats: bits per element, block size, and the resulting error.
 
 | name | bits | an element is | error of a cast of normal numbers |
 |---|---|---|---|
@@ -9,7 +9,7 @@
 | int8 | 8 | whole steps of 1/127 of the block's largest | 0.6 % |
 | int4 | 4 | whole steps of 1/7 of the block's largest | 12 % |
 
-A block is 256 elements that follow each other, with one float32 scale: 1.6 % of an fp8 block. Its
+A block is 256 consecutive elements with one float32 scale: 1.6 % of an fp8 block. Its
 largest element becomes the largest number of the format, so nothing overflows.
 """
 
@@ -81,7 +81,7 @@ class WireFormat:
 
     @property
     def code(self) -> int:
-        """Number from 0 to 31, different for each format; part of message tags."""
+        """Number from 0 to 31, unique per format; part of message tags."""
         names = [name for name in KINDS if name != "bf16"]
         if self.name not in names:
             return 0 if self.name == "identity" else 1
@@ -143,7 +143,7 @@ def packed_bytes(numel: int, wire: WireFormat, itemsize: int = 4) -> int:
 
 @dataclass(frozen=True)
 class ErrorBound:
-    """Bound of the error of an element."""
+    """Error bound for one element."""
 
     relative: float  # Share of the element itself
     of_largest: float  # Share of the largest element of its block

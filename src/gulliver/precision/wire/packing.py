@@ -59,7 +59,7 @@ _on_devices: dict[torch.device, Tensor] = {}
 # [Note: small blocks] A scale is at least the least normal float32. So a block of zeros gives
 # zeros, nothing is divided by zero, and what is below 1e-35 loses bits.
 def nonfinite_blocks() -> int:
-    """Blocks with an infinity or a nan that this process has packed since it began."""
+    """Number of blocks with an infinity or a nan that this process has packed."""
     return _nonfinite + sum(int(count) for count in list(_on_devices.values()))
 
 
@@ -144,7 +144,7 @@ def _places(packed: Tensor, numel: int, wire: WireFormat) -> tuple[Tensor, Tenso
 
 
 def _runs(flat: Tensor, block: int) -> Iterator[tuple[int, int, int]]:
-    """First element, blocks, and elements of a block, of the runs that are worked on at once."""
+    """Ranges processed at once: first element, number of blocks, and elements per block."""
     whole, rest = divmod(flat.numel(), block)
     step = RUN // block if flat.device.type == "cpu" else max(whole, 1)
     for row in range(0, whole, step):
@@ -186,7 +186,7 @@ def _largest(run: Tensor) -> Tensor:
 
 
 def _marks(run: Tensor, kind: ElementKind) -> Marks | None:
-    """Finds what is not finite, and counts the blocks; None where there is nothing."""
+    """Finds non-finite elements, and counts their blocks; None if there are none."""
     global _nonfinite
     bad = run.isfinite().logical_not_()
     count = bad.any(1).sum()
@@ -206,7 +206,7 @@ def _marks(run: Tensor, kind: ElementKind) -> Marks | None:
 
 
 def _mark(values: Tensor, bad: Tensor, codes: Tensor) -> None:
-    """Writes the codes of elements that are not finite."""
+    """Writes the codes of non-finite elements."""
     half = values.shape[1]
     if half == bad.shape[1]:
         values.copy_(torch.where(bad, codes, values))
@@ -217,7 +217,7 @@ def _mark(values: Tensor, bad: Tensor, codes: Tensor) -> None:
 
 
 def _encode(buffer: Tensor, values: Tensor, wire: WireFormat) -> None:
-    """Writes scaled elements; the buffer is used up."""
+    """Encodes scaled elements; overwrites the buffer."""
     if wire.kind.floats:
         assert wire.kind.dtype is not None, "formats of floats have a dtype"
         values.view(wire.kind.dtype).copy_(buffer)
@@ -253,7 +253,7 @@ def _decode(values: Tensor, buffer: Tensor, wire: WireFormat) -> None:
 
 
 def _factor(kind: ElementKind) -> float:
-    """What `_decode` leaves to be multiplied by: exponents of a float16 begin at -14."""
+    """The remaining factor after `_decode`: exponents of a float16 begin at -14."""
     return 2.0 ** (14 + kind.least_exponent) if kind.floats else 1.0
 
 
@@ -269,7 +269,7 @@ ROUNDS = 5
 
 @dataclass(frozen=True)
 class PackRates:
-    """Seconds of an element."""
+    """Seconds per element."""
 
     pack_s: float  # Seconds that packing takes
     unpack_s: float  # Seconds that unpacking takes
