@@ -1,4 +1,4 @@
-"""`Measured`: what a load has shown, as numbers, as a table and as JSON. No network here."""
+"""`Measured`: results of a load, as numbers, as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from gulliver.serve.http.options import Load
 
 @dataclass
 class RequestTiming:
-    """One request of a load; times are seconds on one clock."""
+    """Timing of one request; times are seconds on one clock."""
 
     # When it was to be sent.
     due: float
@@ -44,17 +44,17 @@ class RequestTiming:
 
     @property
     def gaps(self) -> list[float]:
-        """Seconds between one piece of text and the next."""
+        """Seconds between consecutive chunks of text."""
         return [b - a for a, b in zip(self.heard, self.heard[1:], strict=False)]
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A load and what became of it.
+    """A load and its results.
 
     Attributes:
-        samples: requests that were sent.
-        rate: requests a second that were asked for; infinite for all at once.
+        samples: sent requests.
+        rate: requested requests per second; infinite for all at once.
         seed: seed of arrivals and prompts.
     """
 
@@ -64,19 +64,19 @@ class Measured:
 
     @property
     def errors(self) -> dict[str, int]:
-        """Numbers of requests that failed, by what went wrong."""
+        """Numbers of failed requests, by error."""
         return dict(Counter(s.error for s in self.samples if s.error is not None).most_common())
 
     @property
     def seconds(self) -> float:
-        """Seconds from the first request to the last answer."""
+        """Seconds from the first request to the last response."""
         if not self.samples:
             return 0.0
         return max(s.ended for s in self.samples) - min(s.sent for s in self.samples)
 
     @property
     def json(self) -> dict[str, Any]:
-        """All figures; seconds throughout, null for what was not seen."""
+        """All results; times in seconds, null if not measured."""
         good = [s for s in self.samples if s.error is None]
         gaps = [gap for s in good for gap in s.gaps]
         seconds = self.seconds
@@ -99,7 +99,7 @@ class Measured:
         }
 
     def lines(self) -> list[str]:
-        """The figures for people."""
+        """The results as a human-readable table, one string per line."""
         known = self.json
         asked = "all at once" if math.isinf(self.rate) else f"{self.rate:g} a second, Poisson"
         made = [
@@ -160,7 +160,7 @@ WORDS = _COMMON.split()
 
 @dataclass(frozen=True)
 class Arrival:
-    """A request that will be sent."""
+    """A request to be sent."""
 
     at: float
     prompt: str
@@ -169,7 +169,7 @@ class Arrival:
 
 
 def arrivals(load: Load) -> list[Arrival]:
-    """Draws all requests of a load."""
+    """Generates all requests of a load."""
     random_ = random.Random(load.seed)
     at, made = 0.0, []
     for number in range(load.requests):
@@ -186,17 +186,17 @@ def arrivals(load: Load) -> list[Arrival]:
 def generate_load(
     load: Load, progress: Callable[[RequestTiming], None] = lambda _: None
 ) -> Measured:
-    """Sends a load and waits for its answers.
+    """Sends a load and waits for the responses.
 
     Args:
-        load: what to ask.
+        load: load to send.
         progress: called after each request.
 
     Returns:
-        What was seen; of what was sent so far where Ctrl+C ended it.
+        The results; only of requests sent so far after Ctrl+C.
 
     Raises:
-        GulliverError: the server is not there, or tells no model.
+        GulliverError: the server is unreachable, or lists no model.
     """
     samples: list[RequestTiming] = []
     try:
