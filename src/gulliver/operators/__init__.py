@@ -1,4 +1,4 @@
-"""Plans that shard, recompute and offload single operators of any model, found jointly."""
+"""Plans that jointly shard, recompute and offload single operators of any model."""
 
 from typing import TYPE_CHECKING
 

@@ -196,7 +196,7 @@ class Drafter(Protocol):
         ...
 
     def rests(self, sequences: int) -> bool:
-        """Whether nothing will be drafted for so many sequences, so that none need be gathered."""
+        """Whether nothing will be drafted for this many sequences, so none need be gathered."""
         return False
 
     def draft(self, wanted: Sequence[Wanted], budget: int) -> Mapping[int, Draft]:

@@ -141,7 +141,7 @@ def _numbers(prompt: Any) -> list[int]:
 
 
 class RequestError(GulliverError):
-    """A request that cannot be answered; `field` is wrong, and `code` names it for programs."""
+    """An invalid request; `field` is wrong, and `code` identifies the error to programs."""
 
     def __init__(self, message: str, field: str, code: str | None = None) -> None:
         super().__init__(message)

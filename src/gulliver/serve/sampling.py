@@ -295,7 +295,7 @@ def _draw_alike(logits: Tensor, sampling: SamplingParams, rows: Sequence[DrawRow
 
 
 def _race(chances: Tensor, order: Tensor | None, keys: NDArray[np.uint64]) -> list[int]:
-    """Draws by weights [R, K] of tokens [R, K], those of `HEAD` tokens and the rest apart."""
+    """Samples by weights [R, K] of tokens [R, K], `HEAD` tokens separately from the rest."""
     # [Note: drawing with noise that belongs to the token] Of exponential numbers divided by weights
     # the least is that of a token with its probability (the Gumbel trick). The noise is a function
     # of the token, so that two distributions that are alike mostly draw the same token: one of a

@@ -560,7 +560,7 @@ def load_model(folder: Path, options: ModelOptions) -> tuple[Any, StreamedWeight
 def fill_model(
     model: Any, paths: list[str], filling: Filling, options: ModelOptions
 ) -> StreamedWeights | None:
-    """Fills a model on meta, within `memory=` if given; `paths` are its units as it was float."""
+    """Fills a model on meta, within `memory=` if given; `paths` are its unquantized units."""
     limit = options.limit
     if limit is None:
         filling.fill_all()

@@ -7,7 +7,7 @@ chain of blocks; its states are, by the last operator's strategy:
 
 Exact pruning drops states that are dominated in all of these, that exceed the budget, or whose
 lower bound is above a known solution. If more than `states` per strategy remain, the search becomes
-heuristic and the bound shows how far from optimal the answer can be.
+heuristic and the bound shows how far from optimal the result can be.
 
 Complexity: O(blocks x strategies x states x plans of a block), after one `block_plans` for each
 distinct block.
@@ -337,7 +337,7 @@ def solve_joint(
 ) -> JointPlan:
     """Finds the picks with the least seconds within a budget.
 
-    Rounds keep more and more states, and start close to the lower bound.
+    Successive rounds keep more states; the first starts close to the lower bound.
 
     Args:
         blocks: blocks in forward order; equal ones are solved once.

@@ -45,7 +45,7 @@ class ClipSize:
 
     @property
     def side_ratio(self) -> float:
-        """Square root of the clip's area over that of the base."""
+        """Square root of the clip's area relative to the base area."""
         return math.sqrt(self.height * self.width / self.base_area)
 
 
@@ -483,7 +483,7 @@ def _halves(output: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _discrete_likelihood(x: Tensor, mean: Tensor, log_scale: Tensor) -> Tensor:
-    """Log likelihood of values with 256 levels under Gaussians, as in the public code."""
+    """Log likelihood of values with 256 levels under Gaussians, as in the reference code."""
     apart, narrow = x - mean, (-log_scale).exp()
     above, below = _normal(narrow * (apart + BIN)), _normal(narrow * (apart - BIN))
     # The outermost levels include everything beyond.

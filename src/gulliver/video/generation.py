@@ -127,7 +127,7 @@ def share_coding(
 
 
 def ranks_alike(place: Any) -> RankGroup:
-    """Returns the ranks of the world with the same location; a collective call."""
+    """Returns the ranks of the world with the same location (collective)."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return ALONE
     rows: dict[Any, list[int]] = {}
@@ -245,7 +245,7 @@ class PipelinePart(Generic[T]):
 
 
 class PartEncoder:
-    """A text encoder of a room, which encodes each caption once."""
+    """A text encoder of a `SharedDevice`; encodes each caption once."""
 
     def __init__(self, part: PipelinePart[TextEncoder], channels: int, max_length: int) -> None:
         self._part = part
@@ -267,7 +267,7 @@ class PartEncoder:
 
 
 class PartAutoencoder:
-    """An autoencoder of a room: its sizes are known at once, its weights are loaded on demand."""
+    """An autoencoder of a `SharedDevice`: sizes are known at once, weights load on demand."""
 
     def __init__(self, part: PipelinePart[Any], outline: Any, memory: int | None = None) -> None:
         if memory is not None and not memory >= 1:

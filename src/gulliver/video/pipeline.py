@@ -113,7 +113,7 @@ class VideoPipeline:
         load: function that loads it on a device.
         autoencoder: autoencoder with the interface of `gulliver.models.Autoencoder`.
         text: text encoder.
-        room: device on which networks are loaded.
+        room: shared device on which networks are loaded.
         fps: frame rate passed to the model; None for that of its release.
 
     Attributes:

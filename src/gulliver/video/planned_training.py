@@ -67,7 +67,7 @@ class PlannedTrainer(Trainer):
         return (0, 1), self.world.size
 
     def _sampler(self, dataset: Any, model: nn.Module, autoencoder: Autoencoder) -> PlannedOrder:
-        """Plans the work of all ranks with the costs of this model."""
+        """Creates the planned order of all ranks, with the costs of this model."""
         config, order = self.config, ClipOrder(dataset, derive(self.config.seed, 14))
         if not dataset.encoded:
             autoencoder = autoencoder.to(self.world.device).eval()

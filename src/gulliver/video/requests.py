@@ -582,7 +582,7 @@ def check_frames(request: Request, autoencoder: VideoAutoencoder) -> None:
 
 
 def _check_head(piece: ClipPiece, placements: Sequence[FramePlacement], loop: int) -> None:
-    """Raises an error for rules that would silently replace the frames a piece begins with."""
+    """Raises an error for rules that would silently replace the first frames of a piece."""
     *placed, head = placements
     for rule, p in zip(piece.rules, placed, strict=True):
         if p.target_start < head.length:

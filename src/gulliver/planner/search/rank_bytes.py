@@ -304,7 +304,7 @@ class RankBytes:
         return sum(sizes), max(sizes, default=0)
 
     def _windows_of(self, stage: RankBlocks, tensor: int, capacity: int) -> tuple[int, int]:
-        """Most bytes of gathered chunks at stage 3, and of gradients in flight from stage 2."""
+        """Peak bytes of gathered chunks at stage 3, and of gradients in flight from stage 2."""
         chunks = _chunks(self._sizes(stage, tensor), capacity // self.facts.item)
         gathered, collected = (_most_together(chunks, n) for n in (GATHERED, COLLECTED))
         return self.facts.item * gathered, self.facts.item * collected

@@ -150,7 +150,7 @@ class Passes:
         return stream_trained(network, x.split(sizes, dim=2))
 
     def off(self) -> None:
-        """Removes the sharing from the autoencoder."""
+        """Stops sharing the autoencoder."""
         if self.shared is not None:
             self.shared.off()
 

@@ -85,7 +85,7 @@ class Packets:
 
     @property
     def in_doubt(self) -> bool:
-        """Whether the number of packets may differ from that of frames."""
+        """Whether the number of packets may differ from the number of frames."""
         if self.damaged or not self.packets or self.codec in HIDING or self.format in JOINED:
             return True
         expected = self.seconds * self.rate
@@ -206,7 +206,7 @@ def _declared_rate(stream: Any) -> float:
 
 
 def _usual(times: np.ndarray) -> float:
-    """Frames per second from the most common distance of frames."""
+    """Frames per second, from the most common frame distance."""
     steps = np.diff(times)
     return float(1 / np.median(steps[steps > 0])) if (steps > 0).any() else 0.0
 
