@@ -1,7 +1,6 @@
 """The sampling process: receives jobs through a pipe and sends events back.
 
-It holds the model, so that a device fault or an out-of-memory kill ends this process and not the
-page.
+It holds the model, so that a device fault or an out-of-memory kill does not end the page.
 """
 
 from __future__ import annotations
@@ -165,7 +164,7 @@ Post = Callable[[Any], None]
 
 
 class _StopAsked(Exception):
-    """Ends sampling from inside."""
+    """Raised to stop sampling."""
 
 
 def work(connection: Connection, source: Source) -> None:

@@ -1,7 +1,7 @@
 """Noising, training targets and loss weights as defined by a scheduler's configuration.
 
 Three objectives, as in diffusers' training scripts: with a beta schedule the network predicts the
-noise (``epsilon``) or the velocity (``v_prediction``); with a flow it predicts noise minus picture.
+noise (``epsilon``) or the velocity (``v_prediction``); with a flow it predicts noise minus image.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class NoisySamples:
 
 
 class Noise:
-    """The training noise schedule of a base."""
+    """The training noise schedule of a base model."""
 
     def __init__(self, values: Mapping[str, Any], snr_gamma: float | None = None) -> None:
         from diffusers import DDPMScheduler, FlowMatchEulerDiscreteScheduler

@@ -37,7 +37,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Bags:
-    """Bags of rows."""
+    """Bags of embedding rows, concatenated."""
 
     # Row indices in the concatenated table, flat; -1 for padding.
     rows: Tensor

@@ -37,7 +37,7 @@ class BadChat(Exception):
 
 
 def marks_answers(tokenizer: Any) -> bool:
-    """Whether the template marks the answer tokens itself."""
+    """Whether the template itself marks the assistant's tokens."""
     return tokenizer.is_fast and _MARK.search(tokenizer.get_chat_template()) is not None
 
 
@@ -66,7 +66,7 @@ def marked_tokens(tokenizer: Any, sample: TextSample) -> tuple[list[int], list[i
 
 
 def chat_texts(tokenizer: Any, sample: TextSample, answers_only: bool) -> list[str]:
-    """Renders a conversation: the whole, and each answer's prefixes without and with it."""
+    """Renders a conversation in full, and up to each answer without and with it."""
     count = len(sample.messages)
     texts = [_applied(tokenizer, sample, count, tokenize=False)]
     answers = _answers(sample)

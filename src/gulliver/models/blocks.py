@@ -297,7 +297,7 @@ class Grid(NamedTuple):
 
 
 class ConditionFrames(NamedTuple):
-    """Given frames, which attend to another caption than the others."""
+    """Given frames, which attend to a different caption from the others."""
 
     # Caption tokens [B, L, C].
     captions: Tensor
@@ -418,7 +418,7 @@ class STDiTBlock(nn.Module):
             rotation: cosine and sine along the axis of attention, each [T or S, head size / 2], or
                 of a whole window.
             grid: grid of the whole clip.
-            given: frames that attend to another caption; None if there are none.
+            given: frames that attend to a different caption; None if there are none.
 
         Returns:
             Tokens [B, T, S, C].

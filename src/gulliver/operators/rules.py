@@ -126,7 +126,7 @@ def _along(shape: Sequence[int], output: Sequence[int], dim: int) -> str:
 def _leading(
     count: Callable[[OperatorCall], int],
 ) -> Callable[[OperatorCall], Iterator[CallSharding]]:
-    """A rule: the first tensor is sharded along any but the last `count` dims, others are whole."""
+    """A rule: the first tensor is sharded along any but the last `count` dims; others are not."""
 
     def rule(call: OperatorCall) -> Iterator[CallSharding]:
         shape = call.shapes_taken[0]

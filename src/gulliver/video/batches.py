@@ -438,7 +438,7 @@ class BatchMaker:
         }
 
     def _noise(self, step: Step, kept: list[int], shape: tuple[int, ...]) -> Tensor:
-        """Draws from a generator per sample: noise must not depend on neighbouring samples."""
+        """Samples noise with a generator per sample, so that other samples do not affect it."""
         rows = []
         for position in kept:
             index = step.indices[position] if len(step.indices) else -1

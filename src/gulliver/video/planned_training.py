@@ -63,7 +63,7 @@ class PlannedTrainer(Trainer):
     _running: TrainingStep
 
     def _place(self, plugin: Plugin) -> tuple[tuple[int, int], int]:
-        """Every rank handles all samples, and all ranks share the sequences of a validation."""
+        """Returns position 0 of 1 (samples are not split), and the ranks per validation sample."""
         return (0, 1), self.world.size
 
     def _sampler(self, dataset: Any, model: nn.Module, autoencoder: Autoencoder) -> PlannedOrder:

@@ -336,7 +336,7 @@ def prices_of_memory(found: Found, samples: int) -> tuple[Price, ...]:
 
 
 def _priced_one_by_one(limits: Sequence[int], search: Callable[..., Found]) -> tuple[Price, ...]:
-    """Prices of limits with offloading, where every byte changes what moves."""
+    """Prices of limits with offloading, where every byte changes the traffic."""
     # What runs under a limit also runs under a larger one, whose chunk size may be chosen worse.
     found, best = list[Price](), None
     for at in limits:
