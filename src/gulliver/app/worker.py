@@ -242,7 +242,7 @@ class ClipMaker:
         return self._model
 
     def _preview(self, request: Request) -> Callable[[Any], bytes] | None:
-        """Returns the preview function; None if the autoencoder would not fit next to the model."""
+        """Returns the preview function; None if memory does not suffice for the autoencoder."""
         if self._source.run is None and not self._source.keep:
             return None
         autoencoder, frames = self._model.autoencoder, request.bucket.frames

@@ -212,7 +212,7 @@ def _find(words: list[str]) -> tuple[str, list[str]]:
     if rest and rest[0] in actions:
         return f"{name} {rest[0]}", rest[1:]
     if rest and not rest[0].startswith("-"):
-        # What looks like a command and is no file is one that is misspelt.
+        # Something that looks like a command and is not a file is a typo.
         cutoff = 0.75 if usual else 0.0
         near = difflib.get_close_matches(rest[0], actions, 1, cutoff)
         if near and not Path(rest[0]).exists():

@@ -55,7 +55,7 @@ def coder_needs(name: str, config: ModelsConfig) -> CoderNeeds:
     if known.of_diffusers:
         return CoderNeeds(*told)
     dtype = torch.bfloat16 if config.dtype == "bf16" else torch.float32
-    # As one: without the quirk of pieces, where there is one.
+    # As a whole: without the chunking quirk, if the model has it.
     plain = {} if known.compression[0] == 1 else {"compat": ()}
     with torch.device("meta"):
         whole: Any = build_autoencoder(name, **plain).to(dtype).eval()

@@ -34,7 +34,7 @@ class LoadedCosts:
     """Costs from a file, and lines that describe them."""
 
     costs: Any
-    # Where they come from, and what they are planned with.
+    # Origin of the costs, and settings used with them.
     lines: list[str]
     # Shapes that the file knows; none where it does not say.
     shapes: tuple[Any, ...]

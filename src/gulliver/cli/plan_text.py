@@ -122,7 +122,7 @@ def _choice(found: Found, path: str, size: int) -> TensorChoice:
     )
 
 
-# Everything that ``gulliver plan MODEL`` answers, as values; `plan_text.py` says it in words.
+# Everything that ``gulliver plan MODEL`` returns, as values; `plan_text.py` formats it as text.
 
 
 @dataclass(frozen=True)
@@ -134,9 +134,9 @@ class Answer:
     # Fastest grids under other limits of memory.
     prices: tuple[Price, ...]
     minimum_resources: MinimumResources
-    # What was found on the changed cluster; None where nothing was changed.
+    # Result on the changed cluster; None if nothing was changed.
     changed: Found | None = None
-    # What is done with a module; None where none was asked for.
+    # Decision about a module; None if none was requested.
     why: ModuleDecision | None = None
 
 

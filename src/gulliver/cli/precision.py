@@ -52,7 +52,7 @@ class Report:
     plain_s: float
     # The same with FP8 where it pays.
     fp8_s: float
-    # Least side of a square layer that pays; None where none does.
+    # Smallest square layer that gains; None if none does.
     break_even: int | None
     # Size of the FP8 weights that are kept from forward to backward.
     copies: int

@@ -65,7 +65,7 @@ class Noise:
         self.times = list(map(float, range(len(self.levels))))
 
     def added(self, latents: Tensor, generators: Sequence[torch.Generator]) -> NoisySamples:
-        """Adds noise to latents at random timesteps; draws the timesteps first, then the noise."""
+        """Adds noise to latents at random timesteps, which are sampled before the noise."""
         index = torch.cat([self._index(generator) for generator in generators])
         noise = torch.cat([_normal(latents[:1].shape, generator) for generator in generators])
         noise = noise.to(latents.device, latents.dtype)

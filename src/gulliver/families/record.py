@@ -4,7 +4,7 @@
 parallelism and by plugin checks. A part that is None is either detected from the model or not
 supported, as documented below.
 
-Styles are those of `gulliver.parallel.tensor.STYLES`, modes those of
+Styles are defined in `gulliver.parallel.tensor.STYLES`, modes in
 `gulliver.planner.capability.MODES`.
 """
 

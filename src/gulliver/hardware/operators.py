@@ -88,7 +88,7 @@ def operator_bytes(
 
 
 def touched_bytes(tensor: Tensor) -> int:
-    """Bytes of the distinct elements of a tensor; those repeated by an expanded dim count once."""
+    """Bytes of a tensor's distinct elements; those repeated by an expanded dim count once."""
     count = tensor.element_size()
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         count *= size if stride or not size else 1

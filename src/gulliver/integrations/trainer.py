@@ -2,9 +2,9 @@
 
     from gulliver.integrations.trainer import Trainer    # was: from transformers import Trainer
 
-Loop, losses, metrics and logs are those of transformers; the accelerator is that of
-`gulliver.integrations.accelerate`, which boosts the model. Weights are gathered and saved in the
-standard Hugging Face format; sharded state is saved in the folder ``gulliver`` of a checkpoint.
+Loop, losses, metrics and logs come from transformers; the accelerator from
+`gulliver.integrations.accelerate` boosts the model. Weights are gathered and saved in the standard
+Hugging Face format; sharded state is saved in the folder ``gulliver`` of a checkpoint.
 """
 
 from __future__ import annotations

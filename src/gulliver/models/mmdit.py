@@ -32,7 +32,7 @@ from gulliver.models.clips import as_exact
 from gulliver.models.configurations import MMDiTConfig, checked_quirks, config_of
 
 
-# [Note: two layouts of one model] The public weights exist with queries, keys and values in one
+# [Note: two layouts of one model] The published weights exist with queries, keys and values in one
 # matrix (``fused_qkv``, as in FLUX) and in three, and with rotary pairs adjacent or half a head
 # apart (``use_liger_rope``, the layout of a fused kernel). Open-Sora 2.0 was trained with three
 # matrices and pairs half a head apart. The values of the weights do not reveal the layout, so both

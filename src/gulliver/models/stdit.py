@@ -359,7 +359,7 @@ class STDiT(nn.Module):
     Source: https://arxiv.org/abs/2412.20404 (Open-Sora), https://arxiv.org/abs/2310.00426 (PixArt).
     """
 
-    # Buffers, as in the public weights.
+    # Buffers, as in the published weights.
     pos_embed: Tensor
     pos_embed_temporal: Tensor
 

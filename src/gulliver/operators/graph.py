@@ -276,7 +276,7 @@ def _joined_to(
         return None
     source = trace.values[call.takes[0]].maker
     if call.name in PRODUCTS and source >= 0 and trace.calls[source].name == FORK:
-        return node_of[source]  # all that read a fork lie alike
+        return node_of[source]  # all readers of a fork use the same layout
     last = len(found) - 1
     if call.path in leaves and last in makers and call.name not in HARD:
         return None if trace.calls[found[last].calls[0]].path != call.path else last
@@ -285,7 +285,7 @@ def _joined_to(
     (maker,) = makers
     beside = (v for v in values if v.maker < 0 or node_of[v.maker] != maker)
     if any(prod(v.shape) >= prod(call.shapes_given[0]) for v in beside):
-        return None  # a sum with what passes by, such as the input of the model
+        return None  # a sum with a skip connection, such as the model's input
     if not call.view and any(trace.values[v].flows for v in call.saves):
         return None
     first = trace.calls[found[maker].calls[0]].name

@@ -50,7 +50,7 @@ class OperatorCosts:
     forward_peak: int
     # Most bytes of the backward above those that were saved, gradients included.
     backward_peak: int
-    # Those of what it takes that backward reads.
+    # Inputs that backward reads.
     takes_saved: frozenset[int]
 
 
@@ -412,7 +412,7 @@ class Problem:
             plan = plan_conversion(
                 value.shape, value.dtype.itemsize, self.graph.sizes, *ends, self.cluster
             )
-            # Messages need buffers in addition to what is read and written.
+            # Messages need buffers in addition to their inputs and outputs.
             self._converted[key] = plan.total, 2 * plan.peak_bytes
         return *self._converted[key], True
 

@@ -46,7 +46,7 @@ class Origin(NamedTuple):
 class _RecomputedRun:
     """Consecutive calls of a forward that are recomputed together."""
 
-    # Calls with what they take: a tensor from outside, or the origin in the run.
+    # Calls with their inputs: a tensor from outside, or an origin within the run.
     tape: list[tuple[Any, list[Tensor | Origin]]] = field(default_factory=list)
     # Number of handles of each origin.
     wanted: Counter[Origin] = field(default_factory=Counter)

@@ -57,7 +57,7 @@ class PlannedCall:
     gives: tuple[Layout, ...]
     # Placements of the gradients of inputs, as their producers expect them.
     homes: tuple[Placements, ...]
-    # Fate of what it saves.
+    # Choice for its saved tensors.
     choice: str = "keep"
 
 

@@ -88,7 +88,7 @@ class OperatorCall:
     func: Callable[..., Any]
     # Positional arguments, with a `Ref` for each tensor.
     args: tuple[Any, ...]
-    # Keyword arguments, alike.
+    # Keyword arguments, in the same form.
     kwargs: Mapping[str, Any]
     # Numbers of the values that it takes.
     takes: tuple[int, ...]

@@ -13,9 +13,9 @@ class MemoryPlan:
     parameters: int = 0
     # Size of gradients: shards, and buffers in flight.
     gradients: int = 0
-    # Size of the optimizer's state, float32 copies included.
+    # Size of the optimizer's state, including float32 master weights.
     optimizer_state: int = 0
-    # Size of what forward keeps for backward; 0 where it was not measured.
+    # Size of the tensors saved for backward; 0 if not measured.
     activations: int = 0
 
     @property

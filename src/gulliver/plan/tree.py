@@ -164,7 +164,7 @@ class ZeroPlan:
     chunk_bytes: int = choice(4 * 2**20, least=1)
     # ``auto`` tunes the size in the first steps, ``again`` although an earlier job did.
     tuning: str = choice("off", "off", "auto", "again")
-    # Number of chunks that stage 3 gathers ahead of the one in use.
+    # Number of chunks that stage 3 prefetches.
     gather_ahead: int = choice(2, least=0)
     # Whether collectives overlap with compute.
     overlap: bool = True
@@ -288,7 +288,7 @@ class PipelineLayout:
     cut: tuple[int, ...] = field(default=(), metadata={"least": 1})
     # Share of the work of each stage; a result.
     shares: tuple[float, ...] = ()
-    # Path of the list of blocks; None where it is found.
+    # Path of the list of blocks; None if it is detected.
     blocks: str | None = None
     # Paths of modules that every stage keeps.
     everywhere: tuple[str, ...] = ()
@@ -304,7 +304,7 @@ class Precision:
 
     # Dtype of autocast, or none: parameters keep their own.
     autocast: str = choice("none", "none", "bf16")
-    # Dtype that parameters are converted to, with float32 copies in the shards; or none.
+    # Dtype to convert parameters to, with float32 master weights in the shards; or none.
     parameters: str = choice("none", "none", "bf16", "fp16")
     # Paths of modules that keep their own dtype.
     kept: tuple[str, ...] = ()
@@ -322,7 +322,7 @@ class Wire:
     reduce: str = "identity"
     # Format of activations and their gradients between tensor ranks.
     tensor: str = "identity"
-    # Format of what attention exchanges between ranks of a sequence.
+    # Format of attention messages between ranks of a sequence.
     sequence: str = "identity"
     # Format of activations and their gradients between stages.
     pipeline: str = "identity"
@@ -361,7 +361,7 @@ class Model:
 class BlockWork:
     """Costs of a block for one batch."""
 
-    # Path of the block; empty for what is outside of all blocks.
+    # Path of the block; empty for everything outside blocks.
     path: str
     # Seconds of its forward.
     forward_s: float = choice(0.0, least=0)
@@ -419,7 +419,7 @@ class Work:
     share_blocks: float = choice(0.0, least=0)
     # Share of the forward's seconds in modules that tensor ranks divide.
     share_cut: float = choice(0.0, least=0)
-    # Number of backwards that the batch is cut into, one at a time.
+    # Number of sequential backwards that the batch is split into.
     backwards: int = choice(1, least=1)
     # Seconds to launch the operations of a forward, for any batch size and number of ranks.
     launch_forward_s: float = choice(0.0, least=0)

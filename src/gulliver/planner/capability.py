@@ -48,7 +48,7 @@ def families() -> dict[str, Sequences]:
 
 def table() -> list[tuple[str, ...]]:
     """Supported combinations: a row for each family under `HEADER`."""
-    # All of them can be cut over the tensor axis and into stages, with any stage of ZeRO, in all
+    # All of them support tensor parallelism and pipeline stages, with any stage of ZeRO, in all
     # `DTYPES`.
     return [
         (name, ", ".join(known.modes), ", ".join(known.masks) or "-", known.why)

@@ -42,8 +42,8 @@ TOKENS = 8192
 
 
 # [Note: as one process] Parity is that of one process with the same recipe on the same
-# micro-batches. Data ranks each quantise their own samples, as a loop over micro-batches would.
-# Ranks that share a layer or a sequence quantise parts of one tensor: where a scale is of a dim
+# micro-batches. Data ranks each quantize their own samples, as a loop over micro-batches would.
+# Ranks that share a layer or a sequence quantize parts of one tensor: where a scale is of a dim
 # that they share, they take the largest magnitude of all of them, by a small all-reduce (`Shared`).
 # A layer whose gradient is a partial sum on each rank cannot be so: FP8 of a sum is not the sum of
 # FP8. Those are kept, and sequences are shared only in models whose linear layers all work on

@@ -95,7 +95,7 @@ def with_peaks(
     work: Work, model: nn.Module, sample: Any, autocast: torch.dtype | None, activations: str
 ) -> Work:
     """Adds the peak bytes other than state to the work of a batch."""
-    # Followed with fake tensors; 0 for what cannot be followed or recomputed.
+    # Traced with fake tensors; 0 if it cannot be traced or recomputed.
     plain = follow_sample(model, sample, autocast)
     seconds = {block.path: block.forward_s for block in work.blocks}
     work = replace(work, peak=plain.bytes or 0, unfollowed=plain.reason, blocks=())

@@ -50,9 +50,9 @@ class ResolvedPlan:
     plan: Plan
     # Whole model, perhaps on meta.
     model: nn.Module
-    # Optimizer of its parameters; None where it is not trained.
+    # Optimizer of its parameters; None if it is not trained.
     optimizer: torch.optim.Optimizer | None = None
-    # How tensors are cut over the tensor axis; None where they are not.
+    # How tensors are sharded over the tensor axis; None if they are not.
     tensor: TensorPlan | None = None
     # Blocks and their cut; None without a pipeline.
     stages: Stages | None = None

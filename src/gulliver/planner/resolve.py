@@ -1,7 +1,7 @@
 """Derives the results of a plan's choices for a model, without changing the model.
 
-Plans from plugins and from files are resolved alike, with the same result in one process as on many
-ranks. Results in a file are ignored, with a message if they differ.
+Plans from plugins and from files are resolved in the same way, with the same result in one process
+as on many ranks. Results in a file are ignored, with a message if they differ.
 """
 
 from __future__ import annotations
@@ -355,5 +355,5 @@ def recomputable(plan: Plan, model: nn.Module, stages: Stages | None) -> tuple[s
     # Those of a pipeline, else of `recomputable_blocks`.
     if stages is not None:
         return stages[0].blocks
-    # In a model that is cut, recomputation must repeat the ranks' communication and dropout.
+    # In a sharded model, recomputation must repeat the ranks' communication and dropout.
     return recomputable_blocks(model) if has_switch(model) or not plan.mesh.names_model else ()

@@ -168,7 +168,7 @@ class Wanted:
         cached: number of first tokens whose keys and values are in the cache, in order.
         blocks: block table.
         most: maximum draft tokens under context, cache and `max_tokens`.
-        sampling: its sampling parameters.
+        sampling: sampling parameters.
         seed: seed of its sampling.
         sample: index of the completion in the request.
         prompt: number of prompt tokens.

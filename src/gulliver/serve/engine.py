@@ -280,7 +280,7 @@ class Engine:
             self._events.append(Event(answer.request, answer.sample, tuple(accepted_tokens), text))
 
     def _keep(self, answer: AnswerState, span: Span, path: Sequence[int]) -> None:
-        """Keeps keys and values of accepted drafts; those of others lie beyond the length."""
+        """Keeps keys and values of accepted drafts; rejected ones lie beyond the length."""
         size = self._pool.size
 
         def slot(place: int) -> int:
@@ -321,7 +321,7 @@ class Engine:
             answer.request, answer.sample, tokens, text, finish, error, answer.prefix_cached
         )
         self._events.append(ended)
-        # Answers that were never begun end with the one that they would have forked from.
+        # Completions that never started end with the one they would have forked from.
         for sample in range(1, answer.forks + 1):
             self._events.append(Event(answer.request, sample, (), "", finish, error))
         if all(other.status is Status.ENDED for other in self._answers[answer.request]):

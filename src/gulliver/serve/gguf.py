@@ -33,7 +33,7 @@ def is_gguf(path: Path | str) -> bool:
     return Path(path).suffix.lower() == SUFFIX
 
 
-# Blocks [N, bytes] of quantised weights to float32 [N, weights]. A block is a scale in float16, for
+# Blocks [N, bytes] of quantized weights to float32 [N, weights]. A block is a scale in float16, for
 # some formats a minimum, and integers of a few bits. The K formats have blocks of 256 weights, with
 # scales of 6 bits for each 32 (8 bits for each 16 in Q6_K).
 

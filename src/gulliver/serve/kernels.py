@@ -205,7 +205,7 @@ def few_rows() -> FewRows | None:
 
 def take_few_rows(model: nn.Module) -> Callable[[], None]:
     """Makes linear layers of a model use the kernel until the returned function is called."""
-    # Layers that are quantised, cut or have a forward of their own are left alone.
+    # Layers that are quantized, sharded or have a custom forward are unchanged.
     kernel = few_rows()
     if kernel is None:
         return lambda: None

@@ -62,14 +62,14 @@ def open_runner(
     return runner, end_tokens(model, tokenizer)
 
 
-# `LLM`: prompts in, answers out.
+# `LLM`: prompts in, completions out.
 
 
 class LLM:
     """A language model that serves many prompts at a time, also from several threads.
 
     Attributes:
-        engine: its engine.
+        engine: the underlying engine.
         tokenizer: the model's tokenizer; None if it has none.
     """
 
@@ -110,7 +110,7 @@ class LLM:
                 raise GulliverError("a folder has its own tokenizer: leave tokenizer out")
             check_options(folder, given.dtype, given.quantize)
             tokenizer = tokenizer_of(folder)
-            # A draft's model is loaded before the cache takes what memory is left.
+            # The draft model is loaded before the cache takes the remaining memory.
             drafter = _drafter(given, drafter, tokenizer, options)
             runner, ends = open_runner(folder, tokenizer, given, options.sequences)
         else:

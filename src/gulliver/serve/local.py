@@ -35,7 +35,7 @@ class PagedModel:
         self.decoder: NativeDecoder | None = None
 
     def take_cache(self, blocks: int, block_size: int, native: bool = False) -> Pages:
-        """Allocates the cache; the model attends over pages from now on.
+        """Allocates the cache; afterwards the model attends over pages.
 
         With `native`, `decoder` runs the model if native code supports it.
         """

@@ -204,7 +204,7 @@ class StreamedWeights:
         )
 
     def close(self) -> None:
-        """Frees memory and disk; the model's weights are NaN from now on."""
+        """Frees memory and disk; afterwards the model's weights are NaN."""
         for hook in self._hooks:
             hook.remove()
         self.manager.close()
@@ -323,7 +323,7 @@ def disk_folder(given: Path | str | None) -> Path:
 def _absent(shape: torch.Size, dtype: torch.dtype) -> Tensor:
     """A tensor without memory: NaN, or zeros for integers, whose scales are NaN."""
     # If a model reads a weight outside of its unit's forward, its logits are NaN, which ends
-    # requests with an error: never a wrong answer.
+    # requests with an error, never a wrong result.
     value = torch.zeros((), dtype=dtype)
     if dtype.is_floating_point:
         value.fill_(math.nan)

@@ -181,7 +181,7 @@ def chat_tokens(tokenizer: Any | None, messages: Sequence[dict[str, str]]) -> li
             "the tokenizer has no chat template to write a conversation: give text, or a tokenizer "
             "of an instruct model"
         )
-    # Templates write what is missing as nothing, and the model would answer that.
+    # Templates render missing values as nothing, and the model would reply to that.
     known = isinstance(messages, Sequence) and all(isinstance(m, Mapping) for m in messages)
     if not known or not all(isinstance(m.get(k), str) for m in messages for k in MESSAGE):
         raise GulliverError(

@@ -227,9 +227,9 @@ class DrawRow:
     sampling: SamplingParams
     seed: int
     sample: int
-    # Tokens of the answer before the one that is drawn.
+    # Tokens of the completion before the sampled one.
     place: int
-    # Prompt and answer so far, for penalties only, and the prompt's share of them.
+    # Prompt and completion so far, for penalties only, and the prompt's length.
     history: Sequence[int] = ()
     prompt: int = 0
 
@@ -298,7 +298,7 @@ def _race(chances: Tensor, order: Tensor | None, keys: NDArray[np.uint64]) -> li
     """Samples by weights [R, K] of tokens [R, K], `HEAD` tokens separately from the rest."""
     # [Note: drawing with noise that belongs to the token] Of exponential numbers divided by weights
     # the least is that of a token with its probability (the Gumbel trick). The noise is a function
-    # of the token, so that two distributions that are alike mostly draw the same token: one of a
+    # of the token, so that two similar distributions mostly yield the same token: one of a
     # draft and the model's meet with a probability of (1 - d) / (1 + d) at least, where d is their
     # distance in total variation (Daliri, Musco and Suresh, arXiv 2408.07978), and not one draw of
     # the model's own is another than without drafts. The least of all tokens outside the `HEAD`

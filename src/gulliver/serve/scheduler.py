@@ -33,20 +33,20 @@ class AnswerState:
     # Number of the sequence, in the order of age.
     number: int
     request: int
-    # Number of the answer among the request's.
+    # Index of the completion in the request.
     sample: int
     # Number of tokens of the prompt.
     prompt: int
     tokens: list[int]
-    # How its tokens are drawn.
+    # Its sampling parameters.
     sampling: SamplingParameters
-    # What they are drawn from.
+    # Seed of its sampling.
     seed: int
     ends: Collection[int]
     # Most tokens that it may have.
     longest: int
     text: AnswerText
-    # How many more answers share its prompt and wait for it to be computed.
+    # Number of other completions that wait for its prompt to be computed.
     forks: int = 0
     status: Status = Status.WAITING
     # Keys and values of so many of its first tokens lie in `blocks`.
@@ -92,7 +92,7 @@ class BlockPool:
         self.blocks, self.size = blocks, size
         self._holders = [0] * blocks
         self._blank = list(range(blocks - 1, -1, -1))
-        # Published and held by nobody, the one that was left first in front.
+        # Published without references, least recently released first.
         self._kept: OrderedDict[int, None] = OrderedDict()
         self._digest: dict[int, bytes] = {}
         self._block: dict[bytes, int] = {}
@@ -165,7 +165,7 @@ class BlockPool:
 
 def extend_digests(digests: list[bytes], tokens: Sequence[int], size: int) -> None:
     """Appends the digests of full blocks of `tokens` that `digests` lacks."""
-    # A digest is that of all tokens up to the block's end, since keys and values depend on them
+    # A digest covers all tokens up to the block's end, since keys and values depend on them
     # all.
     for number in range(len(digests), len(tokens) // size):
         before = digests[-1] if digests else b""

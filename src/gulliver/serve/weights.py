@@ -281,10 +281,10 @@ class Source:
             into.copy_(value)
 
 
-# `QuantizedExperts`: a mixture of experts with quantised weights.
+# `QuantizedExperts`: a mixture of experts with quantized weights.
 #
 # transformers keeps the weights of a layer's experts in one tensor, which `replace_module` leaves
-# as it is. Here each expert gets quantised linear layers of its own, and the layer multiplies by
+# as it is. Here each expert gets quantized linear layers of its own, and the layer multiplies by
 # those of the experts that its tokens go to. Over tensor ranks each expert is cut by inner
 # features: as in `gulliver.parallel.tensor.quantized.QuantizedRow`, scales are those of one rank.
 
@@ -392,7 +392,7 @@ def _on_meta(weight: Any, path: str, mode: str) -> QuantizedLinear:
     return QuantizedLinear(path, mode, values, scales, inputs, None, THRESHOLD)
 
 
-# `Filling`: gives a model on meta the values of a folder, module by module, quantised or not.
+# `Filling`: fills a model on meta from a folder, module by module, quantized or not.
 #
 # Names, regions and layouts of the float weights are noted before their layers are replaced, so
 # that a layer can be filled wherever its memory lies by then.

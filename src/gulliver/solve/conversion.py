@@ -94,7 +94,7 @@ class Conversion:
 
 def extent(length: int, parts: Sequence[int], place: Sequence[int]) -> tuple[int, int]:
     """First and last (exclusive) index that a rank holds of a dim."""
-    # Shards are those of `torch.chunk`: all as long as the first, the last ones shorter or empty;
+    # Shards are as in `torch.chunk`: all as long as the first, the last ones shorter or empty;
     # inner axes divide the shards of outer ones.
     low, high = 0, length
     for size, at in zip(parts, place, strict=True):

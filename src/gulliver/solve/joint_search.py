@@ -368,7 +368,7 @@ def solve_joint(
     price = bound.price or SCARCE * bound.seconds / max(1, budget)
     moved_s = bound.hidden * (moves.write_s + moves.read_s)
     for most in (*(level for level in LEVELS if level < states), states):
-        # States far above the bound are not explored while a better answer is likely.
+        # States far above the bound are not explored while a better result is likely.
         for above in HOPES:
             if exact or cost.seconds <= lower * (1 + max(SAME, tolerance)):
                 break

@@ -9,9 +9,9 @@ from itertools import accumulate
 
 from gulliver.errors import GulliverError
 
-# Cuts a chain of costs into consecutive parts with the smallest maximum.
+# Splits a chain of costs into consecutive parts with the smallest maximum.
 #
-# Pipeline parallelism cuts the layers of a network into stages, and the slowest stage limits
+# Pipeline parallelism splits the layers of a network into stages, and the slowest stage limits
 # throughput. Dynamic programming over (parts so far, costs so far) is exact:
 #
 #     best[k][j] = min over i of max(best[k - 1][i], time of part k from i to j)

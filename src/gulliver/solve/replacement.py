@@ -540,7 +540,7 @@ class Transit:
         self._filled.discard(key)
 
     def fill(self, key: Hashable) -> None:
-        """Records that an object has content from now on."""
+        """Records that an object now has content."""
         self._filled.add(key)
 
     def needs_memory(self, key: Hashable) -> bool:

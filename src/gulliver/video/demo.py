@@ -269,7 +269,7 @@ def _score_conditioned(
 #   run/           the training run
 #   sheet.gif      generated clips with their sentences (sheet.png: one moment of it)
 #   loss.png       the loss curve
-#   report.md      results, for people; report.json for programs
+#   report.md      human-readable results; report.json for programs
 
 
 BARS = {"digit": 0.90, "direction": 0.98, "both": 0.88}

@@ -313,7 +313,7 @@ def spaced(count: int, steps: int) -> list[int]:
         )
     stride, place, taken = (count - 1) / (steps - 1), 0.0, []
     for _ in range(steps):
-        # Accumulated instead of multiplied, like the public code: halves round the same way.
+        # Accumulated instead of multiplied, like the reference code: halves round the same way.
         taken.append(round(place))
         place += stride
     return taken

@@ -1,6 +1,6 @@
 """Generates a clip on several ranks: guidance x sequence parallelism.
 
-Classifier-free guidance calls the model twice per step, with and without caption. With two
+Classifier-free guidance calls the model twice per step, with and without a caption. With two
 *guidance* ranks each makes one call, and they exchange the results. The ranks of a *sequence* share
 the tokens of the clip (`gulliver.booster.hybrid`). Combined, the rank is ``branch * sequence + rank
 in the sequence``, so that those of a sequence, which communicate most, are neighbours. Noise,

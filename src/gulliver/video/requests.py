@@ -185,7 +185,7 @@ def _start_in(what: str, size: int, start: int, rule: MaskRule, align: int | Non
 
 def _aligned(start: int, align: int, size: int) -> int:
     """Returns the nearest multiple of `align` to `start` at which a whole block fits."""
-    # Ties, and starts beyond the last whole block, are rounded down, as in the public code.
+    # Ties, and starts beyond the last whole block, are rounded down, as in the reference code.
     block = start // align
     if start % align > align / 2 and block < size // align - 1:
         block += 1

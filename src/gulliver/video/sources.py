@@ -513,7 +513,7 @@ def train_autoencoder(
 
 
 def ready_autoencoder(config: TrainConfig, run: Run, dataset: Any, world: World) -> Autoencoder:
-    """The run's autoencoder: the one in its folder, the given one, or one trained now."""
+    """The run's autoencoder: from its folder, from the options, or trained now."""
     kept = own_autoencoder(run) if config.resume else None
     if kept is not None:
         return kept

@@ -103,7 +103,7 @@ class Recorder(StorageCounter):
         super().__init__()
         self.known = known
         self.operators: list[Operator] = []
-        # Memory, in the order of what happened.
+        # Memory, in order of events.
         self.moments: list[Moment] = []
         # Calls of modules.
         self.calls: list[ModuleCall] = []

@@ -138,7 +138,7 @@ class ModuleCosts:
     calls: int = 0
     # Work of the forward.
     forward: Cost = Cost()
-    # Work of what backward recomputes.
+    # Work of recomputation in backward.
     recompute: Cost = Cost()
     # Work of the backward.
     backward: Cost = Cost()

@@ -153,7 +153,7 @@ def _ordered(schedule: str, stages: int, ranks: int, micro_batches: int) -> bool
     return True
 
 
-# Costs of a model's blocks for one sample, and what tensor ranks share of them.
+# Costs of a model's blocks for one sample, and the parts that tensor ranks split.
 #
 # The numbers are sums over the operators of an analysis, so that a model of a hundred blocks costs
 # no more to look at than one of three.
@@ -165,11 +165,11 @@ class ModelPart:
 
     # Seconds of its forward, but for launching operators.
     forward_s: float = 0.0
-    # Seconds of its backward, alike.
+    # Seconds of its backward, on the same terms.
     backward_s: float = 0.0
     # Bytes that it keeps for the backward.
     saved: int = 0
-    # Bytes of what it hands on.
+    # Bytes of its output.
     output: int = 0
     # Most bytes of its forward or backward beyond what it keeps and those before it.
     working: int = 0
@@ -201,7 +201,7 @@ class TensorShares:
     outside: float = 0.0
     # Elements of a rank's parameters of each block, in order.
     sizes: tuple[tuple[int, ...], ...] = ()
-    # Those of what runs before all blocks, of head and loss, and of both without the first.
+    # Before all blocks, of head and loss, and of both without the first.
     ends: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]] = ((), (), ())
 
 
@@ -223,7 +223,7 @@ class Facts:
     states: int
     # Bytes of a parameter as it computes.
     item: int
-    # Whether the optimizer steps float32 copies.
+    # Whether the optimizer updates float32 master weights.
     copied: bool
     # Elements of the parameters that learn.
     trained: int
@@ -233,7 +233,7 @@ class Facts:
     cached: int = 0
     # Number of their heads, over which tensor ranks can share them.
     cached_heads: int = 1
-    # Optimizer of the parameters; None where none learns.
+    # Optimizer of the parameters; None if none are trained.
     optimizer: torch.optim.Optimizer | None = None
     refused: dict[int, str] = field(default_factory=dict)
     _shared: dict[int, TensorShares | None] = field(default_factory=dict)

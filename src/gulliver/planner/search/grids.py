@@ -51,7 +51,7 @@ class Found:
     looked: int
     # Number of meshes, and how many the bound left out.
     meshes: tuple[int, int]
-    # Why meshes were left out that the model cannot be run on, by what was asked.
+    # Why the model cannot run on some meshes, by request.
     refused: dict[str, str]
     # Seconds that analysis and search took.
     seconds: tuple[float, float]
@@ -289,7 +289,7 @@ class Price:
 
     # Bytes that a rank may hold.
     limit: int
-    # The grid; None where none fits.
+    # The grid; None if none fits.
     scored: Scored | None
 
 

@@ -45,7 +45,7 @@ MICRO_BATCHES = 16
 # [Note: few replays] A replay takes from 10 ms to some seconds, and there are thousands of grids.
 # State that does not fit must be read in every step, and written if it is trained, and moving it
 # never makes a step faster. That gives a cheap lower bound of each grid's seconds; grids are
-# replayed in its order until it is no better than what was found.
+# replayed in its order until it is no better than the best result.
 @dataclass(frozen=True)
 class MinimumOffload:
     """The least memory that suffices with offloading."""

@@ -68,7 +68,7 @@ class RankBlocks:
 class _Moment:
     """Bytes of one sample at a moment in the backward of one micro-batch."""
 
-    # Bytes that are kept for what follows.
+    # Bytes kept for later operations.
     kept: float
     # Bytes of working memory.
     working: float
@@ -226,7 +226,7 @@ class RankBytes:
         state = learned * (WIDE * facts.states + copies) / parts
         if grid.stage < 3:
             return facts.item * own, 0.0, state
-        # Trained 16-bit parameters have no shards besides their float32 copies.
+        # Trained 16-bit parameters have no shards besides their float32 master weights.
         shards = own - learned if facts.copied else own
         window = self._windows(stage, grid.axes.tensor, _chunk_bytes(self.facts, grid))[0]
         return facts.item * shards / parts, window, state

@@ -1,6 +1,6 @@
 """Seconds and bytes of a grid, by the formulas that predict a plan, without creating the plan.
 
-Bytes are those of the fullest rank: parameters, gradients and optimizer state of its stage,
+Bytes refer to the fullest rank: parameters, gradients and optimizer state of its stage,
 activations of the micro-batches in flight, and the working memory of one block.
 """
 

@@ -37,7 +37,7 @@ def names_of(tokenizer: Any) -> Names:
 class AnswerChoice:
     """One completion so far."""
 
-    # Number of the answer in the request.
+    # Index of the completion in the request.
     index: int
     text: str = ""
     tokens: list[Token] = field(default_factory=list)
@@ -51,7 +51,7 @@ class Usage:
     prompt: int = 0
     # Those of them that were found in the cache.
     prefix_cached: int = 0
-    # Tokens of the answers, the ones that ended them included.
+    # Tokens of the completions, including their last ones.
     answer: int = 0
 
     @property
@@ -74,7 +74,7 @@ class AnswerFormat(ABC):
 
     def __init__(self, body: RequestBody, model: str, names: Names) -> None:
         self.body, self._model, self._names = body, model, names
-        # Name of the answer.
+        # Id of the response.
         self.id = f"{self.prefix}-{uuid.uuid4().hex}"
         self._created = int(time.time())
 

@@ -28,13 +28,13 @@ class RequestTiming:
     sent: float = 0.0
     # Times at which text or tokens came.
     heard: list[float] = field(default_factory=list)
-    # When its answer was whole, or failed.
+    # When its response was complete, or failed.
     ended: float = 0.0
     # Tokens of the prompt, as the server counts them.
     prompt: int = 0
-    # Tokens of the answer, likewise.
+    # Tokens of the completion, likewise.
     tokens: int = 0
-    # Short name of what went wrong; None where nothing did.
+    # Short name of the error; None if there was none.
     error: str | None = None
 
     @property
@@ -145,7 +145,7 @@ def _number(value: float | None, factor: float = 1.0) -> str:
 
 # `generate_load`: requests that arrive as people do, at any server of OpenAI's interface.
 #
-# Arrivals are a Poisson process: they do not wait for answers, so that a server that falls behind
+# Arrivals are a Poisson process: they do not wait for responses, so that a server that falls behind
 # is seen to. All that is random, times, lengths and words, follows from the seed. What is measured
 # is when pieces of text come; numbers of tokens are those that the server tells.
 
@@ -164,7 +164,7 @@ class Arrival:
 
     at: float
     prompt: str
-    # Most tokens of the answer.
+    # Maximum tokens of the completion.
     max_tokens: int
 
 

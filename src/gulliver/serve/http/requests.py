@@ -70,7 +70,7 @@ def overloaded(message: str, seconds: float) -> ApiError:
 
 # What a client may ask: bodies of completions and chats, checked field by field.
 #
-# A field is honoured, or has no influence on the answer (`user`), or is refused by its name. One
+# A field is supported, or has no effect on the response (`user`), or is rejected by name. One
 # that is unknown is refused too: mostly it is a slip, and an answer drawn otherwise than was meant
 # looks like any other.
 
@@ -113,7 +113,7 @@ class RequestBody(BaseModel, ABC):
     return_token_ids: bool | None = None
     """Return the numbers of tokens next to texts."""
 
-    # Without influence on an answer.
+    # Without effect on the response.
     user: str | None = None
     metadata: dict[str, Any] | None = None
     safety_identifier: str | None = None
@@ -195,13 +195,13 @@ class Limits:
 
     # Name of the model.
     name: str
-    # Vocabulary, and most tokens of prompt and answer.
+    # Vocabulary, and maximum tokens of prompt and completion.
     facts: Facts
-    # Most answers to a prompt.
+    # Maximum completions of a prompt.
     n: int
-    # Most answers of a request, prompts times `n`.
+    # Maximum completions of a request, prompts times `n`.
     answers: int
-    # Most tokens of an answer; None for no limit of its own.
+    # Maximum tokens of a completion; None for no separate limit.
     max_tokens: int | None
 
 

@@ -41,7 +41,7 @@ def _protocol(header_seconds: float) -> type[H11Protocol]:
 
         def send_400_response(self, msg: str) -> None:
             cycle = self.cycle
-            # Where an answer has gone out already, uvicorn's own would fail.
+            # If a response was already sent, uvicorn's own would fail.
             if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
                 super().send_400_response(msg)
             else:

@@ -275,7 +275,7 @@ class EngineThread:
 
     def _deliver(self, wanted: Sequence[tuple[EngineTicket, Event]]) -> None:
         # Before the delivery: what is bounded is the loop's backlog, which this step has just left.
-        # Inboxes of single clients are bounded by their answers' tokens.
+        # Each client's inbox is bounded by the tokens of its completions.
         self._credits.release()
         for ticket, event in wanted:
             ticket.put(event)
@@ -303,7 +303,7 @@ class EngineThread:
         try:
             self._loop.call_soon_threadsafe(function, *args)
         except RuntimeError:
-            # The loop has ended, so no client is left.
+            # The loop has ended, so there are no clients.
             self._closing.set()
 
 

@@ -274,7 +274,7 @@ class RankOrder:
     rank: int
     folder: Path
     options: ModelOptions
-    # Ranks of the model, and what each has.
+    # Ranks of the model, and the shard of each.
     layout: Layout
     # Sequences that run at a time.
     sequences: int

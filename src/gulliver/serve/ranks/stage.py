@@ -57,7 +57,7 @@ class RankPlace:
 class Layout:
     """The ranks of a model."""
 
-    # Ranks that each layer is cut over.
+    # Ranks that each layer is sharded over.
     tensor: int
     # Stage k has the blocks from ``bounds[k]`` up to, without, ``bounds[k + 1]``.
     bounds: tuple[int, ...]
@@ -129,7 +129,7 @@ class RankSizes:
 
     # Columns of the logits; 0 on a stage without them.
     vocabulary: int
-    # Most tokens of a sequence; None where positions have no end.
+    # Maximum tokens of a sequence; None if unlimited.
     context: int | None
     # Most blocks of the cache that this rank has memory for.
     blocks: int
@@ -151,7 +151,7 @@ class StageModel:
         self._model: Any = build_on_meta(folder, dtype)
         self.width, self.dtype = int(self._model.config.hidden_size), dtype
         self._forward = None
-        # The first forward of a stage looks for what leaks past the carry.
+        # The first forward of a stage checks for values that bypass the carry.
         self._looks = True
         paths, quantised = unit_paths(self._model), is_quantised(folder)
         with Source(folder, self._model) as source:
@@ -209,14 +209,14 @@ class StageModel:
         return RankSizes(self.shape.vocabulary, context, blocks)
 
     def take_cache(self, blocks: int, block_size: int) -> None:
-        """Allocates the cache; batches can run from now on."""
+        """Allocates the cache; afterwards batches can run."""
         self._paged.take_cache(blocks, block_size)
 
     @torch.no_grad()
     def run(self, batch: Batch, carry: Tensor | None) -> Tensor:
         """Runs a batch through this rank's layers."""
         # No inference mode: sums over ranks are finished in place by a thread of `gulliver.comm`,
-        # and what was made in inference mode on one thread cannot be changed on another.
+        # and tensors created in inference mode on one thread cannot be changed on another.
         pages = self._paged.pages
         assert pages is not None, "the cache has been taken"
         pages.begin(batch)

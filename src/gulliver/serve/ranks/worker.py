@@ -116,7 +116,7 @@ class _Worker:
         # The controller sends each batch to all ranks, several ahead. The receive of a carry is
         # posted as soon as its batch is known, which says how many tokens come: so a stage's send
         # never waits for its receiver, and a link carries one batch while the stages compute
-        # others. Ticket order is that of EnergonAI (arXiv 2209.02341); its endless wait for a lost
+        # others. Ticket order follows EnergonAI (arXiv 2209.02341); its endless wait for a lost
         # command is an error here.
         if self._ticket is not None and batch.ticket != self._ticket:
             raise GulliverError(

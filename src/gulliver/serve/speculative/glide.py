@@ -33,7 +33,7 @@ Glimpse = Callable[[int, Tensor], Tensor]
 
 # [Note: sizes] The target's values are of the target's size (a root mean square of 2 to 3 was
 # seen), and embeddings that begin at 0.02 are a hundred times smaller: an optimizer that moves all
-# weights alike then moves what was seen far more than what was read, and the draft learns worse
+# weights equally then moves what was seen far more than what was read, and the draft learns worse
 # than one that sees nothing. So each head of what was seen is normalized, with a gain that is
 # learnt, and embeddings are multiplied by the root of the width.
 #
@@ -151,7 +151,7 @@ class Glide(nn.Module):
             assert isinstance(layer, GlideLayer)
             x = layer.attend(x, positions, self.frequencies, attend)
             if last is not None:
-                # Of a single layer: keys and values are there, and nobody reads what follows.
+                # For a single layer: keys and values exist, and no one needs later outputs.
                 x, positions = x[:, last], positions[:, last]
             x = layer.look(x, positions, theirs, glimpse)
         return self.norm(x)
@@ -343,7 +343,7 @@ class GlideDraft(ModelDraft):
     @torch.inference_mode()
     def _run(self, news: Sequence[New], rows: bool) -> Tensor:
         spans, looks, ends, first = [], [], [], 0
-        # Nobody reads what the only layer makes of other tokens than the last.
+        # The only layer's outputs are needed for the last token only.
         only_last = self._model.config.layers == 1
         for index, new in enumerate(news):
             count = len(new.tokens)

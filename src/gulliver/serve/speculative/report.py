@@ -23,7 +23,7 @@ from gulliver.serve.weights import load
 
 # [Note: what is predicted] A round of n guesses gives E tokens, of which one is the model's own,
 # and takes t(n + 1) + d seconds instead of t(1): speed is E t(1) / (t(n + 1) + d). Seconds t are
-# measured by forwards over an empty cache, d and E are those of the run.
+# measured by forwards over an empty cache, d and E are taken from the run.
 @dataclass(frozen=True)
 class SpeculationReport:
     """Speedup and costs of drafts."""

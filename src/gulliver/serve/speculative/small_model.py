@@ -87,7 +87,7 @@ SHORT = 16
 """Tokens that are run with the last one of a text, not before it."""
 
 
-# [Note: sampled requests] A draft is drawn from the draft model's own distribution as the model's
+# [Note: sampled requests] A draft is sampled from the draft model's own distribution as the model's
 # token will be, with the same parameters and the same noise of each token, so that the two meet as
 # often as their distributions allow without changing a draw: see `serve/sampling.py`.
 @dataclass

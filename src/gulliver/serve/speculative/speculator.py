@@ -217,7 +217,7 @@ class Speculator(Drafter):
         self._clock = 0.0
         # Seconds of guesses by the number of sequences, of one depth where a model makes them.
         self._guessing = StepCost()
-        # Chance that a path is right down to a depth, of what was proposed.
+        # Probability that a proposed path is right down to a depth.
         self._reach = [Mean(0.7 ** (depth + 1), 5) for depth in range(self.options.depth)]
 
     def begin(self, runner: Runner) -> None:

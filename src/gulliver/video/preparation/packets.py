@@ -233,7 +233,7 @@ def _stated_end(container: Any, stream: Any) -> float:
         with suppress(ValueError):
             hours, minutes, seconds = map(float, said.split(":"))
             return 3600 * hours + 60 * minutes + seconds
-    # The file's duration is that of its longest stream.
+    # The file's duration is the duration of its longest stream.
     return (container.duration or 0) / 1e6 if len(container.streams) == 1 else 0.0
 
 
