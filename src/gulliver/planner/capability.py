@@ -3,7 +3,7 @@
     check_family("bloom", "ring_attn", size=2)    # raises; the error names supported ones
 
 A combination is in the table because a test compares its outputs and gradients with one process
-(`docs/parity.md`); whatever is not in it is rejected. The rows are the records of
+(`docs/parity.md`); anything else is rejected. The rows are the records of
 `gulliver.families`. Read `MODES`, `families`, `check_family`.
 """
 

@@ -36,7 +36,7 @@ def no_optimizer() -> torch.optim.Optimizer:
 
 
 def check_modules(model: nn.Module, sharded: bool) -> None:
-    """Rejects lazy modules and, where parameters are sharded, TorchScript."""
+    """Rejects lazy modules and, if parameters are sharded, TorchScript."""
     for name, module in model.named_modules():
         if any(is_lazy(p) for p in module.parameters(recurse=False)):
             raise GulliverError(

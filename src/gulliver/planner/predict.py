@@ -428,7 +428,7 @@ def _sequence_messages(
 
 
 def shared_messages(plan: Plan, line: list[tuple[int, Link]], times: int = 1) -> Iterator[Message]:
-    """Messages between replicas: gradients, and parameters where they are sharded."""
+    """Messages between replicas: gradients, and sharded parameters."""
     if not line or plan.model.trainable == 0:
         return
     if plan.ddp is not None:

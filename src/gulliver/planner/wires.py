@@ -1,7 +1,7 @@
 """Wire formats: which were requested, and whether they pay off.
 
 Packing costs compute and saves communication. Formats that are predicted to be slower are dropped,
-and the plan says so (`decide`). A plan that was read from a file runs with the formats in it.
+and the plan says so (`decide`). A plan from a file runs with its own formats.
 """
 
 from __future__ import annotations

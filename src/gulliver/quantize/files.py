@@ -143,7 +143,7 @@ def _allocate(model: nn.Module) -> None:
 
 
 def refuse_quantized(path: Path | str) -> None:
-    """Raises an error for files from `save_quantized` where float weights are needed."""
+    """Raises an error for files from `save_quantized`, for callers that need float weights."""
     path = Path(path)
     file = path / FILE if path.is_dir() else path
     if file.suffix == ".safetensors" and file.is_file() and KEY in read_metadata(file):

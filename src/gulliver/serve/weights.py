@@ -261,7 +261,7 @@ class Source:
         return found
 
     def _compare(self, source: str, shape: tuple[int, ...]) -> Any:
-        """Slice of a tensor in the files, which must have this shape."""
+        """Entry of a tensor in the files, which must have this shape."""
         info = self._weights.infos[source]
         if info.shape != shape:
             raise GulliverError(

@@ -248,7 +248,7 @@ class Replacement:
         return actions + self._look_ahead()
 
     def end_step(self) -> None:
-        """Makes the events since the last call the schedule."""
+        """Adopts the events since the last call as the schedule."""
         record, self._record = self._record, []
         cycle, self._anchor, begun = self.cycle, None, self._state()
         if cycle is not None and record == cycle.events[: cycle.step] and begun == self._begun:

@@ -240,7 +240,7 @@ class Diffusion(ABC):
         preview: Preview | None,
         hide_given: bool = False,
     ) -> Tensor:
-        """Takes the steps from noise to data.
+        """Runs the steps from noise to data.
 
         `branches` holds the conditioning of each guidance branch; with `hide_given` the last one
         sees the given frames as noisy as the others.
@@ -311,7 +311,7 @@ class GivenFrames:
         return shown, torch.cat(masks)
 
     def keep(self, moved: Tensor, x: Tensor) -> Tensor:
-        """Takes `moved` for generated frames, and keeps given ones from `x`."""
+        """Keeps given frames from `x`, and takes generated ones from `moved`."""
         return torch.where(over_pixels(self._active), moved, x)
 
 

@@ -273,7 +273,7 @@ class RectifiedFlow(Diffusion):
 
     @staticmethod
     def _velocity(output: Tensor, channels: int) -> Tensor:
-        """Takes the first half of the channels if the model also predicts a variance."""
+        """Returns the first half of the channels if the model also predicts a variance."""
         if output.shape[1] not in (channels, 2 * channels):
             raise GulliverError(
                 f"the model returns {output.shape[1]} channels for latents of {channels}; "

@@ -120,7 +120,7 @@ def share_coding(
     dim: str,
     show: Callable[[str], None] | None = None,
 ) -> SharedNetworks | None:
-    """Makes ranks that need the same clips encode and decode them together; a collective call."""
+    """Lets ranks that need the same clips encode and decode them together (collective)."""
     if dim == "off" or rank_group.size == 1 or not has_networks(autoencoder):
         return None
     return share_autoencoder(autoencoder, rank_group, dim, show if rank_group.rank == 0 else None)
@@ -145,7 +145,7 @@ def share(
     scheme: str | None = None,
     show: Callable[[str], None] | None = None,
 ) -> SharedModel:
-    """Makes all ranks generate each clip together; a collective call, once."""
+    """Lets all ranks generate each clip together; called once (collective)."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     split_ranks(world, sequence, guidance_ranks)
     own: Callable[..., Tensor] = model if call is None else call

@@ -240,7 +240,7 @@ class VideoPipeline:
         image_guided: bool = False,
         autoencoder: str = "auto",
     ) -> None:
-        """Makes all ranks generate each clip together; a collective call, once.
+        """Lets all ranks generate each clip together; called once (collective).
 
         Afterwards every rank requests the same clips, and gets them.
 

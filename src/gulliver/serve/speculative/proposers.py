@@ -83,7 +83,7 @@ class Followers:
     """Counts the tokens that followed contexts of `shortest` to `longest` tokens."""
 
     def __init__(self, longest: int = LONGEST, shortest: int = SHORTEST) -> None:
-        """Makes an empty table."""
+        """Creates an empty table."""
         self.longest, self.shortest = longest, shortest
         self.size = 0
         self._after: dict[tuple[int, ...], dict[int, int]] = {}

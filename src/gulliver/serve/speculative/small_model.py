@@ -36,7 +36,7 @@ class DraftCache:
     """Sequences and their blocks."""
 
     def __init__(self, blocks: int, size: int) -> None:
-        """Makes an empty cache."""
+        """Creates an empty cache."""
         self.pool = BlockPool(blocks, size)
         self._kept: OrderedDict[int, Cached] = OrderedDict()
 
@@ -129,7 +129,7 @@ class ModelDraft(Proposer):
     name = "model"
 
     def __init__(self, cache: DraftCache, context: int | None, beside: int = 0) -> None:
-        """Keeps the cache."""
+        """Stores the cache."""
         self._cache, self._context, self.beside = cache, context, beside
         self._known: dict[int, int] = {}
 

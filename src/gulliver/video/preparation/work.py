@@ -254,7 +254,7 @@ def in_processes(
 
 
 def _end_with_parent() -> None:
-    """Makes a worker leave Ctrl+C to its parent, and exit if the parent is killed."""
+    """Leaves Ctrl+C to the parent process, and exits if the parent is killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = parent_process()
     assert parent is not None, "it is a worker"
