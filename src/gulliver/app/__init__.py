@@ -1,4 +1,4 @@
-"""The web page of a run: prompts, pictures and settings in a browser.
+"""The web page of a run: prompts, images and settings in a browser.
 
 Start with `service.py`, which serves users in turn and restarts the sampling process of
 `worker.py`. Only `page.py` and `server.py` import gradio.

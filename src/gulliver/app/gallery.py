@@ -41,7 +41,7 @@ class Entry:
 
     @property
     def command(self) -> str:
-        """The `gulliver generate` command that makes the same clip."""
+        """The `gulliver generate` command that produces the same clip."""
         s, facts = self.settings, self.facts
         divisor = math.gcd(s.height, s.width)
         options = {

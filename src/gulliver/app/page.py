@@ -1,6 +1,6 @@
 """Reads a run that may still be training: nothing is written, and files may be incomplete.
 
-Losses are read from the logs; samples are the pictures and clips in the run's folder `samples`, and
+Losses are read from the logs; samples are the images and clips in the run's folder `samples`, and
 the sheet that `gulliver demo` writes next to the run.
 """
 
@@ -46,7 +46,7 @@ SUFFIXES = {".png", ".gif", ".mp4", ".jpg", ".webp"}
 
 @dataclass(frozen=True)
 class RunView:
-    """Progress, losses and samples of a run, as the page shows them."""
+    """Progress, losses and samples of a run, as shown on the page."""
 
     # Progress in one line.
     summary: str

@@ -1,6 +1,6 @@
 """Serves users in turn with one sampling process, and restarts it if it ends.
 
-A user's clips are made in the order of their requests, and users take turns, so that ten requests
+A user's clips are generated in the order of requests, and users take turns, so that many requests
 of one user do not block the others. Events of a process are sent only to the ticket it is working
 on.
 """

@@ -1,7 +1,6 @@
 """The sampling process: receives jobs through a pipe and sends events back.
 
-It holds the model, so that a device fault or an out-of-memory kill ends this process and not the
-page.
+It holds the model, so that a device fault or an out-of-memory kill does not end the page.
 """
 
 from __future__ import annotations
@@ -165,7 +164,7 @@ Post = Callable[[Any], None]
 
 
 class _StopAsked(Exception):
-    """Ends sampling from inside."""
+    """Raised to stop sampling."""
 
 
 def work(connection: Connection, source: Source) -> None:
@@ -243,7 +242,7 @@ class ClipMaker:
         return self._model
 
     def _preview(self, request: Request) -> Callable[[Any], bytes] | None:
-        """Returns the preview function; None if the autoencoder would not fit next to the model."""
+        """Returns the preview function; None if memory does not suffice for the autoencoder."""
         if self._source.run is None and not self._source.keep:
             return None
         autoencoder, frames = self._model.autoencoder, request.bucket.frames

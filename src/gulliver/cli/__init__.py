@@ -1,1 +1,1 @@
-"""The console script `gulliver`: thin; every command is a call into the library."""
+"""The console script `gulliver`; every command is a thin call into the library."""

@@ -1,4 +1,4 @@
-"""`python -m gulliver.cli`: what a launcher starts."""
+"""`python -m gulliver.cli`, the entry point for launchers."""
 
 from gulliver.cli.dispatch import main
 

@@ -1,6 +1,6 @@
 """Commands that are one call into a package: app, finetune, dreambooth, quantize and speculate.
 
-Each imports its package when it runs, so that none waits for the others.
+Each imports its package when it runs, so that startup is fast.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def ended(outcome: Outcome) -> int:
-    """Exit code of a run; where it is over, rank 0 prints the path of its result."""
+    """Exit code of a run; if it is finished, rank 0 prints the path of its result."""
     if outcome.finished and outcome.result is not None and os.environ.get("RANK", "0") == "0":
         print(outcome.result)
     return 0 if outcome.finished else STOPPED
@@ -52,7 +52,7 @@ def app_command(config: AppConfig) -> int:
 
 
 def finetune_command(config: FinetuneConfig, arguments: list[str]) -> int:
-    """Fine-tunes, on ranks of this machine that are started where a launcher has not."""
+    """Fine-tunes, starting ranks on this machine if no launcher has."""
     from gulliver.comm.launcher import default_ranks, launch, under_launcher
     from gulliver.finetune.finetuner import finetune
 
@@ -63,7 +63,7 @@ def finetune_command(config: FinetuneConfig, arguments: list[str]) -> int:
 
 
 def dreambooth_command(config: DreamboothConfig, arguments: list[str]) -> int:
-    """Teaches a subject, on ranks of this machine that are started where a launcher has not."""
+    """Trains on a subject, starting ranks on this machine if no launcher has."""
     from gulliver.comm.launcher import default_ranks, launch, under_launcher
     from gulliver.dreambooth.trainer import dreambooth
 
@@ -74,7 +74,7 @@ def dreambooth_command(config: DreamboothConfig, arguments: list[str]) -> int:
 
 
 def quantize_command(config: QuantizeConfig) -> int:
-    """Quantises a folder, and prints what became of it."""
+    """Quantizes a folder, and prints the results."""
     from gulliver.io.hub import check_push, push
     from gulliver.quantize.job import quantize_folder
 
@@ -102,7 +102,7 @@ def report_drafts_command(config: ReportConfig) -> int:
 
 
 def train_draft_command(config: TrainDraftConfig, arguments: list[str]) -> int:
-    """Trains a draft, on ranks of this machine that are started where a launcher has not."""
+    """Trains a draft model, starting ranks on this machine if no launcher has."""
     from gulliver.comm.launcher import default_ranks, launch, under_launcher
     from gulliver.jobs.loop import Outcome
     from gulliver.serve.speculative.train import train_draft

@@ -33,7 +33,7 @@ ALL = "all"
 
 @contextmanager
 def _bar(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Shows a bar of bytes on the terminal."""
+    """Shows a progress bar of bytes on the terminal."""
     console = Console(stderr=True)
     text = TextColumn("{task.description}", markup=False)
     columns = text, BarColumn(), DownloadColumn(), SpeedColumn(), TimeRemainingColumn()
@@ -48,7 +48,7 @@ def _bar(what: str) -> Iterator[Callable[[int, int], None]]:
 
 
 def ls(options: Ls) -> int:
-    """Prints a table of steps, or of what a step or file holds."""
+    """Prints a table of steps, or the contents of a step or file."""
     path = options.folder
     if options.json:
         print_json(_listing(options))
@@ -71,7 +71,7 @@ def ls(options: Ls) -> int:
 
 
 def _listing(options: Ls) -> dict[str, Any]:
-    """What `ls` lists, in plain values."""
+    """The output of `ls`, as plain values."""
     path = options.folder
     is_run = is_step_or_run(path) and options.step is None
     if is_run and not (path / "manifest.json").is_file():
@@ -194,7 +194,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def verify_all(options: Verify) -> int:
-    """Prints what is broken, and how fast it was read; the exit code is 1 where something is."""
+    """Prints damaged files and the read speed; the exit code is 1 if anything is damaged."""
     path = options.folder
     if options.all and options.step is not None:
         raise UsageError("--step and --all exclude each other: one step, or every step")
@@ -259,7 +259,7 @@ def _after_file(problem: Any) -> str:
 
 
 def diff(options: Diff) -> int:
-    """Prints what differs; the exit code is 1 where something does."""
+    """Prints differences; the exit code is 1 if there are any."""
     with usage_errors():  # as with diff(1), 1 says that they differ
         found = _compared(options)
     if options.json:
@@ -330,7 +330,7 @@ def _first(names: list[str], show: int) -> list[str]:
 
 
 def convert(options: Convert) -> int:
-    """Writes a folder or a file of whole tensors."""
+    """Writes a folder or a file of full tensors."""
     with _bar("converting") as report:
         made = export_huggingface(
             options.source,

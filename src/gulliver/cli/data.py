@@ -1,4 +1,4 @@
-"""Says what a newcomer would do next, where a command has done what it was asked for."""
+"""Suggests the next command after a successful one."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ ANY = "17x64x64"
 
 
 def hint(*words: object) -> None:
-    """Prints a command, as it would be typed; standard output stays free for results."""
+    """Prints a command to stderr, as it would be typed."""
     print("next: gulliver " + shlex.join(map(str, words)), file=sys.stderr)
 
 
 def after_scan(table: Path) -> None:
-    """Names the two ways on from a table of a folder."""
+    """Suggests the two next steps after scanning a folder."""
     hint("data", "cut", table, "--out", "clips/clips.parquet")
     hint("data", "score", table)
 
 
 def after_show(table: Path) -> None:
-    """Names the training on a table."""
+    """Suggests training on a table."""
     hint("train", "--data.table", table, "--data.shapes", ANY, "--out", "runs/mine")
 
 
 def after_train(config: TrainConfig) -> None:
-    """Names the ways to see what a run has learnt."""
+    """Suggests ways to inspect a trained run."""
     from gulliver.video.config import parse_shapes
 
     shape = next(iter(parse_shapes(config.data.shapes)))
@@ -83,7 +83,7 @@ class Scan(Options):
 
 @dataclass(frozen=True)
 class OfTable(Options):
-    """Options of what reads a table of clips."""
+    """Options of commands that read a table of clips."""
 
     table: tyro.conf.Positional[Path]
     """Table of clips, .parquet or .csv."""
@@ -164,7 +164,7 @@ class Filter(Options):
 
 
 def scan_folder(options: Scan) -> int:
-    """Scans; the exit code is 1 where no file can be used."""
+    """Scans; the exit code is 1 if no file can be used."""
     from gulliver.video.preparation.scanning import scan
 
     out = options.out or options.folder / "clips.parquet"
@@ -187,7 +187,7 @@ def scan_folder(options: Scan) -> int:
 
 
 def cut_scenes(options: Cut) -> int:
-    """Cuts; the exit code is 1 where there is no clip."""
+    """Cuts; the exit code is 1 if there are no clips."""
     from gulliver.video.preparation.cutting import cut
     from gulliver.video.preparation.table import Table
 
@@ -205,7 +205,7 @@ def cut_scenes(options: Cut) -> int:
 
 
 def filter_rows(options: Filter) -> int:
-    """Filters, and says how many rows are kept, dropped, and not known."""
+    """Filters, and prints how many rows are kept, dropped, and unknown."""
     from gulliver.video.preparation.filtering import filter_file
 
     found = filter_file(options.table, options.condition, options.out)
@@ -216,7 +216,7 @@ def filter_rows(options: Filter) -> int:
 
 
 def score_clips(options: Score) -> int:
-    """Scores, and says how many rows were."""
+    """Scores, and prints how many rows were scored."""
     from gulliver.video.preparation.scoring import score
     from gulliver.video.preparation.table import Table
 
@@ -229,7 +229,7 @@ def score_clips(options: Score) -> int:
 
 
 def drop_copies(options: Dedup) -> int:
-    """Leaves copies out, and names the first of them."""
+    """Removes duplicates, and prints the first of them."""
     from gulliver.video.preparation.deduplication import deduplicate
     from gulliver.video.preparation.table import Table
 
@@ -246,7 +246,7 @@ def drop_copies(options: Dedup) -> int:
 
 
 def caption_clips(options: Caption) -> int:
-    """Captions, and says how many rows were."""
+    """Captions, and prints how many rows were captioned."""
     from gulliver.video.preparation.captions import caption
     from gulliver.video.preparation.table import Table
 
@@ -270,7 +270,7 @@ def caption_clips(options: Caption) -> int:
 
 
 def show_clips(options: Show) -> int:
-    """Makes the page."""
+    """Writes the page."""
     from gulliver.video.preparation.pages import show
     from gulliver.video.preparation.table import Table
 
@@ -287,7 +287,7 @@ def _told_fresh(out: Path, fresh: int, whole: int, rows: int, done: str) -> None
 
 
 def encode_clips(options: EncodeConfig, arguments: list[str]) -> int:
-    """Encodes, on ranks of this machine that are started where a launcher has not."""
+    """Encodes, starting ranks on this machine if no launcher has."""
     from gulliver.comm.launcher import default_ranks, launch, under_launcher
     from gulliver.video.preparation.encoding import check_encode, encode
 
@@ -304,7 +304,7 @@ def encode_clips(options: EncodeConfig, arguments: list[str]) -> int:
 
 
 def list_broken(table: Path, step: str, broken: Sequence[tuple[str, str]]) -> None:
-    """Names the first of the files that a step could not use, and where all are listed."""
+    """Prints the first unusable files of a step, and the file that lists all of them."""
     from gulliver.video.preparation.table import broken_path
 
     listed = f"{_many(len(broken), 'file')} that {step} cannot use, listed in {broken_path(table)}"

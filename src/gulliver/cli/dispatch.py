@@ -1,6 +1,6 @@
 """Finds the command, reads its options and runs it; errors are one line and an exit code.
 
-Options are read, and refused, before torch is imported, so that help and mistakes come at once.
+Options are parsed and validated before torch is imported, so that help and errors appear quickly.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _find(words: list[str]) -> tuple[str, list[str]]:
-    """The command that words begin with, and the words after it."""
+    """The command at the beginning of the words, and the remaining words."""
     name, rest = OLD_NAMES.get(words[0], words[0]), words[1:]
     if name not in TOP:
         raise UsageError(f"unknown command {name!r}: {nearest(name, [*TOP, *OTHERS])}")
@@ -212,7 +212,7 @@ def _find(words: list[str]) -> tuple[str, list[str]]:
     if rest and rest[0] in actions:
         return f"{name} {rest[0]}", rest[1:]
     if rest and not rest[0].startswith("-"):
-        # What looks like a command and is no file is one that is misspelt.
+        # Something that looks like a command and is not a file is a typo.
         cutoff = 0.75 if usual else 0.0
         near = difflib.get_close_matches(rest[0], actions, 1, cutoff)
         if near and not Path(rest[0]).exists():
@@ -225,7 +225,7 @@ def _find(words: list[str]) -> tuple[str, list[str]]:
 
 
 def _check_out(config: Any) -> None:
-    """Refuses a result that cannot be written, before anything is imported or computed."""
+    """Rejects an output that cannot be written, before anything is imported or computed."""
     out = getattr(config, "out", None)
     planned = getattr(config, "dry_run", False) or getattr(config, "plan", False)
     if out is None or planned or os.environ.get("RANK", "0") != "0":
@@ -271,7 +271,7 @@ def _group_help(name: str) -> str:
 
 
 def _completions(words: list[str]) -> list[str]:
-    """Words that may come in place of the last one; none where the shell completes files."""
+    """Completions of the last word; none if the shell completes files."""
     *before, last = words or [""]
     if not before:
         return [name for name in [*TOP, *OTHERS] if name.startswith(last)]
@@ -314,7 +314,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _leave(code: int) -> None:
-    """Exits; a rank leaves its world first, or the others would wait for it."""
+    """Exits; a rank first leaves its world, because the others would wait for it."""
     if code == 0 and "RANK" in os.environ:
         from gulliver.comm.world import shutdown
 

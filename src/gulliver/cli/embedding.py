@@ -1,4 +1,4 @@
-"""``gulliver embedding plan``: what tables take on the ranks of a cluster, before they are made.
+"""``gulliver embedding plan``: predicts the cost of tables on the ranks of a cluster.
 
 Nothing here imports torch at its top: ``--help`` reads this module.
 """
@@ -46,7 +46,7 @@ class EmbeddingConfig(Options):
 
 
 def embedding_command(config: EmbeddingConfig) -> int:
-    """Plans, and prints the plan table by table and rank by rank."""
+    """Plans, and prints the plan by table and by rank."""
     from gulliver.embedding.planning import TablesJob, plan_tables
     from gulliver.hardware.probe import named_cluster
     from gulliver.jobs.display import print_json
@@ -76,7 +76,7 @@ def embedding_command(config: EmbeddingConfig) -> int:
 
 
 def _tables(given: tuple[str, ...]) -> dict[str, int]:
-    """Reads tables as a user has named them."""
+    """Parses tables given by the user."""
     from gulliver.embedding.planning import DATA_SETS
 
     found: dict[str, int] = {}
@@ -137,7 +137,7 @@ def _show(plan: TablesPlan, cluster: str) -> None:
 
 
 def _warn_of_small_caches(plan: TablesPlan, console: Console) -> None:
-    """Names the caches that hold fewer rows than one batch may need."""
+    """Warns about caches with fewer rows than one batch may need."""
     small = [cache for cache in plan.caches if cache.slots < cache.most]
     if small:
         worst = max(small, key=lambda cache: cache.most / cache.rows)

@@ -125,7 +125,7 @@ def submit(config: Submit) -> int:
 
 
 def _check_same(config: SchedulerOptions, about: Mapping[str, Any]) -> None:
-    """Refuses options that only a scheduler that starts could take."""
+    """Rejects options that only a newly started scheduler could use."""
     # Of a cluster elsewhere slots are said by node.
     slots = config.cluster_slots if config.address in ("local", "here") else None
     for name, wanted, default in (

@@ -1,7 +1,7 @@
-"""The autoencoders of ``gulliver models``: sizes, and the memory to decode a clip, predicted.
+"""The autoencoders of ``gulliver models``: sizes, and the predicted memory to decode a clip.
 
-The decoder is followed through fake tensors: over the whole clip as one, and over what a stream of
-it computes at a time. Classes of diffusers, an extra, are listed with what the table says.
+The decoder is traced with fake tensors, for the whole clip and for one chunk of a stream. Classes
+of diffusers, which is optional, are listed with the values of the table.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class CoderNeeds:
 
 
 def coder_needs(name: str, config: ModelsConfig) -> CoderNeeds:
-    """Predicts the memory to decode a clip; nothing of its size is allocated."""
+    """Predicts the memory to decode a clip, without allocating it."""
     known = AUTOENCODERS[name]
     asked = (config.frames, config.height, config.width)
     frames, height, width = (u if a is None else a for u, a in zip(known.clip, asked, strict=True))
@@ -55,7 +55,7 @@ def coder_needs(name: str, config: ModelsConfig) -> CoderNeeds:
     if known.of_diffusers:
         return CoderNeeds(*told)
     dtype = torch.bfloat16 if config.dtype == "bf16" else torch.float32
-    # As one: without the quirk of pieces, where there is one.
+    # As a whole: without the chunking quirk, if the model has it.
     plain = {} if known.compression[0] == 1 else {"compat": ()}
     with torch.device("meta"):
         whole: Any = build_autoencoder(name, **plain).to(dtype).eval()
@@ -72,7 +72,7 @@ def coder_needs(name: str, config: ModelsConfig) -> CoderNeeds:
 
 
 class _Decoding(nn.Module):
-    """A decoder that keeps nothing for backward."""
+    """A decoder that saves nothing for backward."""
 
     def __init__(self, decoder: nn.Module) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ def show_coders(found: Mapping[str, CoderNeeds], config: ModelsConfig, room: int
 
 
 def _print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], footer: str) -> None:
-    """Prints a table whose first two columns are words, and a line below."""
+    """Prints a table with two columns of text, and a footer."""
     console = report_console()
     table = Table()
     for place, name in enumerate(columns):
@@ -186,7 +186,7 @@ def models_command(config: ModelsConfig) -> int:
 
 
 def clip_of(name: str, config: ModelsConfig) -> tuple[int, int, int]:
-    """Frames, height and width in pixels: as asked for, or the model's usual ones."""
+    """Frames, height and width in pixels: as requested, or the model's usual ones."""
     usual = CONFIGURATIONS[name].clip
     asked = (config.frames, config.height, config.width)
     clip = tuple(u if a is None else a for u, a in zip(usual, asked, strict=True))
@@ -203,7 +203,7 @@ def clip_of(name: str, config: ModelsConfig) -> tuple[int, int, int]:
 
 
 def needs(name: str, clip: tuple[int, int, int], config: ModelsConfig) -> Needs:
-    """Predicts the memory of a model; nothing of its size is allocated."""
+    """Predicts the memory of a model, without allocating it."""
     with torch.device("meta"):
         model = build(name)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -230,7 +230,7 @@ def _peak(
     train: bool,
     again: bool = False,
 ) -> int:
-    """Most bytes of activations, from models with one or two blocks of each kind."""
+    """Peak bytes of activations, from models with one or two blocks of each kind."""
     whole = _fields(name)
 
     def followed(counts: Mapping[str, int]) -> int:
@@ -254,7 +254,7 @@ def _peak(
 
 
 def _fields(name: str) -> dict[str, int]:
-    """Numbers of blocks, by the field that says them."""
+    """Numbers of blocks, by configuration field."""
     with torch.device("meta"):
         model = build(name)
     return {key: int(getattr(model, key)) for key in COUNTS if hasattr(model, key)}

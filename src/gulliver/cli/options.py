@@ -1,6 +1,6 @@
-"""Options of the commands: frozen dataclasses, which are also the command line.
+"""Options of the commands: frozen dataclasses that also define the command line.
 
-Nothing here imports torch, nor may it: ``--help`` reads this module. Packages have those of their
+Nothing here may import torch: ``--help`` reads this module. Packages define the options of their
 own commands, such as `gulliver.video.config`.
 """
 
@@ -90,7 +90,7 @@ class PublicModel(Options):
     """Folder of the CLIP that models of Open-Sora 2.0 read besides."""
 
     def refuse_parts(self, *others: str) -> None:
-        """Refuses parts of a public model where there is none."""
+        """Rejects parts of a public model if no public model is used."""
         for name in ("autoencoder", "text_encoder", "clip", *others):
             if (path := getattr(self, name)) is not None:
                 option = name.replace("_", "-")

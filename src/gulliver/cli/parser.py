@@ -1,8 +1,8 @@
 """Reads the arguments of a command into its options, through tyro. Nothing here imports torch.
 
-tyro parses a view of the options dataclass, a dataclass with the same fields whose help is ours.
-Before that, old spellings become new ones (`RENAMED`), a positional may be given by its
-name, and ``--config`` replaces the defaults.
+tyro parses a view of the options dataclass, with the same fields but our help texts. Before that,
+old spellings are replaced (`RENAMED`), positionals may be given by name, and ``--config`` replaces
+the defaults.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ FEW = 10
 
 
 class Printed(Exception):
-    """Raised after ``--print-config``: the command is not to run."""
+    """Raised after ``--print-config``, so that the command does not run."""
 
 
 class Option(NamedTuple):
-    """An option of a command, as the command line names it."""
+    """An option of a command, with its name on the command line."""
 
     flag: str
     field: str
@@ -56,10 +56,10 @@ class Option(NamedTuple):
 
 
 def parse(kind: type[Options], arguments: list[str], prog: str) -> Any:
-    """Reads options from arguments.
+    """Parses options from arguments.
 
     Raises:
-        UsageError: naming the argument that is wrong; tyro exits with 2 itself.
+        UsageError: an argument is invalid; tyro itself exits with 2.
         Printed: the options were printed for ``--print-config``.
     """
     if "--out=" in arguments or ("--out", "") in pairwise(arguments):
@@ -88,7 +88,7 @@ def parse(kind: type[Options], arguments: list[str], prog: str) -> Any:
 
 
 def options_of(kind: type, prefix: str = "--") -> Iterator[Option]:
-    """Lists the options of a command, nested ones too."""
+    """Lists the options of a command, including nested ones."""
     for name, hint in field_hints(kind).items():
         inner, flag = bare(hint), prefix + name.replace("_", "-")
         if dataclasses.is_dataclass(inner):
@@ -98,7 +98,7 @@ def options_of(kind: type, prefix: str = "--") -> Iterator[Option]:
 
 
 def respelled(kind: type, arguments: list[str]) -> list[str]:
-    """Replaces old spellings; a positional that is given by its name moves to the front."""
+    """Replaces old spellings; moves a positional given by name to the front."""
     table, known = _old_flags(kind), {option.flag: option for option in options_of(kind)}
     end = arguments.index("--") if "--" in arguments else len(arguments)
     found, positionals, rest = list[str](), dict[str, str](), iter(arguments[:end])
@@ -130,7 +130,7 @@ def respelled(kind: type, arguments: list[str]) -> list[str]:
 
 @cache
 def _old_flags(kind: type, prefix: str = "--") -> Mapping[str, tuple[str, type]]:
-    """Present flag, and the dataclass that has it, by old flag."""
+    """Current flag and its dataclass, by old flag."""
     hints, found = field_hints(kind), {}
     hidden = [name for name, hint in hints.items() if _has(hint, tyro.conf.Suppress)]
     for old, new in renamed_fields(kind, hidden).items():
@@ -143,12 +143,12 @@ def _old_flags(kind: type, prefix: str = "--") -> Mapping[str, tuple[str, type]]
 
 
 def _as_choice(value: str, option: Option | None) -> str:
-    """The spelling of a dtype that an option has: bf16 for bfloat16, and the other way round."""
+    """The spelling of a dtype that an option accepts, such as bf16 for bfloat16."""
     return value if option is None else alternative_dtype(value, choices_of(option.hint))
 
 
 def _taken(arguments: list[str], flag: str) -> tuple[str | None, list[str]]:
-    """Takes an option with its value out of arguments, as two words or as one."""
+    """Removes an option and its value from arguments; ``--a b`` and ``--a=b`` are accepted."""
     for place, word in enumerate(arguments):
         if word == flag and place + 1 < len(arguments):
             return arguments[place + 1], arguments[:place] + arguments[place + 2 :]
@@ -160,7 +160,7 @@ def _taken(arguments: list[str], flag: str) -> tuple[str | None, list[str]]:
 
 
 def _defaults(kind: type, file: str | None) -> Any:
-    """The options of a file, and the dataclass's defaults for the others."""
+    """Options from a file, with the dataclass's defaults for the others."""
     fields = dataclasses.fields(kind)  # type: ignore[arg-type]
     values = {f.name: tyro.MISSING for f in fields if _is_required(f)}
     if file is not None:
@@ -181,7 +181,7 @@ def _read(file: Path) -> Any:
     import yaml
 
     class Loader(yaml.SafeLoader):
-        """YAML with 1e-4 as a number, which PyYAML reads as text."""
+        """YAML that reads 1e-4 as a number; PyYAML reads it as text."""
 
     number = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+")
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+0123456789"))
@@ -203,7 +203,7 @@ def _has(hint: Any, marker: Any) -> bool:
 
 
 def choices_of(hint: Any) -> tuple[Any, ...]:
-    """Choices of an option, in a union too."""
+    """Choices of an option, also within a union."""
     hint = bare(hint)
     if typing.get_origin(hint) is Literal:
         return typing.get_args(hint)
@@ -213,7 +213,7 @@ def choices_of(hint: Any) -> tuple[Any, ...]:
 
 
 def _metavar(hint: Any) -> str | None:
-    """What help shows for a value; None leaves it to tyro."""
+    """Placeholder of a value in help; None leaves it to tyro."""
     inner = bare(hint)
     if typing.get_origin(inner) in (types.UnionType, typing.Union):
         parts = [part for part in typing.get_args(inner) if part is not type(None)]
@@ -227,7 +227,7 @@ def _metavar(hint: Any) -> str | None:
 
 
 def _hint(label: str) -> str:
-    """What help says of a default: nothing where the text says what is taken, or of a switch."""
+    """Default shown in help; empty for switches and if the text states it."""
     return {"None": "", "False": "", "": "", "''": "", "True": "(default: on)"}.get(
         label, f"(default: {SHORT.get(label, label)})"
     )
@@ -247,7 +247,7 @@ def _texts(kind: type) -> Mapping[str, str]:
 
 
 def _field(kind: type, field: dataclasses.Field[Any], hint: Any) -> tuple[str, Any, Any]:
-    """A field as tyro sees it, with metavar and help of ours."""
+    """A field for tyro, with our metavar and help."""
     inner, positional = bare(hint), _has(hint, tyro.conf.Positional)
     default = dataclasses.field(default=field.default)
     if dataclasses.is_dataclass(inner):
@@ -277,7 +277,7 @@ _GROUPED: dict[type, dict[str, str]] = {}
 
 @cache
 def _view(kind: type, top: bool) -> type:
-    """The dataclass that tyro parses; `Options.GROUPS` become boxes of the help."""
+    """The dataclass that tyro parses; `Options.GROUPS` become boxes in help."""
     hints, groups = field_hints(kind), getattr(kind, "GROUPS", {})
     boxes: dict[str, list[Any]] = {"": []}
     group, where = "", {}
@@ -308,7 +308,7 @@ def _extra(name: str, hint: Any, default: Any, text: str, metavar: str | None) -
 
 
 def _viewed(options: Any, top: bool = True) -> Any:
-    """Options as an instance of their view."""
+    """Converts options to an instance of their view."""
     kind = type(options)
     view = _view(kind, top)
     values: dict[str, Any] = {}
@@ -322,7 +322,7 @@ def _viewed(options: Any, top: bool = True) -> Any:
 
 
 def _options(kind: type, parsed: Any) -> Any:
-    """The options that a parsed view holds."""
+    """Converts a parsed view to options."""
     values = {}
     for name, group in _GROUPED[type(parsed)].items():
         value = getattr(getattr(parsed, group) if group else parsed, name)

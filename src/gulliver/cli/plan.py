@@ -1,7 +1,7 @@
 """``gulliver plan MODEL``: the fastest grids of a model on a cluster, explained.
 
-What is searched is in `gulliver.planner.search`; models by their names are in `plan_models.py`,
-what is printed in `plan_text.py`.
+The search is in `gulliver.planner.search`; models are looked up in `plan_models.py`, and results
+formatted in `plan_text.py`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from gulliver.planner.tiers import OffloadTiers
 
 
 def search_command(options: Search) -> int:
-    """Searches, and prints what was found; the exit code is 1 where nothing fits."""
+    """Searches and prints the result; the exit code is 1 if nothing fits."""
     with working(f"planning {options.model}") as progress:
         answer = answer_of(options, progress)
     if options.json:
@@ -51,7 +51,7 @@ def search_command(options: Search) -> int:
 
 
 def answer_of(options: Search, progress: Callable[[str], None] = lambda part: None) -> Answer:
-    """Searches for what the options ask."""
+    """Runs the search that the options describe."""
     with usage_errors():
         cluster = named_cluster(options.cluster)
         other = changed_cluster(cluster, options.what_if) if options.what_if else None
@@ -104,7 +104,7 @@ def _searched(
 
 
 def plain(answer: Answer) -> dict[str, Any]:
-    """An answer in plain values, seconds and bytes."""
+    """Converts a result to plain values, in seconds and bytes."""
     found = answer.found
     analysis = found.facts.analysis
     return {
@@ -163,7 +163,7 @@ KINDS = ("parameters", "gradients", "optimizer_state", "activations")
 
 
 def show_command(options: Show) -> int:
-    """Prints the plan of a file."""
+    """Prints a plan from a file."""
     plan = Plan.load(options.file)
     print_json(plan.to_values()) if options.json else print(plan.summary())
     return 0
@@ -194,7 +194,7 @@ def _memory_plan(options: Memory) -> Plan:
 
 
 def plugin_of(options: Memory) -> Plugin:
-    """The plugin that runs what the options say."""
+    """Creates the plugin for the options."""
     precision = None if options.dtype == "fp32" else options.dtype
     limits = options.memory_limit, options.host_memory, options.disk
     if options.tp_size * options.sp_size * options.pp_size == 1:
@@ -230,7 +230,7 @@ def plugin_of(options: Memory) -> Plugin:
 
 
 def show(plan: Plan, options: Memory) -> None:
-    """Prints what lies where, then time and limit."""
+    """Prints the residency of each kind of state, then time and limit."""
     console = report_console()
     moved, memory, zero = plan.predicted.moved, plan.memory, plan.zero
     assert moved is not None, "the plan has tiers"
@@ -273,7 +273,7 @@ def show(plan: Plan, options: Memory) -> None:
 
 
 def capabilities_command(config: CapabilitiesConfig) -> int:
-    """Prints what may be combined: the tables that the plugins consult."""
+    """Prints the supported combinations that plugins check against."""
     from gulliver.parallel.zero.elementwise import OPTIMIZERS as ELEMENTWISE
     from gulliver.parallel.zero.elementwise import optimizer_table
     from gulliver.planner.capability import DTYPES, HEADER, table

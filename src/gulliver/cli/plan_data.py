@@ -1,4 +1,4 @@
-"""Costs that ``gulliver plan data`` plans with: a table of seconds, or what a run has kept."""
+"""Costs for ``gulliver plan data``: a table of seconds, or costs saved by a run."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from gulliver.options import byte_size, size_text
 
 @dataclass(frozen=True)
 class LoadedCosts:
-    """Costs of a file, and lines that describe them."""
+    """Costs from a file, and lines that describe them."""
 
     costs: Any
-    # Where they come from, and what they are planned with.
+    # Origin of the costs, and settings used with them.
     lines: list[str]
     # Shapes that the file knows; none where it does not say.
     shapes: tuple[Any, ...]
 
     def drawn(self, options: PlanData) -> list[Any]:
-        """Shapes of samples that nobody has given: drawn from those that the file knows."""
+        """Samples shapes known to the file, if the user gives none."""
         if isinstance(self.costs, TableCosts):
             return draw_shapes(self.costs, options.distribution, options.count, options.seed)
         if not self.shapes:
@@ -50,7 +50,7 @@ class LoadedCosts:
         )
 
     def named(self, text: str) -> Any:
-        """The shape of a line of --shapes."""
+        """Parses a line of --shapes."""
         if isinstance(self.costs, TableCosts):
             return text
         named = {str(shape): shape for shape in self.shapes}
@@ -69,7 +69,7 @@ class LoadedCosts:
 
 
 def load_costs(options: PlanData) -> LoadedCosts:
-    """Reads the costs of a command."""
+    """Reads the costs for a command."""
     return _samples(options) if holds_samples(options.costs) else _table(options)
 
 
@@ -115,7 +115,7 @@ MORE = "a quarter more memory"
 
 
 def plan_data(options: PlanData) -> int:
-    """Plans an epoch, prints its first steps, its shares, and what other settings would gain."""
+    """Plans an epoch; prints its first steps, its shares, and the gain of other settings."""
     with working(f"planning the steps of {options.costs}"):
         values, lines = _planned(options)
     if options.json:
@@ -126,7 +126,7 @@ def plan_data(options: PlanData) -> int:
 
 
 def _planned(options: PlanData) -> tuple[dict[str, Any], list[str]]:
-    """What is printed, as plain values and as lines."""
+    """The output, as plain values and as lines."""
     loaded = load_costs(options)
     shapes = _shapes(options, loaded)
     settings = _settings(options)
@@ -150,7 +150,7 @@ def _planned(options: PlanData) -> tuple[dict[str, Any], list[str]]:
 def gains(
     options: PlanData, loaded: LoadedCosts, shapes: Sequence[Any], speed: float
 ) -> list[tuple[float, str]]:
-    """Says what each change of a setting would gain in samples a second, the most first."""
+    """Describes the gain of each change of a setting in samples per second, largest first."""
     settings, budget, costs = _settings(options), _budget(options), loaded.costs
     tried: dict[str, tuple[Any, Budget, dict[str, Any]]] = {}
     for name in ("intra", "inter"):

@@ -1,6 +1,6 @@
-"""Models by what people call them: a folder, a file, a public name, or a function of a module.
+"""Finds models by what the user gives: a folder, a file, a public name, or a function.
 
-All are made on meta: nothing of a model's size is allocated, and nothing is downloaded.
+All are built on meta: nothing of a model's size is allocated, and nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ LANGUAGE = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForMasked
 
 @dataclass(frozen=True)
 class Subject:
-    """Subject of a search."""
+    """The subject of a search."""
 
     model: nn.Module
     # One sample or a few, as the model takes them.
@@ -68,7 +68,7 @@ class Subject:
 
 
 def subject_of(options: Search) -> Subject:
-    """Makes the model that is asked for, and a sample of it."""
+    """Builds the requested model and a sample for it."""
     name = options.model
     if name in CONFIGURATIONS:
         _refuse(options, "is a model of video", "seq_length")
@@ -95,7 +95,7 @@ def subject_of(options: Search) -> Subject:
 
 
 def _refuse(options: Search, why: str, *names: str) -> None:
-    """Refuses options that would change nothing of such a model."""
+    """Rejects options that have no effect on such a model."""
     for name in names:
         if getattr(options, name) is not None:
             flag = "--" + name.replace("_", "-")
@@ -103,7 +103,7 @@ def _refuse(options: Search, why: str, *names: str) -> None:
 
 
 def _video(options: Search) -> Subject:
-    """A public video model of ours, and a clip of it."""
+    """Builds a public video model and a clip for it."""
     name = options.model
     frames, height, width = CONFIGURATIONS[name].clip
     clip = (options.frames or frames, *(_size(options.size) or (height, width)))
@@ -129,7 +129,7 @@ def _size(text: str | None) -> tuple[int, int] | None:
 
 
 def _configured(values: Mapping[str, Any], name: str, options: Search) -> Subject:
-    """A model of a configuration of transformers or diffusers, and a sample of it."""
+    """Builds a model from a transformers or diffusers configuration, and a sample for it."""
     if "_class_name" in values:
         return _unet(values, name, options)
     model = built(values)
@@ -163,7 +163,7 @@ def _configured(values: Mapping[str, Any], name: str, options: Search) -> Subjec
 def _sample_of(
     model: Any, name: str, options: Search
 ) -> tuple[dict[str, Any], str, int, tuple[str, ...]] | None:
-    """A sample of a model of transformers, what it is, its tokens, and what is worth knowing."""
+    """A sample for a transformers model, its description, its number of tokens, and notes."""
     config = model.config
     _refuse(options, "takes no clips", "frames")
     seq = options.seq_length or TOKENS
@@ -207,7 +207,7 @@ def _sample_of(
 
 
 def _pixels(config: Any, options: Search) -> tuple[torch.Tensor, str]:
-    """A picture of the size that a model is made for."""
+    """An image of the size that a model expects."""
     side = config.image_size
     rows, columns = (side, side) if isinstance(side, int) else side
     shape = (1, config.num_channels, rows, columns)
@@ -216,7 +216,7 @@ def _pixels(config: Any, options: Search) -> tuple[torch.Tensor, str]:
 
 
 def cached_elements(model: nn.Module, batch: Mapping[str, Any]) -> int:
-    """Elements of the keys and values that a model of transformers on meta keeps of a batch."""
+    """Elements of the keys and values that a transformers model on meta caches for a batch."""
     if not getattr(model, "can_generate", lambda: False)():
         return 0
     try:
@@ -228,7 +228,7 @@ def cached_elements(model: nn.Module, batch: Mapping[str, Any]) -> int:
 
 
 def _cached(value: Any) -> Iterator[torch.Tensor]:
-    """Yields the tensors of a cache, of whatever layers it has."""
+    """Yields the tensors of a cache with any kind of layers."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, list | tuple):
@@ -242,7 +242,7 @@ def _cached(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _unet(values: Mapping[str, Any], name: str, options: Search) -> Subject:
-    """A UNet of diffusers, and a latent picture with its caption."""
+    """Builds a UNet of diffusers, and a latent image with its caption."""
     if values["_class_name"] != "UNet2DConditionModel":
         raise UsageError(f"{name} is a {values['_class_name']}: of diffusers, UNets are planned")
     try:
@@ -273,7 +273,7 @@ def _unet(values: Mapping[str, Any], name: str, options: Search) -> Subject:
 
 
 def _made(place: str, options: Search) -> Subject:
-    """Model and example batch that a function of a module returns."""
+    """The model and example batch that a user's function returns."""
     module, function = place.split(":")
     if not function:
         raise UsageError(
@@ -308,7 +308,7 @@ def _made(place: str, options: Search) -> Subject:
 
 
 def trained_part(subject: Subject, options: Search) -> torch.optim.Optimizer | None:
-    """Readies the model for its use, and makes the optimizer of what is trained."""
+    """Prepares the model for training or inference, and creates the optimizer."""
     model = subject.model
     if options.inference:
         if options.lora:
@@ -324,7 +324,7 @@ def trained_part(subject: Subject, options: Search) -> torch.optim.Optimizer | N
 
 
 def adapt(model: nn.Module, rank: int) -> None:
-    """Adds adapters of a rank to all linear layers but the head; only they are trained."""
+    """Adds LoRA adapters to all linear layers except the head, and freezes the rest."""
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError:
@@ -339,7 +339,7 @@ def adapt(model: nn.Module, rank: int) -> None:
 
 
 def model_of(folder: Path) -> nn.Module:
-    """A model of a folder, on meta: as transformers builds it, or as its files name its tensors."""
+    """Builds a folder's model on meta, by transformers or from the tensor names in its files."""
     if not folder.is_dir():
         raise UsageError(f"--model {folder} is no folder: name one with a config.json")
     file = folder / "config.json"
@@ -350,7 +350,7 @@ def model_of(folder: Path) -> nn.Module:
 
 
 def built(values: Mapping[str, Any]) -> nn.Module | None:
-    """The model that a configuration describes; None where transformers cannot build it."""
+    """Builds the model of a configuration; None if transformers cannot."""
     try:
         import transformers
 
@@ -364,7 +364,7 @@ def built(values: Mapping[str, Any]) -> nn.Module | None:
 
 
 def _named(folder: Path) -> nn.Module:
-    """Modules with a parameter on meta for each tensor of the folder's files."""
+    """Modules with a meta parameter for each tensor in the folder's files."""
     model = nn.Module()
     with open_weights(folder) as weights:
         for name, info in weights.infos.items():

@@ -1,4 +1,4 @@
-"""``gulliver plan --why MODULE``: what is done with a module, what else could be, at what price."""
+"""``gulliver plan --why MODULE``: explains the choice for a module and its alternatives."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ NOT_BEST = "not among the best"
 
 @dataclass(frozen=True)
 class TensorChoice:
-    """A way to lay a module over ranks."""
+    """A way to shard a module over ranks."""
 
     tensor: int
     # What they do with it.
@@ -72,7 +72,7 @@ class ModuleDecision:
 
 
 def why_module(found: Found, path: str) -> ModuleDecision:
-    """Explains what the fastest grid does with a module."""
+    """Explains the choice of the fastest grid for a module."""
     facts = found.facts
     costs = facts.analysis.module(path)
     module = facts.model.get_submodule(path)
@@ -95,7 +95,7 @@ def why_module(found: Found, path: str) -> ModuleDecision:
 
 
 def _choice(found: Found, path: str, size: int) -> TensorChoice:
-    """Says what `size` tensor ranks do with a module, and what it takes."""
+    """Describes how `size` tensor ranks shard a module, and the cost."""
     facts = found.facts
     try:
         tensor = plan_tensor(facts.model, size, None, True, True)
@@ -122,7 +122,7 @@ def _choice(found: Found, path: str, size: int) -> TensorChoice:
     )
 
 
-# Everything that ``gulliver plan MODEL`` answers, as values; `plan_text.py` says it in words.
+# Everything that ``gulliver plan MODEL`` returns, as values; `plan_text.py` formats it as text.
 
 
 @dataclass(frozen=True)
@@ -134,9 +134,9 @@ class Answer:
     # Fastest grids under other limits of memory.
     prices: tuple[Price, ...]
     minimum_resources: MinimumResources
-    # What was found on the changed cluster; None where nothing was changed.
+    # Result on the changed cluster; None if nothing was changed.
     changed: Found | None = None
-    # What is done with a module; None where none was asked for.
+    # Decision about a module; None if none was requested.
     why: ModuleDecision | None = None
 
 
@@ -159,7 +159,7 @@ HOUR, TRILLION = 3600.0, 1e12
 
 
 def show_answer(answer: Answer, options: Search) -> None:
-    """Prints an answer."""
+    """Prints a result."""
     console = report_console()
     found = answer.found
     for line in lines_of(answer, options):
@@ -181,7 +181,7 @@ def show_answer(answer: Answer, options: Search) -> None:
 
 
 def _refusals(found: Found) -> list[str]:
-    """Why meshes were left out, each reason once, with the first of its meshes."""
+    """Reasons for excluded meshes, each with the first of its meshes."""
     first: dict[str, str] = {}
     for mesh, why in found.refused.items():
         first.setdefault(why, mesh)
@@ -189,7 +189,7 @@ def _refusals(found: Found) -> list[str]:
 
 
 def lines_of(answer: Answer, options: Search) -> list[str]:
-    """Says what the model is, what a step takes, and what the figures are."""
+    """Describes the model, the costs of a step, and the origin of the figures."""
     found, subject = answer.found, answer.subject
     facts, cluster = found.facts, found.cluster
     flops = facts.analysis.flops / facts.samples
@@ -231,13 +231,13 @@ def lines_of(answer: Answer, options: Search) -> list[str]:
 
 
 def _above_device(found: Found) -> str:
-    """Says of a limit that the device has less."""
+    """Warns if a limit exceeds the device's memory."""
     has = found.cluster.device.memory_bytes
     return f": {found.cluster.device.name} has {size_text(has)}" if found.limit > has > 0 else ""
 
 
 def not_counted(found: Found) -> list[str]:
-    """What the seconds and bytes of a search are without."""
+    """Costs that a search does not include."""
     if found.facts.trained:
         return list(NOT_COUNTED)
     return [*NOT_COUNTED, GENERATED, *([] if found.facts.cached else [CACHE])]
@@ -269,7 +269,7 @@ def _grids(best: Sequence[Scored]) -> Table:
 
 
 def _moved(best: Scored) -> list[str]:
-    """Bytes of a rank by memory, and what a step moves between them."""
+    """Bytes of a rank by memory tier, and the traffic of a step between tiers."""
     moved = best.moved
     if moved is None:
         return []
@@ -292,7 +292,7 @@ def _memory(best: Scored) -> str:
 
 
 def _kinds(best: Scored) -> str:
-    """Bytes of a rank by kind, in words."""
+    """Bytes of a rank by kind, as text."""
     return ", ".join(
         f"{kind.replace('_', ' ')} {size_text(count)}"
         for kind, count in best.bytes_by_kind.items()
@@ -301,7 +301,7 @@ def _kinds(best: Scored) -> str:
 
 
 def timeline(best: Scored) -> list[str]:
-    """A step of the best grid, a bar for each kind of seconds, one after the other."""
+    """A step of the best grid: one bar per kind of time, in sequence."""
     lines, begun, step = [], 0.0, best.seconds.step or 1.0
     for kind, seconds in best.seconds_by_kind.items():
         start, end = round(WIDTH * begun / step), round(WIDTH * (begun + seconds) / step)
@@ -358,7 +358,7 @@ def _after(answer: Answer, options: Search) -> list[str]:
 
 
 def _inference(found: Found, sample: str) -> str:
-    """The model and its keys and values, for several numbers of samples at once."""
+    """The model, its keys and values, for several batch sizes."""
     facts = found.facts
     model = facts.item * facts.parameters
     sizes = ", ".join(f"{n}: {size_text(model + n * facts.cached)}" for n in SAMPLES)
@@ -381,7 +381,7 @@ def _changes(found: Found, changed: Found) -> list[str]:
 
 
 def _costs(best: Scored, ranks: int, tokens: int, options: Search) -> list[str]:
-    """Cost and energy of a trillion tokens, or of a million samples of what has none."""
+    """Cost and energy of a trillion tokens, or of a million samples without tokens."""
     each, unit = (tokens, "trillion tokens") if tokens else (1, "million samples")
     number = TRILLION / each if tokens else 1e6
     hours = best.seconds.step * number / best.samples * ranks / HOUR

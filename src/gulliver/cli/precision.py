@@ -1,6 +1,6 @@
 """``gulliver precision``: predicts which layers of a model FP8 would speed up.
 
-The model is made on meta; seconds come from the rates of the cluster, measured or described.
+The model is built on meta; seconds come from the rates of the cluster, measured or described.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Report:
     plain_s: float
     # The same with FP8 where it pays.
     fp8_s: float
-    # Least side of a square layer that pays; None where none does.
+    # Smallest square layer that gains; None if none does.
     break_even: int | None
     # Size of the FP8 weights that are kept from forward to backward.
     copies: int
@@ -78,7 +78,7 @@ def precision_command(config: PrecisionConfig) -> int:
 
 
 def report_of(found: Selection, cluster: Cluster, config: PrecisionConfig) -> Report:
-    """Computes the gain of FP8 from layers of which the gate kept some."""
+    """Computes the gain of FP8 from the gate's selection of layers."""
     shapes = shapes_of(found, cluster.device, config)
     inputs = sum(layer.inputs for layer in found.taken) * config.tokens
     return Report(
@@ -97,7 +97,7 @@ def report_of(found: Selection, cluster: Cluster, config: PrecisionConfig) -> Re
 
 
 def shapes_of(found: Selection, device: Device, config: PrecisionConfig) -> list[LayerSize]:
-    """The layers by their size, and by why they are kept."""
+    """Groups layers by size and by the reason for keeping their precision."""
     alike: dict[tuple[int, int, str], list[str]] = {}
     for layer in found.layers:
         key = layer.inputs, layer.outputs, layer.why_not

@@ -1,4 +1,4 @@
-"""``gulliver probe``: measures, shows, and keeps what it found until something changes."""
+"""``gulliver probe``: measures a machine, and stores the result until something changes."""
 
 from __future__ import annotations
 
@@ -49,20 +49,20 @@ ONE_RANK = "link probing needs several ranks: torchrun --nproc-per-node 4 -m gul
 
 
 class Progress(Protocol):
-    """Receives what is measured, and the share of it that is done, where that is known."""
+    """Receives the current measurement, and the finished fraction if known."""
 
     def __call__(self, what: str, share: float | None = None) -> None: ...
 
 
 def probe_command(config: ProbeConfig) -> int:
-    """Measures the machine, or shows what was measured before."""
+    """Measures the machine, or shows an earlier measurement."""
     return probe(config.out, config.folder, config.again, config.mib, config.json)
 
 
 def probe(
     out: Path | None, folder: Path | None, again: bool, mib: int = 256, as_json: bool = False
 ) -> int:
-    """Runs the command; every rank calls it."""
+    """Runs the command (collective)."""
     world = init_world()
     path = out or kept_path(world.size)
     console = Console(stderr=True, quiet=not world.is_main, markup=False, emoji=False)
@@ -97,7 +97,7 @@ def probe(
 
 @contextmanager
 def _bars(console: Console) -> Iterator[Progress]:
-    """Shows what is measured, as a bar where it is known how much of it is done."""
+    """Shows the current measurement, with a progress bar if its length is known."""
     text = TextColumn("probing {task.description}")
     with ProgressBars(text, BarColumn(), console=console, transient=True) as bars:
         task = bars.add_task("", total=None)
@@ -111,7 +111,7 @@ def _bars(console: Console) -> Iterator[Progress]:
 def measured_disk(
     world: World, folder: Path, mib: int = 256, progress: Progress = lambda what, share=None: None
 ) -> Disk:
-    """Measures the disk of a folder on rank 0; every rank calls it and gets the same."""
+    """Measures the disk of a folder on rank 0; the result is the same on all ranks (collective)."""
     disk, refusal = broadcast_object(_disk(folder, mib, progress) if world.is_main else None)
     if refusal is not None:
         raise GulliverError(refusal)
@@ -121,7 +121,7 @@ def measured_disk(
 def measured_cluster(
     world: World, disk: Disk | None = None, progress: Progress = lambda what, share=None: None
 ) -> Cluster:
-    """Measures device and links; every rank calls it and gets the same."""
+    """Measures device and links; the result is the same on all ranks (collective)."""
     # All ranks at once: as in a step, they share the machine.
     devices: list[Device] = gather_objects(probe_device(world.device, progress))
     axes, order = (), None
@@ -144,13 +144,13 @@ def measured_cluster(
 
 
 def measured_packing(world: World) -> dict[str, PackRates]:
-    """Measures how fast wire formats are packed, or finds what was kept; every rank calls it."""
+    """Returns the measured or stored packing speed of wire formats (collective)."""
     names = [name for name in NAMES if name != "identity"]
     return {name: pack_rates(wire_format(name), world.device.type) for name in names}
 
 
 def show(cluster: Cluster, packing: Mapping[str, PackRates] | None = None) -> None:
-    """Prints a cluster as a table; a spread is between quartiles, or the largest error of a fit."""
+    """Prints a cluster as a table; spreads are interquartile ranges or largest fit errors."""
     table = Table(title=cluster.name, title_justify="left")
     table.add_column("what")
     table.add_column("rate", justify="right")
@@ -236,7 +236,7 @@ def _with_collectives(
 def _operations(
     torus: Torus, device: torch.device
 ) -> dict[str, Callable[[int], Callable[[], object]]]:
-    """Makes, for each collective, a function of bytes that prepares one run along a torus."""
+    """Returns, for each collective, a function of bytes that prepares one run along a torus."""
 
     def tensors(count: int) -> tuple[torch.Tensor, torch.Tensor]:
         whole = torch.ones(count // 4, device=device)
@@ -267,7 +267,7 @@ def _operations(
 def _cached_probe(
     path: Path, again: bool, folder: Path | None
 ) -> tuple[tuple[Cluster, bool] | None, str | None]:
-    """Returns what is kept and whether its disk is another one, or why nothing could be kept."""
+    """Returns the stored cluster and whether its disk differs, or why there is none."""
     try:
         if path.exists() and not again:
             kept = Cluster.load(path)
@@ -314,7 +314,7 @@ BACKENDS = {
 
 
 def doctor_command(config: DoctorConfig) -> int:
-    """Prints versions, the I/O engine and measured speeds of the disk."""
+    """Prints versions, the I/O engine and measured disk speeds."""
     folder, nbytes = config.folder, config.mib * MIB
     check_folder(folder)
     with named_errors(folder):
@@ -342,7 +342,7 @@ def doctor_command(config: DoctorConfig) -> int:
 
 
 def check_folder(folder: Path) -> None:
-    """Refuses what is no folder, before anything is measured."""
+    """Rejects a path that is not a folder, before anything is measured."""
     if not folder.exists():
         raise GulliverError(f"{folder} does not exist: --folder names a folder on the disk to test")
     if not folder.is_dir():
@@ -350,7 +350,7 @@ def check_folder(folder: Path) -> None:
 
 
 def machine() -> Iterator[tuple[str, str]]:
-    """Yields versions, devices, cores and memory, each as a row of the table."""
+    """Yields versions, devices, cores and memory, as rows of the table."""
     devices = [torch.cuda.get_device_name(k) for k in range(torch.cuda.device_count())]
     yield "torch", f"{torch.__version__}, Python {platform.python_version()}"
     yield "GPUs", ", ".join(devices) or "none"
@@ -366,7 +366,7 @@ def machine() -> Iterator[tuple[str, str]]:
 
 
 def engine_rows(engine: Engine) -> Iterator[tuple[str, str]]:
-    """Yields the engine that runs, and why not a better one."""
+    """Yields the active I/O engine, and why no better one is used."""
     forced = os.environ.get("GULLIVER_IO")
     if forced:
         why = f"GULLIVER_IO={forced}"

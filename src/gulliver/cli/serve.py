@@ -1,4 +1,4 @@
-"""``gulliver serve``: a server of OpenAI's interface, and a generator of load for any such server.
+"""``gulliver serve``: an OpenAI-compatible server, and a load generator for any such server.
 
 Nothing here imports torch at its top: ``--help`` reads this module.
 """
@@ -77,7 +77,7 @@ def start_command(config: Start) -> int:
 
 
 def _say(config: Start, model: LLM, server: Server, options: ServerOptions) -> None:
-    """Says where the server is, and what was chosen for it."""
+    """Prints the server's address and its chosen settings."""
     facts = model.engine.runner.facts
     tokens = facts.blocks * facts.block_size
     size = "for all of them, in at most half of the free memory"
@@ -103,7 +103,7 @@ def _say(config: Start, model: LLM, server: Server, options: ServerOptions) -> N
 
 
 def bench_command(config: Bench) -> int:
-    """Sends a load, and prints how long answers took."""
+    """Sends a load, and prints latencies."""
     from gulliver.jobs.display import Display
     from gulliver.serve.http import generate_load
 
@@ -166,7 +166,7 @@ class ChatConfig(ModelOptions):
 
 
 def chat_command(config: ChatConfig) -> int:
-    """Answers messages until there are no more."""
+    """Replies to messages until there are no more."""
     from gulliver.serve.llm import LLM
     from gulliver.serve.requests import chat_tokens
 
@@ -198,7 +198,7 @@ def _typed() -> Iterator[str]:
 
 
 def _answer(model: LLM, tokens: list[int], config: ChatConfig) -> str:
-    """Prints an answer as it is made, and returns it."""
+    """Prints a reply as it is generated, and returns it."""
     from gulliver.serve.sampling import SamplingParams
 
     room = model.engine.runner.facts.longest - len(tokens)

@@ -1,4 +1,4 @@
-"""The commands. Each is a call into the library; their options are in `options.py`."""
+"""The video commands. Each is a call into the library; their options are in `options.py`."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ CONDITION_FRAMES = 5
 
 
 def check_train(config: TrainConfig) -> None:
-    """Refuses options that no run could use."""
+    """Rejects invalid options."""
     config = with_encoded(config)
     check_config(config)
     check_start(config)
@@ -54,7 +54,7 @@ def check_train(config: TrainConfig) -> None:
 
 
 def train_command(config: TrainConfig, arguments: list[str]) -> int:
-    """Trains, on ranks of this machine that are started where a launcher has not."""
+    """Trains, starting ranks on this machine if no launcher has."""
     ranks = config.ranks or max(default_ranks(), config.ranks_of_a_model)
     if not under_launcher() and ranks > 1:
         code = launch("gulliver.cli", arguments, ranks)
@@ -66,7 +66,7 @@ def train_command(config: TrainConfig, arguments: list[str]) -> int:
 
 
 def train_autoencoder_command(config: TrainAutoencoderConfig, arguments: list[str]) -> int:
-    """Trains a video autoencoder, on ranks of this machine where a launcher has started none."""
+    """Trains a video autoencoder, starting ranks on this machine if no launcher has."""
     ranks = config.ranks or max(default_ranks(), config.share_ranks)
     if not under_launcher() and ranks % config.share_ranks:
         raise UsageError(
@@ -89,7 +89,7 @@ def train_autoencoder_command(config: TrainAutoencoderConfig, arguments: list[st
 def _read(
     config: GenerateConfig, arguments: list[str]
 ) -> tuple[list[str], list[Request], Any, int]:
-    """Reads and checks what is asked for: prompts, requests, the clip to extend, ranks."""
+    """Reads and checks the request: prompts, requests, the clip to extend, ranks."""
     if config.model is not None and _asked(config, arguments, "run"):
         raise UsageError(
             f"--run {config.run} and --model {config.model} exclude each other: name one of them"
@@ -112,7 +112,7 @@ def _read(
 
 
 def generate_command(config: GenerateConfig, arguments: list[str]) -> int:
-    """Makes clips from sentences, on ranks of this machine that are started where asked for."""
+    """Generates clips from prompts, on several ranks of this machine if requested."""
     with usage_errors():
         prompts, requests, clip, ranks = _read(config, arguments)
     guided, image_guided = config.guidance != 1, config.guidance_image != 1
@@ -137,7 +137,7 @@ def generate_command(config: GenerateConfig, arguments: list[str]) -> int:
 def _loaded(
     config: GenerateConfig, arguments: list[str], device: Any
 ) -> tuple[GenerateConfig, VideoPipeline]:
-    """Loads a run, or the parts of a public model with its own settings where none are asked."""
+    """Loads a run or the parts of a public model, with its own settings as defaults."""
     if config.model is None:
         config.refuse_parts("texts")
         model = open_run(config.run, device)
@@ -162,7 +162,7 @@ def _loaded(
 def _with_own(
     config: GenerateConfig, arguments: list[str], pipeline: VideoPipeline
 ) -> GenerateConfig:
-    """Takes the settings of the run or the release where none are asked."""
+    """Uses the settings of the run or the release as defaults."""
     own = {"fps": pipeline.fps}
     own |= {name: getattr(pipeline.sampling, name) for name in ("steps", "guidance", "batch_size")}
     asked = {name: value for name, value in own.items() if not _asked(config, arguments, name)}
@@ -172,7 +172,7 @@ def _with_own(
 
 
 def _asked(config: GenerateConfig, arguments: list[str], name: str) -> bool:
-    """Whether a user has said an option, be it in a file or be it its default."""
+    """Whether the user has set an option, possibly to its default or in a file."""
     option = f"--{name.replace('_', '-')}"
     said = any(a == option or a.startswith(f"{option}=") for a in arguments)
     return said or getattr(config, name) != getattr(GenerateConfig(), name)
@@ -181,7 +181,7 @@ def _asked(config: GenerateConfig, arguments: list[str], name: str) -> bool:
 def _requests(
     config: GenerateConfig, prompts: list[str], bucket: Bucket, clip: Any
 ) -> list[Request]:
-    """Reads what is given and says what is asked for; refuses what no model could make."""
+    """Builds the requests from the user's inputs, and rejects impossible ones."""
     if config.condition_frames is not None and config.extend is None and config.loops == 1:
         raise UsageError(
             "--condition-frames is for --extend, the clip whose last they are, and for --loops"
@@ -217,7 +217,7 @@ def _requests(
 
 
 def _request(config: GenerateConfig, request: Request, read: Callable[..., Any]) -> Request:
-    """Adds references and what the prompt's own JSON says, and checks the request."""
+    """Adds references and the prompt's JSON to a request, and checks it."""
     prompt = read_prompt(request.prompt)
     paths = prompt.references or config.reference
     strategy = prompt.mask_strategy or config.mask_strategy
@@ -239,7 +239,7 @@ def _made(
     clip: Any,
     show: bool,
 ) -> tuple[list[Any], Counts]:
-    """Makes the clips, in the order of the requests; counts what a cache has saved."""
+    """Generates the clips in order; counts the calls saved by a cache."""
     for request in requests:
         model.check(request, config)
         for remark in model.remarks(request) if show else ():
@@ -258,7 +258,7 @@ def _cached(
     clips: list[Any],
     counts: Counts,
 ) -> list[str]:
-    """Says what a cache has saved and, where asked for, how far off its clips are."""
+    """Describes the calls saved by a cache and, if requested, its error."""
     if read_strategy(config.step_cache) is None:
         return []
     lines = [f"cache {config.step_cache}: {counts}"]
@@ -278,7 +278,7 @@ def _extended(
     request: Request,
     counts: Counts,
 ) -> Any:
-    """Continues a clip by the loops of a request, each a call whose counts are added."""
+    """Continues a clip by the loops of a request; counts are summed over the calls."""
     overlap = config.condition_frames or CONDITION_FRAMES
     for loop, sentence in enumerate(loop_prompts(request.prompt, request.loops)):
         seed, negative = loop_seed(request.seed, loop), request.negative_prompt
@@ -320,7 +320,7 @@ def _numbered(path: Path, count: int) -> list[Path]:
 
 
 def evaluate_command(config: EvaluateConfig) -> int:
-    """Judges generated clips and prints the shares as JSON."""
+    """Evaluates generated clips and prints the scores as JSON."""
     model = VideoModel.load(config.run)
     sampling = SamplingConfig(config.steps, config.guidance)
     figures = evaluate(model, config.samples, sampling).figures()
@@ -336,7 +336,7 @@ def evaluate_command(config: EvaluateConfig) -> int:
 
 
 def demo_command(config: DemoConfig) -> int:
-    """Runs the demonstration; a missed bar is said, and is no failure."""
+    """Runs the demo; a missed target is reported but is not a failure."""
     figures = demonstrate(config)
     for bar in figures["bars"]:
         sign = "reached" if bar["holds"] else "MISSED"

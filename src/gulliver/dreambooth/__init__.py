@@ -1,4 +1,4 @@
-"""DreamBooth: teaches a model one subject from a few pictures.
+"""DreamBooth: teaches a model one subject from a few images.
 
 Start with `base.py` (the interface of a model) and `trainer.py` (the recipe).
 """

@@ -1,7 +1,7 @@
 """The interface between the DreamBooth recipe and a model.
 
-The recipe (`trainer.py`) handles pictures, prompts, sample weights, ranks and files. A `Base` wraps
-the networks: it encodes pictures, computes the loss and samples. `diffusers_base.py` implements it
+The recipe (`trainer.py`) handles images, prompts, sample weights, ranks and files. A `Base` wraps
+the networks: it encodes images, computes the loss and samples. `diffusers_base.py` implements it
 for diffusers pipelines, `video_base.py` for Gulliver's video models.
 """
 
@@ -27,7 +27,7 @@ Method = Literal["lora", "full", "token"]
 
 @dataclass(frozen=True)
 class Picture:
-    """A training picture, upright and without transparency."""
+    """A training image, upright and without transparency."""
 
     # File that it was read from.
     path: Path
@@ -103,18 +103,18 @@ class Base(Protocol):
         ...
 
     def encode_pictures(self, pictures: Sequence[Picture]) -> Tensor:
-        """Encodes pictures ``[N, ...]``, once for the whole run."""
+        """Encodes images ``[N, ...]``, once for the whole run."""
         # If the autoencoder samples latents, the mean and deviation are encoded instead.
         ...
 
     def loss(
         self, latents: Tensor, texts: Sequence[str], generators: Sequence[torch.Generator]
     ) -> Tensor:
-        """The loss ``[N]`` of each sample at one random timestep each, in float32 or higher."""
+        """The loss ``[N]`` of each sample at one random timestep each, in at least float32."""
         ...
 
     def sample(self, texts: Sequence[str], seeds: Sequence[int]) -> list[np.ndarray]:
-        """Generates a picture ``[H, W, 3]`` or a clip ``[T, H, W, 3]`` per prompt, uint8."""
+        """Generates an image ``[H, W, 3]`` or a clip ``[T, H, W, 3]`` per prompt, uint8."""
         ...
 
     def read_adapter(self, path: Path) -> tuple[dict[str, Tensor], dict[str, Mapping[str, object]]]:
@@ -127,7 +127,7 @@ class Base(Protocol):
 
 
 def check_adapter(path: Path, fingerprint: str) -> None:
-    """Raises an error for an adapter of another base."""
+    """Raises an error for an adapter of another base model."""
     file = (path if path.is_dir() else path.parent) / FACTS
     if file.is_file() and (known := read_json(file).get("base")) != fingerprint:
         raise GulliverError(

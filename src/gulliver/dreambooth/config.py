@@ -170,18 +170,18 @@ class DreamboothConfig(Options):
 
     @property
     def priors(self) -> int:
-        """Number of prior pictures."""
+        """Number of prior images."""
         usual = 100 if self.class_word and self.method != "token" else 0
         return usual if self.prior_pictures is None else self.prior_pictures
 
     @property
     def every(self) -> int:
-        """Steps between validation pictures."""
+        """Steps between validation images."""
         return self.validate_every or max(1, self.steps // 5)
 
     @property
     def still_steps(self) -> int:
-        """Steps on still pictures, before they are animated."""
+        """Steps on still images, before they are animated."""
         return self.motion_after or max(1, self.steps // 3)
 
     def filled(self, prompt: str) -> str:
@@ -198,7 +198,7 @@ def alternatives(prompt: str) -> list[str]:
 
 
 def check_filled(config: DreamboothConfig, prompt: str, where: str, turns: bool = False) -> str:
-    """Fills the token and the class into a prompt."""
+    """Fills in token and class, and checks the result."""
     if "{class}" in prompt and not config.class_word and prompt != DreamboothConfig.prompt:
         raise GulliverError(f"{where} contains {{class}}; give --class-word, such as dog")
     text = config.filled(prompt)

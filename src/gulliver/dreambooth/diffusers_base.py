@@ -2,7 +2,7 @@
 
 ``pytorch_lora_weights.safetensors`` for ``pipe.load_lora_weights``, ``learned_embeds.safetensors``
 for ``pipe.load_textual_inversion`` (``learned_embeds_2.safetensors`` for the second text encoder),
-or a whole folder for ``from_pretrained``.
+or a complete folder for ``from_pretrained``.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def read_lora(
 
 
 def write_trained(base: DiffusersBase, folder: Path, learnt: TrainedParts) -> None:
-    """Writes the trained weights of a base into a folder."""
+    """Writes the trained weights of a base model to a folder."""
     network = base.kind.network
     adapters = {lora_name(network, n): n for n in learnt.tensors if ".lora_" in n}
     if adapters:
@@ -99,7 +99,7 @@ def _rows(base: DiffusersBase, learnt: TrainedParts) -> dict[str, str]:
 def _write_pipeline(
     base: DiffusersBase, folder: Path, learnt: TrainedParts, rows: Mapping[str, str]
 ) -> None:
-    """Writes the whole pipeline, with trained weights replaced."""
+    """Writes the complete pipeline, with trained weights replaced."""
     network = base.kind.network
     encoders = {n.split(".")[1] for n in learnt.tensors if n.startswith("text.")}
     words = {e.replace("text_encoder", "tokenizer") for e in rows}
@@ -348,7 +348,7 @@ class DiffusersBase:
         self.text = None
 
     def conditions(self, texts: Sequence[str]) -> Conditions:
-        """Conditions of the denoiser for prompts, by name, ``[N, ...]``."""
+        """Conditioning of the denoiser for prompts, by name, ``[N, ...]``."""
         known = list(dict.fromkeys(texts))
         if self.text is not None:
             found = self._encoded(known)
@@ -375,7 +375,7 @@ class DiffusersBase:
         return {name: value.to(self.dtype) for name, value in found.items()}
 
     def _outline(self, count: int) -> Conditions:
-        """Shapes of the conditions of prompts, without loading text encoders."""
+        """Shapes of the conditioning of prompts, without loading text encoders."""
         encoders = [self._config(name) for name in self.kind.encoders]
         length: int = encoders[0]["max_position_embeddings"]
         config: Any = self.trained.config
@@ -416,7 +416,7 @@ class DiffusersBase:
         return torch.cat(found).to(self.dtype)
 
     def example(self, count: int) -> Tensor:
-        """Latents of a batch of pictures on meta, for planning."""
+        """Latents of a batch of images on meta, for planning."""
         side, channels = self.side // self.factor, 2 * self.vae_config["latent_channels"]
         return torch.empty(count, channels, side, side, dtype=self.dtype, device="meta")
 
@@ -437,7 +437,7 @@ class DiffusersBase:
 
     @torch.no_grad()
     def sample(self, texts: Sequence[str], seeds: Sequence[int]) -> list[np.ndarray]:
-        """Generates a picture per prompt, one at a time, with the folder's own pipeline."""
+        """Generates an image per prompt, one at a time, with the folder's own pipeline."""
         vae = self._vae()
         pipeline, names = self._pipeline(vae), self.kind.names
         empty = self.conditions([""])
@@ -484,7 +484,7 @@ class DiffusersBase:
         return read_lora(self, path)
 
     def save(self, folder: Path, learnt: TrainedParts) -> None:
-        """Writes LoRA weights, embeddings or a whole pipeline in diffusers' formats."""
+        """Writes LoRA weights, embeddings or a complete pipeline in diffusers' formats."""
         write_trained(self, folder, learnt)
 
 
@@ -502,7 +502,7 @@ def _arguments(kind: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def _levels(picture: Tensor) -> np.ndarray:
-    """Converts a decoded picture ``[3, H, W]`` to uint8 ``[H, W, 3]``."""
+    """Converts a decoded image ``[3, H, W]`` to uint8 ``[H, W, 3]``."""
     share = (picture.float() / 2 + 0.5).clamp(0, 1).permute(1, 2, 0).cpu().numpy()
     return (share * 255).round().astype(np.uint8)
 

@@ -1,7 +1,7 @@
 """Noising, training targets and loss weights as defined by a scheduler's configuration.
 
 Three objectives, as in diffusers' training scripts: with a beta schedule the network predicts the
-noise (``epsilon``) or the velocity (``v_prediction``); with a flow it predicts noise minus picture.
+noise (``epsilon``) or the velocity (``v_prediction``); with a flow it predicts noise minus image.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class NoisySamples:
 
 
 class Noise:
-    """The training noise schedule of a base."""
+    """The training noise schedule of a base model."""
 
     def __init__(self, values: Mapping[str, Any], snr_gamma: float | None = None) -> None:
         from diffusers import DDPMScheduler, FlowMatchEulerDiscreteScheduler
@@ -65,7 +65,7 @@ class Noise:
         self.times = list(map(float, range(len(self.levels))))
 
     def added(self, latents: Tensor, generators: Sequence[torch.Generator]) -> NoisySamples:
-        """Adds noise to latents at random timesteps; draws the timesteps first, then the noise."""
+        """Adds noise to latents at random timesteps, which are sampled before the noise."""
         index = torch.cat([self._index(generator) for generator in generators])
         noise = torch.cat([_normal(latents[:1].shape, generator) for generator in generators])
         noise = noise.to(latents.device, latents.dtype)

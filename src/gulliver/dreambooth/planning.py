@@ -1,7 +1,7 @@
 """Plans a run before weights are read: the largest micro-batch that fits.
 
-A step is traced with shapes only, with the base on meta. Seconds are not predicted, because the
-cost model does not cover convolutions.
+A step is traced with shapes only, with the base model on meta. Seconds are not predicted, because
+the cost model does not cover convolutions.
 """
 
 from __future__ import annotations

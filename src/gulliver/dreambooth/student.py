@@ -1,4 +1,4 @@
-"""Samples of a step: their pictures, weights and random seeds.
+"""Samples of a step: their images, weights and random seeds.
 
 They depend only on the options and the step, so that a run with other ranks or micro-batches, or a
 resumed one, uses the same samples with the same noise.
@@ -54,7 +54,7 @@ class SampleOrder:
         ]
 
     def _picture(self, kind: int, step: int, number: int) -> int:
-        """Selects a picture; each is used once before any repeats."""
+        """Selects an image; each is used once before any repeats."""
         count = (self.subjects, self.priors)[kind]
         epoch, place = divmod(step * self.config.batch_size + number, count)
         seed = derive(self.config.seed, 4 + kind, epoch)
@@ -81,14 +81,14 @@ def shares(
 # forward is the base's loss. So there is a single model to boost: any plugin shards, offloads or
 # saves both at once, and need not know which parts are trained.
 class Losses(NamedTuple):
-    """Losses of a micro-batch: their weighted sum, and each one, ``[N]``."""
+    """Losses of a micro-batch: their weighted sum, and the individual ones, ``[N]``."""
 
     loss: Tensor
     each: Tensor
 
 
 class SubjectModel(nn.Module):
-    """The trainable networks of a base, with its loss as forward."""
+    """The trainable networks of a base model, with its loss as forward."""
 
     def __init__(self, base: Base, train_text: bool) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class SubjectModel(nn.Module):
 def make_student(
     base: Base, config: DreamboothConfig, texts: Sequence[str]
 ) -> tuple[SubjectModel, tuple[TokenHandle, ...]]:
-    """Makes a base trainable as the options specify: new tokens, adapters or all weights."""
+    """Makes a base model trainable as the options specify: new tokens, adapters or all weights."""
     train_text, tokens = config.text_encoder or config.trains_token, ()
     if config.trains_token:
         if config.method != "full" and (name := getattr(base, "wordless", "")):
@@ -223,7 +223,7 @@ def _check_targets(network: nn.Module, targets: Sequence[str]) -> None:
 
 
 def adapters_of(base: Base) -> dict[str, dict[str, object]]:
-    """PEFT configurations of the adapters in a base's networks, as plain values."""
+    """PEFT configurations of the adapters in a base model's networks, as plain values."""
     found = {}
     for name in ("trained", "text"):
         configs = getattr(getattr(base, name), "peft_config", None)

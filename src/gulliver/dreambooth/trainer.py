@@ -138,7 +138,7 @@ FINGERPRINTS = {
 
 
 def dreambooth(config: DreamboothConfig, plugin: Plugin | None = None) -> Outcome:
-    """Trains a base on a subject as `config` says; called on every rank."""
+    """Trains a base model on a subject as `config` says; called on every rank."""
     config = check_dreambooth(config)
     if config.motion and not config.plan:
         return in_motion(config, dreambooth, plugin)
@@ -160,7 +160,7 @@ def dreambooth(config: DreamboothConfig, plugin: Plugin | None = None) -> Outcom
 def open_base(
     config: DreamboothConfig, world: World, precision: str, on_meta: bool = False
 ) -> DiffusersBase | VideoBase:
-    """Opens the base of a run."""
+    """Opens the base model of a run."""
     assert config.model is not None, "--model was validated"
     if (config.model / INDEX).is_file():
         scratch = Path(config.disk.partition(":")[0]) if config.disk else config.out
@@ -203,7 +203,7 @@ def _plan(
 
 
 class DreamBoothTrainer(TrainingLoop):
-    """Trains a base on a subject, and generates validation pictures on the way."""
+    """Trains a base model on a subject, and generates validation images during training."""
 
     def __init__(
         self,
@@ -319,7 +319,7 @@ class DreamBoothTrainer(TrainingLoop):
 
     @torch.no_grad()
     def evaluate(self) -> None:
-        """Generates the validation pictures, always with the same seeds; called on every rank."""
+        """Generates the validation images, always with the same seeds (collective)."""
         config, columns = self.config, self.config.validation_pictures
         due = self.is_over or self.step_number % config.every == 0
         if not columns or not due:

@@ -1,7 +1,7 @@
-"""A run of `gulliver train` as a DreamBooth base: the digits model, or fine-tuned public weights.
+"""A run of `gulliver train` as DreamBooth base model: digits, or fine-tuned published weights.
 
-Pictures train only the spatial half of the transformer. Motion is in the temporal blocks, which see
-a single frame of a still: adapters there would learn noise, and unlearn motion. Clips and stills
+Images train only the spatial half of the transformer. Motion is in the temporal blocks, which see
+only one frame of a still: adapters there would learn noise, and unlearn motion. Clips and stills
 share one tensor, see `_padded`.
 """
 
@@ -75,7 +75,7 @@ class TrainedWords(nn.Module):
 
 
 class VideoBase:
-    """A run of `gulliver train` as a DreamBooth base."""
+    """A run of `gulliver train` as a DreamBooth base model."""
 
     text_targets: tuple[str, ...] = ()
 
@@ -112,7 +112,7 @@ class VideoBase:
         return str(self.bucket)
 
     def add_token(self, token: str, initial: str | None) -> TokenHandle:
-        """Gives a word of the digits model a trainable vector."""
+        """Adds a trainable vector for a word to the digits model."""
         words = self.maker.text
         if not isinstance(words, WordEncoder):
             raise GulliverError(
@@ -138,7 +138,7 @@ class VideoBase:
         return TokenHandle(token, (0,), self.text.rows)
 
     def encode_prompts(self, texts: Sequence[str], train_text: bool) -> None:
-        """Encodes all prompts once if the words are not trained."""
+        """Encodes all prompts once, if the words are not trained."""
         said = [text for text in dict.fromkeys(texts) if text]
         self._told = {}
         if self.text is None:
@@ -183,7 +183,7 @@ class VideoBase:
     def loss(
         self, latents: Tensor, texts: Sequence[str], generators: Sequence[torch.Generator]
     ) -> Tensor:
-        """The loss ``[N]`` of each sample at a random timestep, as in the base's training."""
+        """The loss ``[N]`` of each sample at a random timestep, as in the base model's training."""
         lengths = [latents.shape[2]] * len(latents)
         if not _without_values(latents):
             lengths = latents[:, 0, :, 0, 0].isfinite().sum(1).tolist()
@@ -241,7 +241,7 @@ class VideoBase:
         return [to_frames(clip) for clip in self.maker.generate(requests, self.sampling)]
 
     def moved(self, still: np.ndarray, text: str, seed: int, placed: bool) -> np.ndarray:
-        """Generates a clip for a prompt that starts with a given picture."""
+        """Generates a clip for a prompt that starts with a given image."""
         first = torch.from_numpy(still)[None].permute(3, 0, 1, 2).float() / 127.5 - 1
         first = fit(first, self.bucket.height, self.bucket.width)
         request = Request(text, self.bucket, seed, given=None if placed else first)
@@ -367,7 +367,7 @@ def fingerprint_of(maker: VideoPipeline) -> str:
 
 
 def along(still: Tensor, clip: Tensor) -> Tensor:
-    """Moves a picture, frame by frame, to the position of highest correlation with a clip."""
+    """Moves an image, frame by frame, to the position of highest correlation with a clip."""
     # A subject that changes its appearance makes the best position jitter, so the picture follows a
     # parabola fitted to all of them. Its edges are extended.
     height, width = still.shape[2:]
@@ -398,12 +398,12 @@ def _taken(network: nn.Module) -> frozenset[str]:
 
 
 def _without_values(tensor: Tensor) -> bool:
-    """Whether a tensor has no values, as in plans, which use samples of full length."""
+    """Whether a tensor has no values, as in plans, which use samples of maximum length."""
     return tensor.is_meta or isinstance(tensor, fake_kind())
 
 
 def _padded(latents: Sequence[Tensor]) -> Tensor:
-    """Latents ``[C, T, H, W]`` in one tensor, padded with NaN to the most frames."""
+    """Latents ``[C, T, H, W]`` in one tensor, padded with NaN to the maximum length."""
     longest = max(one.shape[1] for one in latents)
     first = latents[0]
     shape = (len(latents), first.shape[0], longest, *first.shape[2:])
@@ -414,7 +414,7 @@ def _padded(latents: Sequence[Tensor]) -> Tensor:
 
 
 def _resized(bucket: Bucket, side: int | None, autoencoder: Any) -> Bucket:
-    """A shape with as many pixels as a square of a side, and the same ratio."""
+    """A shape with the area of a square of a given side, and the same aspect ratio."""
     if side is None:
         return bucket
     ratio = side / (bucket.height * bucket.width) ** 0.5
@@ -449,7 +449,7 @@ Teach = Callable[[DreamboothConfig, Any], Outcome]
 #   clips/   the run on those, which continues the adapters of the first
 #   result/  the trained weights
 def in_motion(config: DreamboothConfig, teach: Teach, plugin: Any = None) -> Outcome:
-    """Trains on pictures, then on clips that the base makes from them."""
+    """Trains on images, then on clips that the base model makes from them."""
     assert config.model is not None, "--motion is set"
     if not (config.model / "checkpoints").is_dir():
         raise GulliverError(
@@ -496,7 +496,7 @@ def in_motion(config: DreamboothConfig, teach: Teach, plugin: Any = None) -> Out
 
 
 def _moved(config: DreamboothConfig, adapter: Path, world: World) -> Path:
-    """Generates missing files of the folder of pictures and clips; called on every rank."""
+    """Generates missing files of the folder of images and clips (collective)."""
     folder, usual = config.out / "motion", config.filled(config.prompt)
     pictures = read_pictures(config, lambda _: None)
     texts = alternatives(config.filled(config.motion))
@@ -532,7 +532,7 @@ def _moved(config: DreamboothConfig, adapter: Path, world: World) -> Path:
 def open_video(
     config: DreamboothConfig, device: torch.device, dtype: torch.dtype, on_meta: bool = False
 ) -> VideoBase:
-    """Opens the video base of a run."""
+    """Opens the video base model of a run."""
     assert config.model is not None, "--model is set"
     return VideoBase(
         config.model,

@@ -502,10 +502,10 @@ T = TypeVar("T")
 
 
 class LookAhead(Generic[T]):
-    """Draws batches a few steps ahead of their use and announces their ids.
+    """Fetches batches a few steps ahead of their use and announces their ids.
 
     Batches are yielded in the order of the loader, each once. If a loop ends early, batches that
-    were drawn but not used are lost, as with any prefetching loader.
+    were fetched but not used are lost, as with any prefetching loader.
 
     Args:
         loader: batches.

@@ -37,7 +37,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Bags:
-    """Bags of rows."""
+    """Bags of embedding rows, concatenated."""
 
     # Row indices in the concatenated table, flat; -1 for padding.
     rows: Tensor
@@ -79,7 +79,7 @@ def check_ids(table: Table, ids: Tensor) -> None:
 
 
 def rows_of(table: Table, ids: Tensor) -> Tensor:
-    """Validates ids and returns their rows in the joint table, flat, on the host; -1 is padding."""
+    """Validates ids; returns rows in the concatenated table, flat, on the host (-1: padding)."""
     check_ids(table, ids)
     ids = ids.detach().reshape(-1).cpu().long()
     rows = ids + table.first

@@ -174,7 +174,7 @@ class BagExchange(torch.autograd.Function):
 
 
 class Pool(torch.autograd.Function):
-    """Bags over rows that are each used once, with the gradients that a table's rows would have."""
+    """Bags of rows used once each, with the gradients that a table's rows would have."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, lookup: Lookup) -> Tensor:

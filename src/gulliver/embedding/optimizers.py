@@ -222,7 +222,7 @@ class AttachedOptimizer:
         self._kind.check(type(self._optimizer).__name__, self._group())
 
     def _make_columns(self, storage: RowStorage) -> None:
-        """Allocates the states of all rows on the host, and those of the slots on the device."""
+        """Allocates the states of all rows on the host, and of the slots on the device."""
         store, weight = self._store, self._store.weight
         for name, state in self._states.items():
             rows = self._filled(state, 0)

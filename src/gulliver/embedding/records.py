@@ -218,7 +218,7 @@ class RecordStore:
         return slots[batch.inverse.to(slots.device)]
 
     def finish_lookups(self, last: int | None = None) -> None:
-        """Marks all batches so far, or the last few, as stepped: their rows may be evicted."""
+        """Marks all batches so far, or only the last few, as stepped: their rows may be evicted."""
         keep = 0 if last is None else max(len(self._pinned) - last, 0)
         del self._pinned[keep:], self._waiting[keep:]
 

@@ -1,4 +1,4 @@
-"""Errors found by one rank and raised by all, so that no rank waits for a message that never comes.
+"""Errors found by one rank and raised by all, so that no rank waits for a missing message.
 
 A rank that finds a bad id, or whose cache is too small for a batch, still takes part in the next
 exchange and sets a flag: in the counts that are gathered with the ids, or as an extra element at
@@ -478,7 +478,7 @@ class ShardedEmbeddingBag(nn.Module):
         rank: int,
         error: GulliverError | None,
     ) -> Tensor:
-        """Returns the data for a rank, or as many zeros after an error."""
+        """Returns the data for a rank, or zeros of the same size after an error."""
         if error is not None:
             zeros = self.anchor.detach().new_zeros(self._count(self.group.rank, everyone[rank]))
             return flagged([zeros], error, self.anchor.detach())
@@ -501,7 +501,7 @@ class ShardedEmbeddingBag(nn.Module):
         return pieces
 
     def _wanted(self, number: int, bags: Bags, holder: int) -> int:
-        """Returns the number of vectors of a table that a holder sends for some bags."""
+        """Returns how many vectors of a table a rank sends for some bags."""
         table = self.tables[number]
         if self._kind(table) != "row":
             return len(bags)
@@ -509,7 +509,7 @@ class ShardedEmbeddingBag(nn.Module):
         return int(((bags.rows >= begin) & (bags.rows < stop)).sum())
 
     def _sent_by(self, holder: int) -> list[tuple[int, int]]:
-        """Returns the tables of which a rank sends data, and its width, in its order."""
+        """Returns the tables of which a rank sends data, with their widths, in its order."""
         wide, narrow = [], []
         for number, table in enumerate(self.tables):
             place = self.placements[table.name]

@@ -2,9 +2,9 @@
 
 Most transformers models follow one of a few patterns. Tensors: a type has its own plan (`tp_plan`),
 or its layers have the names in `GENERAL` (separate queries, keys, values and output; two linear
-layers, or three with a gate; experts). Types with another attention (`OPAQUE`) have their linear
-layers sharded one by one, with gathered outputs. Blocks: the longest list of equal blocks,
-surrounded by modules with the names in `BLOCKS`.
+layers, or three with a gate; experts). Types with other attention layers (`OPAQUE`) have their
+linear layers sharded one by one, with gathered outputs. Blocks: the longest list of equal blocks,
+surrounded by modules named in `BLOCKS`.
 
 `tests/models/family_sweep.py` compares each listed type with a single process; see
 `docs/parity.md`. Types that need more are in `records.py`.

@@ -1,13 +1,12 @@
 """The loss that a Hugging Face model computes from labels.
 
-It matters in two cases. If logits are sharded over ranks, the loss is computed from the shards in
-place of the model's own, and must equal it. And the loss of a batch that is split into
-micro-batches is the weighted mean of their losses, with weights that depend on what each is a mean
-over.
+It matters in two cases. If logits are sharded over ranks, the loss is computed from the shards and
+must equal the model's own. If a batch is split into micro-batches, its loss is the weighted mean of
+theirs, with weights that depend on the number of labels that each one averages over.
 
 The functions that a forward calls can be read from its code object, without its source; `own_loss`
 only accepts known ones. A custom forward, a replaced `loss_function`, or terms in addition to the
-cross-entropy make the loss unknown, and callers then give the model whole logits or reject it.
+cross-entropy make the loss unknown, and callers then give the model full logits or reject it.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 `Tensors` is read by tensor parallelism, `Blocks` by the pipeline, `Sequences` by sequence
 parallelism and by plugin checks. A part that is None is either detected from the model or not
-supported, as its documentation states.
+supported, as documented below.
 
-Styles are those of `gulliver.parallel.tensor.STYLES`, modes those of
+Styles are defined in `gulliver.parallel.tensor.STYLES`, modes in
 `gulliver.planner.capability.MODES`.
 """
 

@@ -1,6 +1,6 @@
 """Built-in records of model families; see `docs/families.md`.
 
-Unless a record says otherwise, the blocks are the longest list of equal ones and return a plain
+Unless a record says otherwise, the blocks are the longest list of equal modules and return a plain
 hidden state.
 """
 

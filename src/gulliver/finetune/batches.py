@@ -1,4 +1,4 @@
-"""Models for which packing is exact: the sequences of a row do not attend to each other."""
+"""Models for which packing is exact: sequences in the same row do not attend to each other."""
 
 from __future__ import annotations
 
@@ -257,7 +257,7 @@ class StepSampler(ResumableSampler):
         return digest.hexdigest()
 
     def batches(self, epoch: int) -> list[Rows]:
-        """Draws the rows of each step of an epoch."""
+        """Samples the rows of each step of an epoch."""
         draw = np.random.Generator(np.random.Philox(key=[self.seed % 2**64, epoch]))
         ties = (
             draw.permutation(len(self.lengths)) if self._shuffle else np.arange(len(self.lengths))
@@ -284,12 +284,12 @@ class StepSampler(ResumableSampler):
 
 
 def _packed(lengths: np.ndarray[Any, Any], length: int, rows: int) -> list[Rows]:
-    """One group: rows as positions of the sorted lengths that fit together."""
+    """One group: rows of positions in the sorted lengths that fit together."""
     return [pack(lengths.tolist(), length).bins]
 
 
 def _sorted(lengths: np.ndarray[Any, Any], length: int, rows: int) -> list[Rows]:
-    """A group per step: adjacent positions of the sorted lengths, one per row."""
+    """A group per step: adjacent positions in the sorted lengths, one per row."""
     groups, at = [], 0
     while at < len(lengths):
         size = rows * max(1, length // int(lengths[at]))

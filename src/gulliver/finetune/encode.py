@@ -37,7 +37,7 @@ class BadChat(Exception):
 
 
 def marks_answers(tokenizer: Any) -> bool:
-    """Whether the template marks the answer tokens itself."""
+    """Whether the template itself marks the assistant's tokens."""
     return tokenizer.is_fast and _MARK.search(tokenizer.get_chat_template()) is not None
 
 
@@ -54,7 +54,7 @@ def check_template(tokenizer: Any) -> None:
 
 
 def marked_tokens(tokenizer: Any, sample: TextSample) -> tuple[list[int], list[int]]:
-    """Returns the tokens of a conversation and the template's mask of answers, both [T]."""
+    """Returns the tokens of a conversation and the template's mask of replies, both [T]."""
     found = _applied(
         tokenizer,
         sample,
@@ -66,7 +66,7 @@ def marked_tokens(tokenizer: Any, sample: TextSample) -> tuple[list[int], list[i
 
 
 def chat_texts(tokenizer: Any, sample: TextSample, answers_only: bool) -> list[str]:
-    """Renders a conversation: the whole, and each answer's prefixes without and with it."""
+    """Renders a conversation in full, and up to each reply without and with it."""
     count = len(sample.messages)
     texts = [_applied(tokenizer, sample, count, tokenize=False)]
     answers = _answers(sample)
@@ -81,7 +81,7 @@ def chat_texts(tokenizer: Any, sample: TextSample, answers_only: bool) -> list[s
 
 
 def answer_mask(tokenizer: Any, sample: TextSample, tokens: Sequence[list[int]]) -> Array:
-    """Finds the answers of a conversation, and checks the prefix property."""
+    """Finds the replies in a conversation, and checks the prefix property."""
     whole, parts = tokens[0], tokens[1:]
     learnt = np.zeros(len(whole), dtype=bool)
     for number, asked, answered in zip(_answers(sample), parts[::2], parts[1::2], strict=True):
@@ -234,7 +234,7 @@ class Encoder:
 
     @property
     def masks(self) -> str:
-        """How the answers of conversations are found."""
+        """How the replies of conversations are found."""
         return "template marks" if marks_answers(self.tokenizer) else "checked prefixes"
 
     def _marked(self, samples: Sequence[TextSample]) -> Iterator[list[Example] | BadRow]:

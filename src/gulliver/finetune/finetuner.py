@@ -156,7 +156,7 @@ class Finetuner(TrainingLoop):
             self._judge()
 
     def _judge(self) -> None:
-        """Computes held-out loss and samples; keeps the weights if they are the best so far."""
+        """Computes held-out loss and samples; saves the weights if they are the best so far."""
         step = self.step_number
         for prompt in self.job.prompts:
             made = prompt.continued(self.learner, self.job.tokenizer, self.config.sample_tokens)

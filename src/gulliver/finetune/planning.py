@@ -2,8 +2,8 @@
 
 Start with `plan_run`. A step is traced with shapes only, from a model on meta, its optimizer and
 the largest micro-batch. Without a memory limit the lowest ZeRO stage that fits is used. Each stage
-is tried with smaller and smaller micro-batches first, because accumulation is free while a higher
-stage communicates more.
+is first tried with smaller micro-batches, because accumulation is free while a higher stage
+communicates more.
 """
 
 from __future__ import annotations
@@ -218,7 +218,7 @@ def _room(config: FinetuneConfig, ranks: int) -> int | None:
 
 
 def fitting(config: Any, plan: Plan, places: int, accumulate: int) -> PlannedRun:
-    """Returns a plan that fits into the available memory."""
+    """Returns a plan that fits in the available memory."""
     memory, work = plan.memory, plan.work
     state = sum(getattr(memory, kind) for kind in STATE)
     if plan.limited:

@@ -194,7 +194,7 @@ def _chosen(job: FinetuneJob, run: FinetuneRun, best: int) -> tuple[Path, str]:
 
 
 def _trained(step: Path) -> dict[str, Tensor]:
-    """Trained tensors of a checkpoint, whole, by their names in PEFT's files."""
+    """Full trained tensors of a checkpoint, by their names in PEFT's files."""
     with open_weights(step) as weights:
         infos = {name: info for name, info in weights.infos.items() if ".lora_" in name}
         made = {name: torch.empty(info.shape, dtype=info.dtype) for name, info in infos.items()}
@@ -265,7 +265,7 @@ def _dtype(job: FinetuneJob) -> torch.dtype:
 
 
 def _carry(job: FinetuneJob, folder: Path) -> None:
-    """Copies the tokenizer and generation settings to the weights."""
+    """Copies the tokenizer and generation settings to the weights' folder."""
     job.tokenizer.save_pretrained(folder)
     for name in CARRIED:
         if (job.base.folder / name).is_file():

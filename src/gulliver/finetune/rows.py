@@ -1,9 +1,9 @@
 """Reads rows of JSON Lines, JSON, Parquet, CSV, TSV and plain text, with their positions.
 
 Files may have byte order marks, CRLF, blank lines, truncated lines or invalid UTF-8. A row that
-cannot be read becomes a `BadRow` with its file and line, never an exception halfway: the caller
-counts them and decides whether to skip them. A file that is unreadable as a whole (a truncated
-list, UTF-16) raises an error.
+cannot be read becomes a `BadRow` with its file and line, not an exception: the caller counts bad
+rows and decides whether to skip them. A file that is unreadable as a whole (a truncated list,
+UTF-16) raises an error.
 """
 
 from __future__ import annotations
@@ -283,7 +283,7 @@ class TextSample:
 
 @dataclass(frozen=True)
 class Form:
-    """The form of a data set: its name and columns.
+    """The schema of a data set: its name and columns.
 
     Attributes:
         name: name of the form, one of `COLUMNS`.

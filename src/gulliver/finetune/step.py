@@ -110,7 +110,7 @@ class FinetuneStep:
         return found[0, given.shape[1] :].tolist()
 
     def _on_device(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Moves the model's inputs of a micro-batch to this rank's device."""
+        """Moves a micro-batch's model inputs to this rank's device."""
         known = {name: batch[name] for name in (*INPUTS, "labels") if name in batch}
         taken = {n: v for n, v in known.items() if n in self._takes}
         return {name: value.to(self.world.device) for name, value in taken.items()}
@@ -179,7 +179,7 @@ SHOWN = 32
 
 @dataclass(frozen=True)
 class Prompt:
-    """A beginning of a text."""
+    """The beginning of a text."""
 
     # Tokens of the prompt.
     ids: list[int]

@@ -22,13 +22,13 @@ sent to each.
 Along the outer ring each rank of a node sends about 1 / i of what the rank at the node's end sends
 in a flat ring: (o - 1) blocks instead of (n - 1).
 
-A ring step sends while it computes: with c the seconds of a block and f, s those of a hop along the
-inner and the outer ring, a forward takes
+A ring step overlaps communication with compute: with c the seconds of a block and f, s those of a
+hop along the inner and the outer ring, a forward takes
 
     turn = (i - 1) max(c, f) + c        forward = (o - 1) max(turn, s) + turn
 
-and a backward the same with the backward's messages and 5/2 of the operations. A head exchange is
-not hidden. Under a causal mask a balanced layout (zigzag) gives every rank half of the pairs; the
+and a backward the same with the backward's messages and 5/2 of the operations. A head exchange does
+not overlap. Under a causal mask a balanced layout (zigzag) gives every rank half of the pairs; the
 last rank of the plain layout has all of them.
 """
 
@@ -128,7 +128,7 @@ class SequenceSplit:
 
 @dataclass(frozen=True)
 class AttentionBytes:
-    """Bytes sent by each rank, averaged over all ranks."""
+    """Mean bytes sent by each rank."""
 
     # Bytes of head exchanges in the forward.
     ulysses_forward: float = 0.0
@@ -171,7 +171,7 @@ class AttentionSeconds:
 
 
 def split_attention_bytes(split: SequenceSplit, shape: AttentionShape) -> AttentionBytes:
-    """Bytes sent by each rank in one attention; see the top of the file."""
+    """Bytes sent by each rank in one attention; see the module docstring."""
     forward, backward = _hop_bytes(split, shape)
     inner, outer = split.outer * (split.inner - 1), split.outer - 1
     exchanged = head_exchange_bytes(split, shape)

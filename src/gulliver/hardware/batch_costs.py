@@ -19,7 +19,7 @@ from gulliver.errors import GulliverError
 
 @dataclass(frozen=True)
 class BlockKind:
-    """Equal blocks of a model."""
+    """Identical blocks of a model."""
 
     # Name, such as ``spatial``.
     name: str

@@ -82,7 +82,7 @@ def read(kind: Any, values: Any, where: str) -> Any:
 
 
 def _value(hint: Any, value: Any, where: str, name: str) -> Any:
-    """Reads a value of an annotated type; `name` is that of its field."""
+    """Reads a value of an annotated type; `name` is its field."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
         if value is None:
@@ -316,7 +316,7 @@ class Cluster:
     def resized(self, size: int) -> Cluster:
         """The same machines for `size` ranks: inner axes stay full, or fewer of them are used.
 
-        A number of ranks that does not fill whole nodes is charged to the outermost link entirely.
+        If the ranks do not fill whole nodes, all traffic is charged to the outermost link.
         """
         axes = tuple(axis for axis in _fitted(self.axes, size) if axis.size > 1)
         return replace(self, axes=axes, rank_order=None)
@@ -346,7 +346,7 @@ class Cluster:
 
     @classmethod
     def from_yaml(cls, text: str, where: str) -> Self:
-        """Parses the text of a file; errors name `where` it is from."""
+        """Parses the text of a file; errors name its origin, `where`."""
         import yaml
 
         try:

@@ -7,8 +7,8 @@ Computing 20, 1994). Collectives run axis by axis.
 | cost | along one axis | over several |
 | --- | --- | --- |
 | point to point | alpha + bytes / B | |
-| reduce-scatter | h alpha + (n-1)/n bytes / B | inner to outer, 1/n of it goes on |
-| all-gather | the same | outer to inner, its mirror image |
+| reduce-scatter | h alpha + (n-1)/n bytes / B | inner to outer, passing on 1/n |
+| all-gather | the same | outer to inner, in reverse |
 | all-reduce | a reduce-scatter and an all-gather | in, along the outer axes, out |
 | all-to-all | h alpha + (n-1)/n bytes / B | all bytes along every axis |
 

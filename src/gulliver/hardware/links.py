@@ -1,8 +1,8 @@
 """Measures the links between ranks, and groups the ranks into nodes by speed.
 
 Every pair of ranks exchanges messages of several sizes in both directions at once, in rounds of
-disjoint pairs: n ranks take n - 1 rounds. All rounds are repeated several times, so that a busy
-moment affects each pair at most once; latency and bandwidth are fitted to the medians. Then the
+disjoint pairs: n ranks take n - 1 rounds. All rounds are repeated several times, so that a load
+spike affects each pair at most once; latency and bandwidth are fitted to the medians. Then the
 collectives are timed along each axis, because many ranks communicate at once there, and the CPU may
 be the bottleneck.
 """
@@ -192,7 +192,7 @@ def link_device() -> torch.device:
 
 
 def _computing(device: torch.device) -> Callable[[], object]:
-    """Creates a load of a few milliseconds: equal work on each rank, in different times."""
+    """Creates a load of a few milliseconds: equal work on each rank, with different timing."""
     a, b, out = (torch.ones(BUSY_SIDE, BUSY_SIDE, device=device) for _ in range(3))
 
     def run() -> None:
@@ -203,7 +203,7 @@ def _computing(device: torch.device) -> Callable[[], object]:
 
 
 def _exchanges(peer: int | None, count: int) -> list[float]:
-    """Seconds of two-way messages in all pairs of a round; a collective call."""
+    """Seconds of two-way messages in all pairs of a round (collective)."""
     device = link_device()
     out = torch.ones(count, dtype=torch.uint8, device=device)
     into = torch.empty_like(out)

@@ -1,8 +1,8 @@
 """Seconds of a step with state offloaded to a disk or to host memory.
 
 State is in a slower tier and is loaded for each visit: for a chunk's forward, backward and update.
-One processor computes visit after visit; one link loads the state for visits and writes evicted
-state. The caller decides which bytes move and when (`gulliver.solve` has the replacement policies).
+One processor computes visits in order; one link loads their state and writes evicted state. The
+caller decides which bytes move and when (`gulliver.solve` has the replacement policies).
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class TierRates:
 
     @property
     def at_once(self) -> float:
-        """Fraction of its rate that each direction has while the other is busy."""
+        """Fraction of its rate that each direction reaches while the other is busy."""
         if self.both_rate is None:
             return 0.5
         return min(max(self.both_rate / (2 * min(self.read_rate, self.write_rate)), 0.5), 1.0)
@@ -104,7 +104,7 @@ class Visit:
 
 @dataclass(frozen=True)
 class TieredSeconds:
-    """Predicted seconds of a step."""
+    """Predicted step time with tiered memory."""
 
     # Seconds from one step to the next.
     step: float
@@ -185,7 +185,7 @@ class _Link:
         self.sent += not transfer.write
 
     def run(self, until: float, reads: int = 0) -> None:
-        """Advances to a time, and then until a number of reads have ended."""
+        """Advances to `until`, then until `reads` reads have completed."""
         while self.clock < until or self._read < reads:
             moving = [queue for queue in (self._reads, self._writes) if self._moves(queue)]
             speed = self._at_once if len(moving) > 1 else 1.0
@@ -199,7 +199,7 @@ class _Link:
                     self._end(queue.popleft().transfer)
 
     def _moves(self, queue: deque[_Moving]) -> bool:
-        """Whether the head of a queue is in flight: there is memory for it."""
+        """Whether the head of a queue is in flight, which requires memory for it."""
         if not queue:
             return False
         first = queue[0].transfer
@@ -212,7 +212,7 @@ class _Link:
 
 
 def disk_rates(cluster: Cluster) -> TierRates | None:
-    """The disk as the tier behind a machine's memory; None if none is known."""
+    """The disk as the slower tier behind host memory; None if none is known."""
     disk = cluster.disk
     if disk is None:
         return None
@@ -231,7 +231,7 @@ def disk_rates(cluster: Cluster) -> TierRates | None:
 
 
 def host_rates(device: Device) -> TierRates | None:
-    """Pinned host memory as the tier behind a device; None if the device is the host."""
+    """Pinned host memory as the slower tier behind a device; None if the device is the host."""
     if device.to_device_rate is None or device.to_host_rate is None:
         return None
     rates = device.to_device_rate, device.to_host_rate
@@ -239,7 +239,7 @@ def host_rates(device: Device) -> TierRates | None:
 
 
 def seconds_text(seconds: float) -> str:
-    """Formats seconds for people."""
+    """Formats seconds in readable units."""
     if seconds >= 0.9995:
         return f"{seconds:,.1f} s"
     if 0 < seconds < 0.9995e-4:
@@ -248,12 +248,12 @@ def seconds_text(seconds: float) -> str:
 
 
 def rate_text(count: float) -> str:
-    """Formats a number per second for people, with four digits if it is small."""
+    """Formats a rate per second in readable units, with four digits if it is small."""
     return f"{count:,.0f}" if count >= 1000 else f"{count:.4g}"
 
 
 def flops_text(count: float) -> str:
-    """Formats a number of floating-point operations for people."""
+    """Formats a number of floating-point operations in readable units."""
     for unit, size in (("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6), ("kFLOP", 1e3)):
         if count >= size or size == 1e3:
             return f"{count / size:,.2f} {unit}"

@@ -53,7 +53,7 @@ def flop_formulas() -> Mapping[Any, Callable[..., int]]:
 
 
 def _grouped_flops(one: Tensor, other: Tensor, *_: Any, **__: Any) -> int:
-    """FLOPs of grouped matrix products, in which each row, column or term belongs to one group."""
+    """FLOPs of grouped matmuls, in which each row, column or term belongs to one group."""
     groups = one.shape[0] if one.ndim == 3 and other.ndim == 2 else 1
     return 2 * one.numel() * other.shape[-1] // groups
 
@@ -63,7 +63,7 @@ def _recurrent_flops(
 ) -> int:
     """FLOPs of an LSTM layer: each row of the input, and of the state, times a matrix of gates.
 
-    A backward has two products for each of the forward: for the gradients of rows and matrix.
+    Backward has two products for each one in forward: the gradients of rows and matrix.
     """
     return products * 2 * (rows.numel() // rows.shape[-1]) * (inner.numel() + outer.numel())
 
@@ -77,7 +77,7 @@ def operator_flops(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 def operator_bytes(
     operator: Any, taken: Sequence[Tensor], given: Sequence[Tensor]
 ) -> tuple[int, int]:
-    """Bytes read and written by an operator call, if each is touched once."""
+    """Bytes read and written by an operator call, if each is accessed once."""
     packet = operator.overloadpacket
     if packet in EMPTY:
         return 0, 0
@@ -88,7 +88,7 @@ def operator_bytes(
 
 
 def touched_bytes(tensor: Tensor) -> int:
-    """Bytes of the distinct elements of a tensor; those repeated by an expanded dim count once."""
+    """Bytes of a tensor's distinct elements; those repeated by an expanded dim count once."""
     count = tensor.element_size()
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         count *= size if stride or not size else 1

@@ -1,7 +1,7 @@
-"""Times operations round-robin, so that a busy moment of the machine affects all of them a little.
+"""Times operations round-robin, so that load spikes affect all of them a little.
 
-A run is a batch of calls long enough for the clock, ended by a device synchronization; its time is
-divided evenly among the calls, so that launches overlap on a GPU as in a real step.
+A run is a batch of calls long enough for the clock, ended by a device synchronization; the mean
+time per call is used, so that launches overlap on a GPU as in a real step.
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ def fingerprint(world_size: int) -> str:
 def kept_seconds(facts: dict[str, Any], measure: Callable[[], Seconds], count: int = 2) -> Seconds:
     """Returns stored seconds for the same facts; otherwise measures and stores them.
 
-    So a resumed run makes the same plan as before.
+    So a resumed run gets the same plan as before.
 
     Args:
         facts: everything they depend on, in addition to the machine.
@@ -517,7 +517,7 @@ class _DiskFile:
         return {way: statistics.median(rates) for way, rates in found.items()}
 
     def _moved(self, kinds: tuple[bool, bool]) -> float:
-        """Seconds of reading, of writing, or of both, block after block."""
+        """Seconds of reading, writing, or both, block by block."""
         os.posix_fadvise(self._handle, 0, 0, os.POSIX_FADV_DONTNEED)
         reads, writes = kinds
         begun, tickets = time.perf_counter(), []

@@ -1,4 +1,4 @@
-"""Sample costs from a table of seconds that was measured or computed elsewhere.
+"""Sample costs from a table of measured or computed seconds.
 
 A table has seconds by shape, sequence degree and batch size, with all blocks recomputed. Values
 between batch sizes are interpolated linearly, and extrapolated beyond the last up to the memory
@@ -30,7 +30,7 @@ Parts = Callable[[Any, int, int], tuple[float, float]]
 
 
 def no_parts(shape: str, degree: int, batch: int) -> tuple[float, float]:
-    """Reports no components of a table's seconds."""
+    """Reports no components for a table's seconds."""
     return 0.0, 0.0
 
 

@@ -6,9 +6,10 @@ A micro-batch of b samples in a model of L blocks, on a group of d ranks, all bl
     F       = 2 weights N + 4 hidden pairs + 4 hidden N text           (one forward of one block)
     bytes   = states + b N (token + L block) / d
 
-N are tokens, P pixels encoded by an autoencoder, and 4 F a forward, its recomputation and a
-backward of two. Two depths separate the blocks from the rest, two batch sizes the constant from the
-proportional part: four points determine all rates, more points give an error. Messages are those of
+N are tokens, P pixels encoded by an autoencoder, and 4 F is forward, recomputation and a backward
+that costs two forwards. Two depths separate the blocks from the rest, two batch sizes the constant
+from the proportional part: four points determine all rates, more points give an error. Messages are
+those of
 Ulysses: four head exchanges in each of three passes. With tensor parallelism, blocks take
 proportionally less time and their outputs are summed in each pass; everything else is replicated.
 
@@ -162,7 +163,7 @@ class SampleCosts:
         memory: bytes per rank.
         cluster: ranks and links; None: groups of one rank only.
         allowed: degrees that the model supports, such as divisors of its heads; None: all.
-        encoded_alike: whether every rank of a group encodes all pixels of its samples, instead of
+        encoded_alike: whether every rank of a group encodes all pixels of its samples rather than
             its share.
         tensor: tensor parallel size; each rank here stands for that many. Bytes are given without
             tensor parallelism, as an upper bound.
@@ -394,7 +395,7 @@ def sample_fingerprint(model: SampleModel) -> dict[str, Any]:
 def save_samples(
     path: Path | str, model: SampleModel, fit: SampleFit, shapes: Iterable[SampleShape] = ()
 ) -> None:
-    """Writes sample costs and the conditions of their measurement.
+    """Writes sample costs and their measurement conditions.
 
     Args:
         path: path to the file.

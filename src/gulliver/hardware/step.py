@@ -1,7 +1,7 @@
 """Predicts a training step: seconds by kind, and bytes.
 
 A step consists of compute, communication and the optimizer update. Messages that may overlap with
-compute are hidden as far as compute takes that long; the others, and the remainder, are exposed.
+compute are hidden for as long as compute lasts; the others, and the remainder, are exposed.
 Pipeline ranks also wait for each other.
 """
 
@@ -45,7 +45,7 @@ Pass = Literal["forward", "backward"]
 # once, and buffers in flight.
 @dataclass(frozen=True)
 class Message:
-    """Equal messages of a step."""
+    """Identical messages of a step."""
 
     # Collective, or point-to-point sends.
     kind: Kind
@@ -71,7 +71,7 @@ class Message:
 
     @property
     def stops(self) -> float:
-        """Number of times that a rank blocks on them."""
+        """Number of times that a rank blocks on these messages."""
         return self.count if self.axes and (not self.hidden or self.behind_s is not None) else 0.0
 
     @property
@@ -107,7 +107,7 @@ class Message:
 
     @property
     def sent(self) -> float:
-        """Bytes sent by a rank in all of them."""
+        """Bytes sent by a rank in all of these messages."""
         if self.kind == "sends":
             return self.count * self.bytes
         return self.count * sum(wire_bytes(self.axes, self.bytes, self.kind))
@@ -251,7 +251,7 @@ number of states: SGD, SGD with momentum, and AdamW.
 
 
 def update_seconds(device: Device, parameter_bytes: int, states: float) -> float:
-    """Seconds of an element-wise optimizer: reads all, writes all except gradients."""
+    """Seconds of an element-wise optimizer: reads all tensors, writes all except gradients."""
     # On a CPU each of its operations is a separate pass: for AdamW a decay, averages, a root and
     # their quotient, three times as much.
     passes = 3 + 2 * states

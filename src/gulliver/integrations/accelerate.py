@@ -191,7 +191,7 @@ class Accelerator(accelerate.Accelerator):
         return prepared
 
     def free_memory(self, *objects: Any) -> list[Any]:
-        """Forgets prepared objects; a passed model may then get another optimizer."""
+        """Releases prepared objects; a passed model may then get another optimizer."""
         models = [self._plain(o) for o in objects if isinstance(o, nn.Module)]
         optimizers = [o.boosted for o in objects if isinstance(o, PreparedOptimizer)]
         for model, boosted in self._boosted.items():
@@ -204,7 +204,7 @@ class Accelerator(accelerate.Accelerator):
         return model in self._ended
 
     def release(self, model: nn.Module) -> None:
-        """Restores whole parameters of a boosted model; a collective call."""
+        """Restores full parameters of a boosted model (collective)."""
         boosted = self._boosted.pop(model)
         self.booster.close()
         self.booster.release(model, boosted)
@@ -248,7 +248,7 @@ class Accelerator(accelerate.Accelerator):
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Accumulates gradients; they are reduced in the next backward outside."""
+        """Accumulates gradients; they are reduced in the next backward outside the context."""
         plain, before = self._plain(model), self.holds_back
         holder = self._boosted.get(plain)
         self.holds_back = holder is not None or before
@@ -315,10 +315,10 @@ class Accelerator(accelerate.Accelerator):
     def get_state_dict(
         self, model: nn.Module, unwrap: bool = True, folder: Path | None = None
     ) -> dict[str, Any]:
-        """The whole state dict of a model; a collective call.
+        """The full state dict of a model (collective).
 
-        With stage 3 and under a memory limit only rank 0 gets it, mapped from a deleted file on the
-        disk of `folder`, and the others get an empty one, as with FSDP; otherwise all ranks get it.
+        With stage 3 or a memory limit only rank 0 gets it, mapped from an unlinked file on the disk
+        of `folder`, and the others get an empty one, as with FSDP; otherwise all ranks get it.
         """
         plain = self._plain(model)
         if self._saving_state and plain in self._boosted:
@@ -353,7 +353,7 @@ class Accelerator(accelerate.Accelerator):
     ) -> Any:
         """Saves models, optimizers, schedulers, generators and registered objects.
 
-        Each rank saves its part of models and optimizers to the subfolder ``gulliver``.
+        Each rank saves its shard of models and optimizers to the subfolder ``gulliver``.
         """
 
         def save(models: list[nn.Module], weights: list[Any], folder: str) -> None:

@@ -57,8 +57,8 @@ class GulliverStrategy(DDPStrategy):
         stage: ZeRO stage; default: 1.
         memory_limit: memory per rank for state and activations, as for `GeminiPlugin`.
         checkpoint: format of checkpoints: ``file``, like Lightning's own, or ``folder``, to which
-            each rank writes its part; None selects files below stage 3, and folders for stage 3 and
-            16-bit parameters.
+            each rank writes its shard; None selects files below stage 3, and folders for stage 3
+            and 16-bit parameters.
         use_async: whether folders are written asynchronously.
         options: further arguments of the plugin, such as ``disk``, ``precision``, ``chunk_mb`` and
             ``activations``, and those of `DDPStrategy` that are listed in `LIGHTNING`.
@@ -97,7 +97,7 @@ class GulliverStrategy(DDPStrategy):
         return "cpu:gloo,cuda:nccl" if self.root_device.type == "cuda" else "gloo"
 
     def setup_distributed(self) -> None:
-        """Initializes distributed as Lightning does, and our world on top."""
+        """Initializes torch.distributed like Lightning, and Gulliver's world on top."""
         super().setup_distributed()
         world = init_world(device=self.root_device)
         if (world.size, world.device) != (self.world_size, self.root_device):
@@ -132,7 +132,7 @@ class GulliverStrategy(DDPStrategy):
         self._fill(fits)
 
     def _set_up_again(self, fits: bool) -> None:
-        """Continues with a module that a stage 3 fit has left sharded."""
+        """Continues with a module that a stage 3 fit left sharded."""
         boosted = self._boosted
         assert boosted is not None, "it was boosted before"
         if fits or unwrapped(boosted) is not self._module:
@@ -229,7 +229,7 @@ class GulliverStrategy(DDPStrategy):
     # Steps.
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the module's training step through the module's call."""
+        """Calls the module's training step via `module(...)`, so that hooks run."""
         with self.precision_plugin.train_step_context():
             return self._called("training_step", *args, **kwargs)
 
@@ -278,7 +278,7 @@ class GulliverStrategy(DDPStrategy):
             yield
 
     def _clip_shards(self) -> None:
-        """Replaces Lightning's clipping by that of the sharded gradients."""
+        """Replaces Lightning's clipping by clipping of the sharded gradients."""
         clips = {
             "clip_grad_by_norm": lambda o, limit: o.clip_grad_by_norm(float(limit)),
             "clip_grad_by_value": lambda o, limit: o.clip_grad_by_value(float(limit)),
@@ -289,7 +289,7 @@ class GulliverStrategy(DDPStrategy):
     # Checkpoints.
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The whole state of the module on rank 0; empty for folders, which all ranks write."""
+        """The full state of the module on rank 0; empty for folders, which all ranks write."""
         if self._saves == "folder":
             return {}
         state = self._module.state_dict()  # called on all ranks, because stage 3 gathers
@@ -299,7 +299,7 @@ class GulliverStrategy(DDPStrategy):
         return {k: v.clone() if isinstance(v, Tensor) else v for k, v in state.items()}
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """The whole state of an optimizer on rank 0; empty for folders, which all ranks write."""
+        """The full state of an optimizer on rank 0; empty for folders, which all ranks write."""
         plain = getattr(optimizer, "optimizer", optimizer)
         if not isinstance(plain, SteppedOptimizer):
             return plain.state_dict()
@@ -308,7 +308,7 @@ class GulliverStrategy(DDPStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
-        """Writes a file, or a folder to which each rank writes its part; a collective call."""
+        """Writes a file, or a folder to which each rank writes its shard (collective)."""
         if self._saves == "file":
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
@@ -323,7 +323,7 @@ class GulliverStrategy(DDPStrategy):
         self._folders.save(path, checkpoint, model, self._stepped, is_boosted)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Reads a file, or Lightning's part of a folder; the rest is loaded after boost."""
+        """Reads a file, or Lightning's part of a folder; the rest is loaded after boosting."""
         path = Path(checkpoint_path)
         rest = lightning_part_of(path)
         if self._boosted is not None and self._booster is not None:
@@ -333,7 +333,7 @@ class GulliverStrategy(DDPStrategy):
         return read
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Loads the module from a file; from a folder after it is boosted."""
+        """Loads the module from a file; folders are loaded after boosting."""
         assert self._resumed is not None
         self._resumed.strict = strict
         if self._resumed.folder is not None:
@@ -344,7 +344,7 @@ class GulliverStrategy(DDPStrategy):
         self._module.load_state_dict(checkpoint["state_dict"], strict=strict, assign=on_meta)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Does nothing: `setup` loads the optimizers before or when they are boosted."""
+        """Does nothing: `setup` loads the optimizers before or during boosting."""
         resumed, self._resumed = self._resumed, None
         if resumed is not None and resumed.folder is None and not resumed.filled:
             raise GulliverError(
@@ -353,13 +353,13 @@ class GulliverStrategy(DDPStrategy):
             )
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Removes a file or a folder, after it is complete."""
+        """Removes a file or a folder after pending writes finish."""
         if self._booster is not None:
             self._booster.wait()
         super().remove_checkpoint(filepath)
 
     def _fill(self, fits: bool) -> None:
-        """Loads the boosted model, and in a fit its optimizers, from a folder."""
+        """Loads the boosted model, and during fit its optimizers, from a folder."""
         resumed, model = self._resumed, self._boosted
         if resumed is None or resumed.folder is None or model is None:
             return
@@ -381,7 +381,7 @@ class GulliverStrategy(DDPStrategy):
 
     @property
     def _stays(self) -> bool:
-        """Whether the module stays sharded after a run, because it may not fit on a rank."""
+        """Whether the module stays sharded after a run, because it may not fit on one rank."""
         return getattr(self._plugin, "takes", ()) == ("meta",)
 
     @property
@@ -400,7 +400,7 @@ class GulliverStrategy(DDPStrategy):
         return halved or any(p.dtype in HALVES for p in self._module.parameters())
 
     def _check_precision(self) -> None:
-        """Raises an error for a Trainer precision that needs gradients of whole parameters."""
+        """Raises an error for a Trainer precision that needs gradients of full parameters."""
         plugin, precision = self.precision_plugin, str(self.precision_plugin.precision)
         if isinstance(self._plugin, TorchDDPPlugin):
             return

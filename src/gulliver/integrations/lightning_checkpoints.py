@@ -1,4 +1,4 @@
-"""Lightning's view of a boosted optimizer: groups of whole parameters, steps with a closure."""
+"""Lightning's view of a boosted optimizer: groups of full parameters, steps with a closure."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from gulliver.parallel.optimizer import BoostedOptimizer
 # every other entry is read from and written to the actual group, which learning rate schedulers
 # modify as well.
 class SteppedOptimizer(torch.optim.Optimizer):
-    """An optimizer that steps the shards of a boosted one."""
+    """Wraps a boosted optimizer: shows the module's own parameters; `step` updates their shards."""
 
     def __init__(self, boosted: BoostedOptimizer, members: list[list[nn.Parameter]]) -> None:
         # Deliberately without super().__init__: groups and state are the boosted optimizer's.
@@ -60,7 +60,7 @@ class SteppedOptimizer(torch.optim.Optimizer):
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """The inner optimizer's."""
+        """Defaults of the inner optimizer."""
         return self.boosted.defaults
 
     def __repr__(self) -> str:
@@ -91,19 +91,19 @@ class SteppedOptimizer(torch.optim.Optimizer):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Raises an error: each rank has only a part of the state; use checkpoints."""
+        """Raises an error: each rank has only a shard of the state; use checkpoints."""
         raise GulliverError(
             "the optimizer's state is sharded; save it with trainer.save_checkpoint(path)"
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Raises an error: each rank has only a part of the state; use checkpoints."""
+        """Raises an error: each rank has only a shard of the state; use checkpoints."""
         raise GulliverError(
             "the optimizer's state is sharded; load it with trainer.fit(ckpt_path=path)"
         )
 
     def whole_state(self, keep: bool) -> dict[str, Any]:
-        """The state in the format of torch's optimizers; a collective call.
+        """The full state in the format of torch's optimizers (collective).
 
         Args:
             keep: whether this rank gets the result; others get an empty one.
@@ -123,7 +123,7 @@ def torch_state(
     groups: list[dict[str, Any]],
     names: list[list[str | None]],
 ) -> dict[str, Any]:
-    """Converts state by name to torch's numbering."""
+    """Converts state keyed by name to torch's numbering."""
     numbered, found, number = list[dict[str, Any]](), dict[int, Any](), 0
     for group, members in zip(groups, names, strict=True):
         numbered.append({**group, "params": list(range(number, number + len(members)))})
@@ -135,7 +135,7 @@ def torch_state(
 
 
 class _Group(MutableMapping[str, Any]):
-    """A group of a boosted optimizer, with the parameters of the module."""
+    """A parameter group of a boosted optimizer, with the module's parameters."""
 
     def __init__(self, group: dict[str, Any], members: list[nn.Parameter]) -> None:
         self._group, self._members = group, members

@@ -100,7 +100,7 @@ def _read(options: Options) -> Plugin | Mapping[str, Any] | None:
 
 
 def check_precision(name: str | None) -> None:
-    """Raises an error for precisions whose scaler or kernels need whole gradients."""
+    """Raises an error for precisions whose scaler or kernels need full gradients."""
     if name in ("fp16", "fp8"):
         raise GulliverError(
             f"mixed_precision={name!r} is not supported; use 'bf16'"
@@ -157,7 +157,7 @@ _KEY = "_gulliver_owned"
 
 
 class _Owned:
-    """Attribute of a module that refers to its accelerator; copies of the module lack it."""
+    """Module attribute that refers to its accelerator; copies of the module lack it."""
 
     def __init__(self, owner: Accelerator | None = None) -> None:
         self.owner = owner
@@ -249,7 +249,7 @@ class PreparedOptimizer(AcceleratedOptimizer):
         self._is_overflow = getattr(boosted, "skipped", 0) > before
 
     def full_gradients(self) -> dict[str, Tensor]:
-        """Whole averaged gradients by name; a collective call."""
+        """Full averaged gradients by name (collective)."""
         return self.boosted.full_gradients()
 
     def state_dict(self) -> dict[str, Any]:
@@ -295,7 +295,7 @@ def _save_pretrained(model: Any, *args: Any, **kwargs: Any) -> Any:
 
 @contextmanager
 def _states_from(model: nn.Module, state: Mapping[str, Any]) -> Iterator[None]:
-    """Makes modules return gathered tensors from ``state_dict()``."""
+    """Lets modules return gathered tensors from ``state_dict()``."""
     # peft asks the modules of ``modules_to_save`` for the names of their entries on the writing
     # rank only, but reading parameters is a collective operation.
     parts = [(name, part) for name, part in model.named_modules() if name]
@@ -317,7 +317,7 @@ def _state_below(
 
 
 def mapped_state(booster: Booster, model: nn.Module, folder: Path | None) -> dict[str, Tensor]:
-    """Gathers one tensor at a time, so that the whole model is never in memory."""
+    """Gathers one tensor at a time, so that the full model is never in memory."""
     main = current_world().is_main
     with TemporaryDirectory(dir=folder if main else None, prefix=".gulliver-") as place:
         path = Path(place) / "model.safetensors"

@@ -2,9 +2,9 @@
 
     from gulliver.integrations.trainer import Trainer    # was: from transformers import Trainer
 
-Loop, losses, metrics and logs are those of transformers; the accelerator is that of
-`gulliver.integrations.accelerate`, which boosts the model. Weights are gathered and saved in the
-standard Hugging Face format; sharded state is saved in the folder ``gulliver`` of a checkpoint.
+Loop, losses, metrics and logs come from transformers; the accelerator from
+`gulliver.integrations.accelerate` boosts the model. Weights are gathered and saved in the standard
+Hugging Face format; sharded state is saved in the folder ``gulliver`` of a checkpoint.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class _Boosted(_Base):
     def _save(
         self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None
     ) -> None:
-        """Saves the model in the standard format; a collective call, rank 0 writes."""
+        """Saves the model in the standard format; rank 0 writes (collective)."""
         folder = Path(output_dir or self.args.output_dir or ".")
         if state_dict is None:
             folder.mkdir(parents=True, exist_ok=True)
@@ -121,7 +121,7 @@ class _Boosted(_Base):
         super()._save(str(folder), state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Saves each rank's part of the trained parameters and their optimizer state."""
+        """Saves each rank's shard of the trained parameters and their optimizer state."""
         self.accelerator.save_boosted(Path(output_dir), frozen=False)
         if self.args.should_save:
             schedule: Any = self.lr_scheduler

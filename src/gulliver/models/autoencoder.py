@@ -1,7 +1,7 @@
 """A small causal 3-D autoencoder that compresses video 4 x 4 x 4 times.
 
 The first frame is repeated three times at the start, so that blocks of four frames become one
-latent frame and the first latent frame depends on the first frame only. A picture is then a clip of
+latent frame and the first latent frame depends on the first frame only. An image is then a clip of
 one frame. All convolutions run on the small grid and are causal in time.
 
 Shapes: videos [B, 3, T, H, W] in [-1, 1] with T = 4 k + 1; latents [B, C, k + 1, H / 4, W / 4].
@@ -161,7 +161,7 @@ class VideoAutoencoder(nn.Module):
         return unfold(self.decoder(latents.transpose(1, 2)))
 
     def stream_encoder(self, video: Tensor) -> Tensor:
-        """Encodes a clip in consecutive pieces, one per call."""
+        """Encodes a clip in consecutive chunks, one per call."""
         return (self.encode_raw(video) - self._column(self.mean)) / self._column(self.std)
 
     stream_decoder = decode

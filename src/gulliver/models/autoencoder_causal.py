@@ -305,7 +305,7 @@ class CausalAutoencoder(nn.Module):
         temporal_downsamples: number of resolutions, counted from the last, that also halve time.
         num_groups: groups of all norms.
         normalization: statistics for normalizing latents, ``video``; None for raw latents.
-        compat: names of enabled `QUIRKS`; None for those of its public weights.
+        compat: names of enabled `QUIRKS`; None for those of its published weights.
 
     Raises:
         GulliverError: an unknown quirk, or statistics of other latents.
@@ -341,7 +341,7 @@ class CausalAutoencoder(nn.Module):
 
     @property
     def micro_frames(self) -> int | None:
-        """Frames per separately encoded piece; None if a clip is encoded as a whole."""
+        """Frames per separately encoded chunk; None if a clip is encoded as a whole."""
         return MICRO_FRAMES if "micro_frames" in self.compat else None
 
     def latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
@@ -373,20 +373,20 @@ class CausalAutoencoder(nn.Module):
         return torch.cat(list(self.decode_pieces([latents])), 2)
 
     def moments(self, video: Tensor) -> Tensor:
-        """Returns mean and log-variance of a piece ``[B, 2 C, ...]``, not normalized."""
+        """Returns mean and log-variance of a chunk ``[B, 2 C, ...]``, not normalized."""
         return self.encoder(video)
 
     def encode_pieces(self, clips: Iterable[Tensor], frames: int | None = None) -> Iterator[Tensor]:
-        """Encodes a stream of frames piece by piece, like the public code."""
+        """Encodes a stream of frames in chunks, like the reference implementation."""
         for piece in regrouped(clips, MICRO_FRAMES, overlap=1):
             yield self.stream_encoder(piece)
 
     def decode_pieces(
         self, latents: Iterable[Tensor], frames: int | None = None
     ) -> Iterator[Tensor]:
-        """Decodes a stream of latents piece by piece; see `encode_pieces`.
+        """Decodes a stream of latents in chunks; see `encode_pieces`.
 
-        The frame shared by two pieces is the mean of both decodings.
+        The frame shared by two chunks is the mean of both decodings.
         """
         last = None
         for piece in regrouped(latents, self._piece):

@@ -1,4 +1,4 @@
-"""Layers of picture autoencoders, with the names of diffusers' `AutoencoderKL`.
+"""Layers of image autoencoders, with the names of diffusers' `AutoencoderKL`.
 
 Start with `FrameEncoder` and `FrameDecoder`; `on_frames` applies them to every frame of a clip.
 """
@@ -38,7 +38,7 @@ class FrameResidual(nn.Module):
 
 
 class FrameAttention(nn.Module):
-    """Single-head attention over the pixels of a picture."""
+    """Single-head attention over the pixels of an image."""
 
     def __init__(self, channels: int, groups: int) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ def _through(level: nn.Module, resampler: str, x: Tensor) -> Tensor:
 
 
 class FrameEncoder(nn.Module):
-    """Encodes pictures ``[N, C, H, W]``."""
+    """Encodes images ``[N, C, H, W]``."""
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ class FrameEncoder(nn.Module):
 
 
 class FrameDecoder(nn.Module):
-    """Decodes to pictures ``[N, C, H, W]``."""
+    """Decodes to images ``[N, C, H, W]``."""
 
     def __init__(
         self,
@@ -169,7 +169,7 @@ class FrameDecoder(nn.Module):
 
 
 def on_frames(call: Callable[[Tensor], Tensor], clip: Tensor, at_once: int | None = None) -> Tensor:
-    """Applies a function of pictures to the frames of clips ``[B, C, T, H, W]``."""
+    """Applies a function of images to the frames of clips ``[B, C, T, H, W]``."""
     frames = clip.transpose(1, 2).flatten(0, 1)
     # A part of a clip (`gulliver.parallel.convolution`) is already split along some dim.
     if at_once and not has_torch_function((frames,)) and not torch.is_grad_enabled():
@@ -180,7 +180,7 @@ def on_frames(call: Callable[[Tensor], Tensor], clip: Tensor, at_once: int | Non
 
 
 class OnFrames(nn.Module):
-    """Applies a sequence of picture modules to the frames of clips; see `on_frames`."""
+    """Applies a sequence of image modules to the frames of clips; see `on_frames`."""
 
     # The modules are registered elsewhere under their public names, and must not be registered
     # here.
@@ -210,8 +210,8 @@ class FrameAutoencoder(nn.Module):
         block_out_channels: channels of each resolution, finest first.
         layers_per_block: residual blocks per resolution of the encoder; the decoder has one more.
         norm_num_groups: groups of all norms.
-        in_channels: channels of pictures.
-        out_channels: channels of decoded pictures.
+        in_channels: channels of images.
+        out_channels: channels of decoded images.
         use_quant_conv: whether a convolution follows the encoder.
         use_post_quant_conv: whether a convolution precedes the decoder.
         mid_block_add_attention: whether the middle blocks have attention.

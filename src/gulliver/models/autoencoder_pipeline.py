@@ -1,6 +1,6 @@
 """The causal temporal autoencoder of Open-Sora 1.2: four times fewer frames, same resolution.
 
-It encodes the output of a picture autoencoder on each frame. Start with `TemporalAutoencoder`.
+It encodes the output of an image autoencoder on each frame. Start with `TemporalAutoencoder`.
 """
 
 from __future__ import annotations
@@ -155,11 +155,11 @@ class PipelineAutoencoder(nn.Module):
     """Encodes frames, then their features over time.
 
     Args:
-        spatial: fields of the picture autoencoder, as for `FrameAutoencoder`.
+        spatial: fields of the image autoencoder, as for `FrameAutoencoder`.
         temporal: fields of the temporal autoencoder, as for `TemporalAutoencoder`.
         shift: means of the latent channels.
         scale: standard deviations of the latent channels, by which latents are divided.
-        compat: names of enabled `QUIRKS`; None for those of its public weights.
+        compat: names of enabled `QUIRKS`; None for those of its published weights.
     """
 
     scale: Tensor
@@ -187,7 +187,7 @@ class PipelineAutoencoder(nn.Module):
 
     @property
     def micro_frames(self) -> int | None:
-        """Frames per separately encoded piece; None if a clip is encoded as a whole."""
+        """Frames per separately encoded chunk; None if a clip is encoded as a whole."""
         return MICRO_FRAMES if "micro_frames" in self.compat else None
 
     def latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
@@ -214,7 +214,7 @@ class PipelineAutoencoder(nn.Module):
 
         Args:
             latents: latents ``[B, C, t, h, w]``.
-            num_frames: number of frames of the clip; default: 4 k + 1 for every piece.
+            num_frames: number of frames of the clip; default: 4 k + 1 for every chunk.
         """
         check_latents(self, latents)
         check_length(self, latents, num_frames)
@@ -223,18 +223,18 @@ class PipelineAutoencoder(nn.Module):
         return torch.cat(list(self.decode_pieces([latents], num_frames)), 2)
 
     def moments(self, video: Tensor) -> Tensor:
-        """Returns mean and log-variance of a piece ``[B, 2 C, ...]``, not normalized."""
+        """Returns mean and log-variance of a chunk ``[B, 2 C, ...]``, not normalized."""
         return self.networks["encoder"](video, self._padding(video.shape[2]))
 
     def encode_pieces(self, clips: Iterable[Tensor], frames: int | None = None) -> Iterator[Tensor]:
-        """Encodes a stream of frames piece by piece, like the public code."""
+        """Encodes a stream of frames in chunks, like Open-Sora's reference implementation."""
         for piece in regrouped(clips, MICRO_FRAMES):
             yield self.stream_encoder(piece, piece.shape[2])
 
     def decode_pieces(
         self, latents: Iterable[Tensor], frames: int | None = None
     ) -> Iterator[Tensor]:
-        """Decodes a stream of latents piece by piece; see `encode_pieces`."""
+        """Decodes a stream of latents in chunks; see `encode_pieces`."""
         left = frames
         for piece in regrouped(latents, self._steps(MICRO_FRAMES)):
             held = None if left is None else min(MICRO_FRAMES, left)

@@ -5,7 +5,7 @@ diffusion models, and decode them. They encode to the mean of the posterior; dif
 sample from it with `moments` of the public ones.
 
 A causal autoencoder encodes clips of 4 k + 1 frames, of which the first is encoded separately. Two
-public ones encode a long clip in independent pieces of 17 frames; `regrouped` cuts a stream into
+public ones encode a long clip in independent pieces of 17 frames; `regrouped` splits a stream into
 such pieces.
 """
 
@@ -44,7 +44,7 @@ class Autoencoder(Protocol):
         ...
 
     def encode(self, video: Tensor) -> Tensor:
-        """Encodes ``[B, 3, T, H, W]`` in [-1, 1] to normalised latents ``[B, C, t, h, w]``."""
+        """Encodes ``[B, 3, T, H, W]`` in [-1, 1] to normalized latents ``[B, C, t, h, w]``."""
         ...
 
     def decode(self, latents: Tensor, num_frames: int | None = None) -> Tensor:
@@ -191,7 +191,7 @@ def build_autoencoder(name: str, **overrides: Any) -> nn.Module:
 
 
 def check_space(what: Autoencoder, height: int, width: int) -> tuple[int, int]:
-    """Returns the latent rows and columns for a picture size."""
+    """Returns the latent rows and columns for an image size."""
     _, *steps = what.compression
     sizes = (height, width)
     if any(size < step or size % step for size, step in zip(sizes, steps, strict=True)):

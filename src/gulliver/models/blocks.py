@@ -145,7 +145,7 @@ class CaptionEmbedder(nn.Module):
     arXiv 2207.12598).
     """
 
-    # A buffer, as in the public weights: the null caption is random and not trained.
+    # A buffer, as in the published weights: the null caption is random and not trained.
     y_embedding: Tensor
 
     def __init__(self, channels: int, hidden_size: int, drop: float, length: int) -> None:
@@ -283,7 +283,7 @@ def _neighbours(x: Tensor) -> tuple[Tensor, ...]:
 # Shapes: B clips, T frames (temporal), S tokens of a frame (spatial), C channels, L caption tokens.
 
 
-# [Note: windows at the border] The public code pads the grid to whole windows and masks the
+# [Note: windows at the border] The reference code pads the grid to whole windows and masks the
 # padding. Here windows at the border are smaller instead. This is the same attention without a
 # mask: padding tokens are never keys, and their outputs are dropped. Positions count from the first
 # token of a window, so the rotary code of a smaller window is a prefix of a whole one's.
@@ -297,7 +297,7 @@ class Grid(NamedTuple):
 
 
 class ConditionFrames(NamedTuple):
-    """Given frames, which attend to another caption than the others."""
+    """Given frames, which attend to a different caption from the others."""
 
     # Caption tokens [B, L, C].
     captions: Tensor
@@ -418,7 +418,7 @@ class STDiTBlock(nn.Module):
             rotation: cosine and sine along the axis of attention, each [T or S, head size / 2], or
                 of a whole window.
             grid: grid of the whole clip.
-            given: frames that attend to another caption; None if there are none.
+            given: frames that attend to a different caption; None if there are none.
 
         Returns:
             Tokens [B, T, S, C].

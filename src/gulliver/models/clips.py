@@ -128,7 +128,7 @@ def initialise_linears(model: nn.Module) -> None:
 
 
 def initialise_as_pixart(model: nn.Module, projections: Sequence[str]) -> None:
-    """Initializes the first two versions so that they start as a picture model."""
+    """Initializes the first two versions so that they start as an image model."""
     initialise_linears(model)
     patches = model.get_parameter("x_embedder.proj.weight")
     nn.init.xavier_uniform_(patches.view(len(patches), -1))

@@ -1,7 +1,7 @@
-"""Quirks of public weights: behavior that they need although a new model would not have it.
+"""Quirks of published weights, which need behavior that a new model would not have.
 
-By default every model enables the quirks of its release, so that public weights compute what they
-were trained with; ``compat=()`` disables them for training from scratch.
+By default every model enables the quirks of its release, so that published weights behave as they
+were trained; ``compat=()`` disables them for training from scratch.
 """
 
 from __future__ import annotations

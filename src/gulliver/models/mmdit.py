@@ -1,9 +1,9 @@
 """MMDiT, the transformer of Open-Sora 2.0, with joint attention over video and text tokens.
 
 Start with `MMDiT.forward`. Double blocks have separate weights for video and text and share one
-attention; single blocks treat both alike. Every token has a position on three axes (frame, row,
+attention; single blocks share their weights. Every token has a position on three axes (frame, row,
 column; zeros for text), encoded by rotary codes. `clips.py` converts latents to tokens and back.
-Names are those of the public weights, which derive from FLUX.1.
+Names are those of the published weights, which derive from FLUX.1.
 
 Shapes: B clips, N video tokens, L text tokens, C channels.
 """
@@ -32,7 +32,7 @@ from gulliver.models.clips import as_exact
 from gulliver.models.configurations import MMDiTConfig, checked_quirks, config_of
 
 
-# [Note: two layouts of one model] The public weights exist with queries, keys and values in one
+# [Note: two layouts of one model] The published weights exist with queries, keys and values in one
 # matrix (``fused_qkv``, as in FLUX) and in three, and with rotary pairs adjacent or half a head
 # apart (``use_liger_rope``, the layout of a fused kernel). Open-Sora 2.0 was trained with three
 # matrices and pairs half a head apart. The values of the weights do not reveal the layout, so both
@@ -155,7 +155,7 @@ class DoubleBlock(nn.Module):
 
 
 class SingleBlock(nn.Module):
-    """A block that treats text and video alike; attention and MLP run in parallel."""
+    """A block with shared weights for text and video; attention and MLP run in parallel."""
 
     # Source of parallel blocks: Dehghani et al., 2023 (arXiv 2302.05442).
 
@@ -304,7 +304,7 @@ class MMDiT(nn.Module):
             img: noisy packed latents [B, N, in_channels].
             img_ids: frame, row and column of each of them [B, N, 3].
             txt: text token vectors [B, L, context_in_dim].
-            txt_ids: positions of the text tokens [B, L, 3], zeros in the public training.
+            txt_ids: positions of the text tokens [B, L, 3], zeros in the original training.
             timesteps: noise level of each clip [B], 0 (data) to 1 (noise).
             y_vec: text encoder's single vector [B, vec_in_dim].
             cond: mask of given frames, then their latents, packed: [B, N, in_channels +

@@ -3,8 +3,8 @@
 Start with `STDiT3.forward`, then `STDiTBlock.forward` in `blocks.py`. Attention alternates between
 the tokens of one frame (spatial blocks) and the frames at one spatial position (temporal blocks),
 or, in the later release, all tokens of a window; each block then cross-attends to the caption.
-Parameter names are those of the public weights, which load strictly; quirks of trained weights are
-in `configurations.py`.
+Parameter names are those of the published weights, which load strictly; quirks of trained weights
+are in `configurations.py`.
 
 Shapes: B clips, T frames (temporal), S tokens of a frame (spatial), C channels, L caption tokens.
 Blocks and the final layer receive the grid of the whole clip, so that sequence parallelism can pass
@@ -320,7 +320,7 @@ class STDiT3(nn.Module):
 def _window(
     kernel_size: Sequence[int] | None, head_size: int, spatial: bool
 ) -> tuple[int, int, int] | None:
-    """Frames, rows and columns of a window, from the public order (rows, columns, frames)."""
+    """Frames, rows and columns of a window, from the published order (rows, columns, frames)."""
     if kernel_size is None:
         if spatial:
             raise GulliverError("use_spatial_rope needs kernel_size, such as (8, 8, -1)")
@@ -359,7 +359,7 @@ class STDiT(nn.Module):
     Source: https://arxiv.org/abs/2412.20404 (Open-Sora), https://arxiv.org/abs/2310.00426 (PixArt).
     """
 
-    # Buffers, as in the public weights.
+    # Buffers, as in the published weights.
     pos_embed: Tensor
     pos_embed_temporal: Tensor
 

@@ -1,4 +1,4 @@
-"""Plans that shard and recompute single operators of any model, found jointly."""
+"""Plans that jointly shard and recompute single operators of any model."""
 
 from typing import TYPE_CHECKING
 

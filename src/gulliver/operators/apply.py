@@ -1,4 +1,4 @@
-"""Runs a plan of operators: parameters become DTensors, calls run as planned."""
+"""Runs an operator plan: parameters become DTensors, calls run as planned."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from gulliver.planner.model import broadcast_all, no_optimizer
 def check_operators(
     plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> Program:
-    """Rejects unsupported models and plans, changing nothing; returns the program."""
+    """Rejects unsupported models and plans without changing anything; returns the program."""
     if optimizer is not None:
         check_optimizer(optimizer, 1)
         named_trainables(model, optimizer)
@@ -95,7 +95,7 @@ def _distribute(
 
 
 class _Engine:
-    """Runner of the calls of a model."""
+    """Runs the calls of a model."""
 
     def __init__(self, plan: Plan, program: Program, mesh: DeviceMesh) -> None:
         assert plan.operators is not None, "the plan is of operators"
@@ -138,7 +138,7 @@ class OperatorCheckpoint(OptimizerCheckpoint):
 
     @property
     def has_whole_model(self) -> bool:
-        """False, so that no rank writes its part as the model."""
+        """False, so that no rank saves its shard as the full model."""
         return False
 
     def model_leaves(self, model: nn.Module) -> Any:
@@ -149,7 +149,7 @@ class OperatorCheckpoint(OptimizerCheckpoint):
 
 
 class OperatorOptimizer(BoostedOptimizer):
-    """The user's optimizer on parameters that are DTensors."""
+    """The user's optimizer on DTensor parameters."""
 
     spreads_state = True
 
@@ -159,11 +159,11 @@ class OperatorOptimizer(BoostedOptimizer):
         self.engine = engine
 
     def gradient_bytes(self) -> int:
-        """Bytes of gradients that this rank holds now."""
+        """Bytes of gradients currently held by this rank."""
         return sum(local_of(_spread(p.grad)).nbytes for p in self.names if p.grad is not None)
 
     def parameter_bytes(self, model: nn.Module) -> int:
-        """Bytes of parameters that this rank holds now."""
+        """Bytes of parameters currently held by this rank."""
         return sum(local_of(_spread(p)).nbytes for p in model.parameters())
 
     def full_gradients(self) -> dict[str, Tensor]:
@@ -198,7 +198,7 @@ class OperatorOptimizer(BoostedOptimizer):
         raise _unsaved()
 
     def release(self, model: nn.Module) -> None:
-        """Restores whole parameters and the model's own forward."""
+        """Restores full parameters and the model's own forward."""
         known: dict[nn.Parameter, nn.Parameter] = {}
         for module in model.modules():
             for key, parameter in module._parameters.items():

@@ -1,8 +1,8 @@
-"""The operators of a forward: calls that are sharded, kept and recomputed together.
+"""The operators of a forward: groups of calls that are sharded, kept and recomputed together.
 
 An operator is a matrix product, an attention, or a few memory-bound calls, with the views of its
-outputs. Products that read the same value share a *fork* in front of them, an operator that only
-changes the layout, so that the change is made, and paid for, once.
+outputs. Products that read the same value share a *fork*, an operator that only changes the layout,
+so that the conversion is done and counted once.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ class Graph:
 
     @cached_property
     def node_of(self) -> dict[int, int]:
-        """Number of the operator of each call."""
+        """Number of the operator that each call belongs to."""
         return {call: n for n, node in enumerate(self.nodes) for call in node.calls}
 
     @cached_property
     def users(self) -> dict[int, list[int]]:
-        """Operators that read each value, besides its producer."""
+        """Operators that read each value, except its producer."""
         found: dict[int, set[int]] = {}
         for number, call in enumerate(self.trace.calls):
             for value in call.takes:
@@ -73,7 +73,7 @@ class Graph:
 
     @cached_property
     def saved(self) -> frozenset[int]:
-        """Values that some backward reads, including views of them."""
+        """Values that any backward reads, including views of them."""
         found = {v for call in self.trace.calls for v in call.saves}
         for call in reversed(self.trace.calls):
             if call.view and found.intersection(call.gives):
@@ -89,7 +89,7 @@ class Graph:
         return self.node_of[made] if made >= 0 else -1
 
     def takes(self, node: int) -> list[int]:
-        """Inputs of an operator in order, parameters included."""
+        """Inputs of an operator in order, including parameters."""
         calls = (self.trace.calls[n] for n in self.nodes[node].calls)
         found = dict.fromkeys(v for call in calls for v in call.takes)
         return [v for v in found if self.maker(v) != node]
@@ -101,12 +101,12 @@ class Graph:
         return [v for v in every if self.users.get(v) or v in self.trace.outputs]
 
     def trains(self, node: int) -> bool:
-        """Whether an operator has an output with a gradient."""
+        """Whether an operator has an output that requires grad."""
         return any(self.trace.values[v].trains for v in self.gives(node))
 
     @cached_property
     def blocks(self) -> list[range]:
-        """Operators of each block, in the order of forward."""
+        """Operators of each block, in forward order."""
         starts = [0]
         for number in range(1, len(self.nodes)):
             before, here = self.nodes[number - 1], self.nodes[number]
@@ -169,7 +169,7 @@ class Graph:
     def _fitting(
         self, call: OperatorCall, way: CallSharding, known: dict[int, str], node: int
     ) -> dict[int, str] | None:
-        """Layouts extended by one more call; None if they contradict each other."""
+        """Extends layouts by one more call; None if they contradict each other."""
         more = dict(known)
         for value, layout in zip(call.takes, way.takes, strict=True):
             if not self.trace.values[value].trains and layout == SUMMED:
@@ -193,7 +193,7 @@ def graph_of(trace: Trace, sizes: tuple[int, ...], blocks: Sequence[str]) -> Gra
 
 
 def with_forks(trace: Trace) -> Trace:
-    """A trace with a fork in front of products that read the same value."""
+    """Adds a fork in front of products that read the same value."""
     wanted = dict[int, list[int]]()
     for number, value in enumerate(trace.values):
         users = [n for n in trace.users(number) if trace.calls[n].name in PRODUCTS]
@@ -268,7 +268,7 @@ def _joined_to(
     node_of: dict[int, int],
     leaves: frozenset[str],
 ) -> int | None:
-    """Number of the operator that a call may join; None for a new one."""
+    """Number of the operator that the call may join; None for a new one."""
     values = [trace.values[v] for v in call.takes]
     trained = any(v.trains for v in values)
     makers = {node_of[v.maker] for v in values if v.maker >= 0 and v.trains is trained}
@@ -276,7 +276,7 @@ def _joined_to(
         return None
     source = trace.values[call.takes[0]].maker
     if call.name in PRODUCTS and source >= 0 and trace.calls[source].name == FORK:
-        return node_of[source]  # all that read a fork lie alike
+        return node_of[source]  # all readers of a fork use the same layout
     last = len(found) - 1
     if call.path in leaves and last in makers and call.name not in HARD:
         return None if trace.calls[found[last].calls[0]].path != call.path else last
@@ -285,7 +285,7 @@ def _joined_to(
     (maker,) = makers
     beside = (v for v in values if v.maker < 0 or node_of[v.maker] != maker)
     if any(prod(v.shape) >= prod(call.shapes_given[0]) for v in beside):
-        return None  # a sum with what passes by, such as the input of the model
+        return None  # a sum with a skip connection, such as the model's input
     if not call.view and any(trace.values[v].flows for v in call.saves):
         return None
     first = trace.calls[found[maker].calls[0]].name

@@ -31,14 +31,14 @@ Batch = tuple[tuple[Any, ...], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Program:
-    """A forward as a plan runs it.
+    """A forward, compiled from a plan.
 
     Attributes:
         graph: graph of its operators.
-        calls: calls as they run.
-        parameters: layout in which each parameter is kept, by name.
-        runs: number of the run of each call that is recomputed.
-        stays: values that are kept whatever becomes of the call that gives them.
+        calls: planned calls.
+        parameters: stored layout of each parameter, by name.
+        runs: run number of each recomputed call.
+        stays: values kept even if the call that produces them is recomputed.
     """
 
     graph: Graph
@@ -70,7 +70,7 @@ def form_of(batch: Batch) -> dict[str, str]:
 
 
 def batch_from(plan: Plan) -> Batch:
-    """A batch on meta with the dtypes and shapes of a plan."""
+    """Creates a meta batch with the dtypes and shapes of a plan."""
     assert plan.operators is not None, "the plan is of operators"
     args, kwargs = list[Any](), dict[str, Any]()
     for name, form in plan.operators.batch.items():
@@ -89,7 +89,7 @@ def batch_from(plan: Plan) -> Batch:
 
 
 def axes_of(mesh: Mesh) -> dict[str, int]:
-    """The axes that operators are shared over."""
+    """Axes over which operators are sharded."""
     several = {name: size for name, size in mesh.axes.items() if size > 1}
     return several or {"data": 1}
 
@@ -103,20 +103,19 @@ def find_operators(
     optimizer: torch.optim.Optimizer | None = None,
     states: int = 64,
 ) -> Plan:
-    """Searches shardings and recomputation of a model's operators jointly.
+    """Searches jointly over sharding and recomputation of a model's operators.
 
     Args:
-        model: whole model, perhaps on meta.
-        batch: batch of a step, of all ranks together: real, or on meta.
-        cluster: machines; one device of it for each rank.
-        axes: names and sizes of the mesh, of those that a plan knows, slowest links first; None
-            for one axis.
+        model: full model, perhaps on meta.
+        batch: global batch of a step, real or on meta.
+        cluster: machines, with one device per rank.
+        axes: names and sizes of the mesh axes, slowest links first; None for one axis.
         memory: bytes per rank for state and activations; None for the device's memory.
-        optimizer: optimizer of the parameters, whose state is counted; None counts Adam's.
-        states: number of states of a kind that the search keeps.
+        optimizer: optimizer whose state is counted; None counts Adam's.
+        states: number of states that the search keeps per kind.
 
     Raises:
-        GulliverError: the forward cannot be shared exactly, or nothing fits the memory.
+        GulliverError: the forward cannot be sharded exactly, or no plan fits in memory.
     """
     axes = dict(axes or {"data": cluster.size})
     if math.prod(axes.values()) != cluster.size:
@@ -153,7 +152,7 @@ def moments_of(optimizer: torch.optim.Optimizer | None) -> int:
 def plan_from(
     problem: Problem, found: JointPlan, mesh: Mesh, form: dict[str, str], budget: int
 ) -> Plan:
-    """The plan of the picks of a search."""
+    """Creates the plan for the picks of a search."""
     graph, names = problem.graph, tuple(axes_of(mesh))
     blocks: dict[str, tuple[tuple[OperatorChoice, ...], list[str]]] = {}
     for label, numbers, picks in zip(labels(graph), graph.blocks, found.picks, strict=True):
@@ -187,7 +186,7 @@ def plan_from(
 
 
 def labels(graph: Graph) -> list[str]:
-    """Names of the blocks, each once."""
+    """Unique names of the blocks."""
     found = list[str]()
     for numbers in graph.blocks:
         node = graph.nodes[numbers[0]]
@@ -221,7 +220,7 @@ class _Compiler:
         self._place()
 
     def _place(self) -> None:
-        """Finds the choice of each operator."""
+        """Assigns a choice to each operator."""
         assert self.plan.operators is not None
         known = dict(zip(labels(self.graph), self.graph.blocks, strict=True))
         seen: dict[str, str] = {}

@@ -1,7 +1,7 @@
-"""Costs of an operator on one device, from its calls with a rank's shapes.
+"""Costs of an operator on one device, from its calls with a rank's local shapes.
 
 Forward and backward run with fake tensors. Every operation below autograd is charged by its FLOPs
-and bytes; memory counts for as long as something refers to it.
+and bytes; memory counts while anything refers to it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class OperatorCosts:
     forward_peak: int
     # Most bytes of the backward above those that were saved, gradients included.
     backward_peak: int
-    # Those of what it takes that backward reads.
+    # Inputs that backward reads.
     takes_saved: frozenset[int]
 
 
@@ -170,7 +170,7 @@ def _run(
     layouts: Mapping[int, Layout],
     sizes: tuple[int, ...],
 ) -> None:
-    """Runs a call on a rank's parts and stores its outputs."""
+    """Runs a call on a rank's shards and stores its outputs."""
     shapes = [local_shape(values[v].shape, layouts[v], sizes) for v in call.gives]
     takes = [there[v] for v in call.takes]
     out = run_local(call, takes, [layouts[v] for v in call.takes], shapes)
@@ -352,7 +352,7 @@ class Problem:
         )
 
     def _own(self, node: int) -> list[int]:
-        """Outputs of an operator, one per memory that it allocates."""
+        """Outputs of an operator, one per storage that it allocates."""
         calls, found = self.graph.trace.calls, dict[int, int]()
         for value in self.graph.gives(node):
             root = value
@@ -400,7 +400,7 @@ class Problem:
     def _change(
         self, value: Value, before: Layout, after: Layout, backward: bool
     ) -> tuple[float, int, bool]:
-        """Seconds and bytes of a change of layout, or of its gradient's, and whether it copies."""
+        """Seconds and bytes of converting a layout, or its gradient's, and whether it copies."""
         ends = placements(before), placements(after)
         if backward:
             ends = gradient_placements(after), gradient_placements(before)
@@ -411,7 +411,7 @@ class Problem:
             plan = plan_conversion(
                 value.shape, value.dtype.itemsize, self.graph.sizes, *ends, self.cluster
             )
-            # Messages need buffers in addition to what is read and written.
+            # Messages need buffers in addition to their inputs and outputs.
             self._converted[key] = plan.total, 2 * plan.peak_bytes
         return *self._converted[key], True
 
@@ -420,13 +420,13 @@ class Problem:
         return nbytes(local_shape(one.shape, layout, self.graph.sizes), one.dtype)
 
     def _most(self, value: int) -> int:
-        """Bytes of a value in the largest layout that it may have."""
+        """Bytes of a value in its largest possible layout."""
         node = self.graph.maker(value)
         return max(self._bytes(value, way.layouts[value]) for way in self.shardings[node])
 
     @cached_property
     def _lives(self) -> list[tuple[int, int, int, int, bool, bool]]:
-        """Maker, last reader, last referrer, largest bytes, saved, trained: for each value."""
+        """Maker, last reader, last referrer, largest bytes, saved, trained, for each value."""
         found = []
         trace = self.graph.trace
         for number, value in enumerate(trace.values):

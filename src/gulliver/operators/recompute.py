@@ -1,9 +1,9 @@
-"""Keeps or recomputes what each call saves for the backward.
+"""Keeps or recomputes the tensors that each call saves for backward.
 
 A tensor that autograd saves in a call is identified by its origin: an input of the call (from the
-call that produced it, or from a change of layout), or memory that the call allocated. If it is to
-be recomputed, autograd gets a handle. The first handle that backward unpacks recomputes its whole
-run, communication included; each value is freed after its last use.
+call that produced it, or from a change of layout), or memory that the call allocated. If it is
+recomputed, autograd saves a handle instead. The first handle that backward unpacks recomputes its
+entire run, including communication; each value is freed after its last use.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 # the inputs from outside of the run, which are kept, and with the values that the run has made.
 # Calls that draw random numbers are rejected.
 class Origin(NamedTuple):
-    """Source of memory."""
+    """Origin of a storage."""
 
     # Number of the call.
     call: int
@@ -44,7 +44,7 @@ class Origin(NamedTuple):
 class _RecomputedRun:
     """Consecutive calls of a forward that are recomputed together."""
 
-    # Calls with what they take: a tensor from outside, or the origin in the run.
+    # Calls with their inputs: a tensor from outside, or an origin within the run.
     tape: list[tuple[Any, list[Tensor | Origin]]] = field(default_factory=list)
     # Number of handles of each origin.
     wanted: Counter[Origin] = field(default_factory=Counter)
@@ -63,7 +63,7 @@ class _Handle(NamedTuple):
 
 
 class SavedCalls:
-    """Holds what the calls of one forward save."""
+    """Holds the tensors that the calls of one forward save."""
 
     def __init__(self, runs: Mapping[int, int], stays: frozenset[int]) -> None:
         self._numbers, self._stays = runs, stays
@@ -73,7 +73,7 @@ class SavedCalls:
     def begin(
         self, planned: Any, taken: Sequence[Tensor], parts: Sequence[Tensor]
     ) -> RecomputedCall:
-        """Begins a call; see `RecomputedCall`."""
+        """Begins a planned call."""
         number = planned.number
         origins = [
             self._origin(number, n, *pair) for n, pair in enumerate(zip(taken, parts, strict=True))
@@ -101,7 +101,7 @@ class SavedCalls:
         return tensor
 
     def unpacked(self, saved: Any) -> Tensor:
-        """The tensor again."""
+        """Restores a tensor from its placeholder."""
         if not isinstance(saved, _Handle):
             return saved
         run = saved.run
@@ -118,7 +118,7 @@ class SavedCalls:
         return tensor.as_strided(saved.size, saved.stride, saved.offset)
 
     def _origin(self, call: int, number: int, taken: Tensor, part: Tensor) -> Origin | None:
-        """Origin of a part; None for tensors that are kept anyway."""
+        """Origin of a shard; None for tensors that are kept anyway."""
         source = vars(taken).get("_gulliver_origin")
         same = isinstance(taken, DTensor) and _storage(_own(taken)) == _storage(part)
         if same or taken is part:

@@ -2,10 +2,10 @@
 
 A layout describes a value and its gradient:
 
-    R   replicated, and so is its gradient
+    R   replicated, as is its gradient
     T   replicated; its gradient is partial (a sum over ranks)
     P   partial; its gradient is replicated
-    Sd  sharded along dim d, and so is its gradient
+    Sd  sharded along dim d, as is its gradient
 
 `T` is the input of a matrix product with a sharded output: each rank has one term of its gradient.
 """
@@ -25,17 +25,17 @@ Layout = tuple[str, ...]
 
 
 def cut(dim: int) -> str:
-    """The layout that cuts a dim."""
+    """The layout that shards a dim."""
     return f"S{dim}"
 
 
 def cut_dim(layout: str) -> int | None:
-    """The dim that a layout cuts; None for none."""
+    """The dim that a layout shards; None if there is none."""
     return int(layout[1:]) if layout[0] == "S" else None
 
 
 def placements(layout: Layout) -> tuple[Placement, ...]:
-    """Placements of a value, as DTensor has them."""
+    """Placements of a value, as in DTensor."""
     return tuple(_placement(one, TERMS) for one in layout)
 
 
@@ -62,7 +62,7 @@ def local_shape(shape: Sequence[int], layout: Layout, sizes: Sequence[int]) -> t
 
 
 def divides(shape: Sequence[int], layout: Layout, sizes: Sequence[int]) -> bool:
-    """Whether all ranks have parts of one size."""
+    """Whether all ranks have shards of equal size."""
     parts: dict[int, int] = {}
     for one, size in zip(layout, sizes, strict=True):
         dim = cut_dim(one)
@@ -126,7 +126,7 @@ def _along(shape: Sequence[int], output: Sequence[int], dim: int) -> str:
 def _leading(
     count: Callable[[OperatorCall], int],
 ) -> Callable[[OperatorCall], Iterator[CallSharding]]:
-    """A rule: the first tensor is sharded along any but the last `count` dims, others are whole."""
+    """A rule: the first tensor is sharded along any but the last `count` dims; others are not."""
 
     def rule(call: OperatorCall) -> Iterator[CallSharding]:
         shape = call.shapes_taken[0]
@@ -224,7 +224,7 @@ def _cross_entropy(call: OperatorCall) -> Iterator[CallSharding]:
 
 
 def _viewed(call: OperatorCall) -> Iterator[CallSharding]:
-    """Rule of views that keep dims, or the outermost of merged ones, together."""
+    """Rule of views that preserve dims, or the outermost of merged ones."""
     given, found = call.shapes_taken[0], call.shapes_given[0]
     for dim, other in _kept_dims(given, found):
         yield CallSharding(f"dim {dim}", (cut(dim),), (cut(other),))
@@ -282,7 +282,7 @@ def _order(call: OperatorCall) -> list[int]:
 
 
 def _apart(call: OperatorCall) -> Iterator[CallSharding]:
-    """Rule of concatenation: the dim itself is not sharded."""
+    """Rule of concatenation: its dim is not sharded."""
     shape = call.shapes_taken[0]
     own = call.argument(2, "dim", 0) % len(shape)
     many = len(call.gives)

@@ -2,8 +2,8 @@
 
 A function mode sees every torch function that the model calls, in order, and rejects calls that
 were not planned. Inputs are converted to the layout of the call by the cheapest conversion, every
-rank calls the function with its parts, and outputs become DTensors again. So the model's code is
-unchanged and sees the shapes of whole tensors.
+rank calls the function on its shards, and outputs become DTensors again. So the model's code is
+unchanged and sees the shapes of full tensors.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class PlannedCall:
     gives: tuple[Layout, ...]
     # Placements of the gradients of inputs, as their producers expect them.
     homes: tuple[Placements, ...]
-    # Fate of what it saves.
+    # Choice for its saved tensors.
     choice: str = "keep"
 
 
@@ -104,7 +104,7 @@ class OperatorMode(TorchFunctionMode):
             raise self._other("the end", self._calls[self._at])
 
     def left(self, tensor: Tensor, number: int, layout: Layout) -> Tensor:
-        """The model's output as a plain full tensor."""
+        """Converts the model's output to a plain full tensor."""
         if not isinstance(tensor, DTensor):
             return tensor
         whole = (Replicate(),) * len(self._sizes)
@@ -176,7 +176,7 @@ class OperatorMode(TorchFunctionMode):
         return first_index(0, shape[0], planned.takes[0], self._sizes, self._here)
 
     def _part(self, planned: PlannedCall, number: int, tensor: Tensor) -> Tensor:
-        """This rank's part of a tensor, in the layout of the call."""
+        """This rank's shard of a tensor, in the layout of the call."""
         layout = planned.takes[number]
         whole = (Replicate(),) * len(self._sizes)
         if not isinstance(tensor, DTensor):
@@ -204,11 +204,11 @@ class OperatorMode(TorchFunctionMode):
         return found
 
     def kept(self, tensor: Tensor) -> Tensor:
-        """A detached tensor."""
+        """Detaches a tensor."""
         return plain(tensor) if isinstance(tensor, DTensor) else tensor
 
     def replayed(self, planned: PlannedCall, sources: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
-        """Parts of a call's inputs, converted again, and a function that runs the call on them."""
+        """Shards of a call's inputs, converted again, and a function that runs the call on them."""
         with torch.no_grad():
             parts = [self._part(planned, n, t) for n, t in enumerate(sources)]
         trains = [self._trace.values[v].trains for v in planned.call.takes]
@@ -217,7 +217,7 @@ class OperatorMode(TorchFunctionMode):
         return parts, lambda: run_local(planned.call, parts, planned.takes, shapes, first)
 
     def spread_given(self, planned: PlannedCall, out: Any) -> list[DTensor]:
-        """Outputs of a recomputed call, as DTensors."""
+        """Converts outputs of a recomputed call to DTensors."""
         leaves = [t for t in pytree.tree_leaves(out) if isinstance(t, Tensor)]
         rows = zip(leaves, planned.call.gives, planned.gives, strict=True)
         values = self._trace.values
@@ -230,20 +230,20 @@ class OperatorMode(TorchFunctionMode):
 def spread(
     local: Tensor, mesh: DeviceMesh, wanted: Placements, shape: Sequence[int] | None = None
 ) -> DTensor:
-    """A DTensor from this rank's part."""
+    """Creates a DTensor from this rank's shard."""
     shape = torch.Size(local.shape if shape is None else shape)
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(local, mesh, wanted, run_check=False, shape=shape, stride=stride)
 
 
 def local_of(tensor: DTensor) -> Tensor:
-    """This rank's part of a DTensor, without autograd."""
+    """This rank's shard of a DTensor, without autograd."""
     with torch.no_grad():
         return tensor.to_local()
 
 
 def changed(tensor: DTensor, wanted: Placements) -> DTensor:
-    """A tensor in another layout, without autograd."""
+    """Converts a tensor to another layout, without autograd."""
     if tuple(tensor.placements) == tuple(wanted):
         return tensor
     with torch.no_grad():
@@ -265,7 +265,7 @@ def whole_of(tensor: Any, mesh: DeviceMesh) -> Tensor:
 
 
 class _Enter(torch.autograd.Function):
-    """Converts a DTensor into this rank's part in the layout of a call."""
+    """Converts a DTensor to this rank's shard in the layout of a call."""
 
     @staticmethod
     def forward(
@@ -290,7 +290,7 @@ class _Enter(torch.autograd.Function):
 
 
 class _Leave(torch.autograd.Function):
-    """Converts this rank's part into a DTensor."""
+    """Converts this rank's shard to a DTensor."""
 
     @staticmethod
     def forward(

@@ -1,8 +1,8 @@
 """Traces the torch functions that a model's forward calls, with fake tensors.
 
-An `OperatorCall` is a call as written, such as ``F.linear(x, w)``, above autograd: that is what is
-sharded and recomputed. Values are numbered in order; each call lists its inputs, outputs and saved
-values, and the trace says when each value dies.
+An `OperatorCall` is a call as written, such as ``F.linear(x, w)``, above autograd; calls are the
+units of sharding and recomputation. Values are numbered in order; each call lists its inputs,
+outputs and saved values, and the trace records each value's lifetime.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ ALIASES = {"radd": "add", "rmul": "mul", "rtruediv": "rdiv", "iadd": "add_", "im
 
 @dataclass(frozen=True)
 class Ref:
-    """Placeholder of a tensor in the arguments of a call: its number among the inputs."""
+    """Placeholder for a tensor in the arguments of a call: its index among the inputs."""
 
     index: int
 
@@ -61,8 +61,8 @@ class Value:
         shape: sizes of its dims.
         dtype: dtype.
         trains: whether it has a gradient.
-        maker: number of the call that gives it; -1 for what was there.
-        parameter: name of the parameter that it is; empty for others.
+        maker: number of the call that produces it; -1 if it existed before.
+        parameter: name of the parameter; empty for other values.
     """
 
     shape: tuple[int, ...]
@@ -88,7 +88,7 @@ class OperatorCall:
     func: Callable[..., Any]
     # Positional arguments, with a `Ref` for each tensor.
     args: tuple[Any, ...]
-    # Keyword arguments, alike.
+    # Keyword arguments, in the same form.
     kwargs: Mapping[str, Any]
     # Numbers of the values that it takes.
     takes: tuple[int, ...]
@@ -110,7 +110,7 @@ class OperatorCall:
         return self.kwargs.get(name, default)
 
     def constants_besides(self) -> bool:
-        """Whether there are arguments that are not tensors."""
+        """Whether any arguments are not tensors."""
         return bool(self.kwargs) or any(not isinstance(a, Ref) for a in self.args)
 
     def filled(self, tensors: Any) -> tuple[Any, Any]:
@@ -137,7 +137,7 @@ class Trace:
 
 
 def name_of(func: Any) -> str:
-    """Name of a function of torch, without the underscores of an operator."""
+    """Name of a torch function, without the underscores of an operator."""
     name = getattr(func, "__name__", str(func))
     if name == "__get__":
         return getattr(func.__self__, "__name__", name)
@@ -147,7 +147,7 @@ def name_of(func: Any) -> str:
 
 
 def trace_calls(model: nn.Module, batch: tuple[tuple[Any, ...], dict[str, Any]]) -> Trace:
-    """Follows the forward of a model."""
+    """Traces the forward of a model."""
     with without_traces(model, hooks=False), fake_mode():
         fakes = FakeTensors("cpu")
         for module in model.modules():
@@ -171,7 +171,7 @@ def trace_calls(model: nn.Module, batch: tuple[tuple[Any, ...], dict[str, Any]])
 
 
 class Tracer(TorchFunctionMode):
-    """Writes down the calls of functions."""
+    """Records the calls of functions."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -199,7 +199,7 @@ class Tracer(TorchFunctionMode):
                 handle.remove()
 
     def number(self, tensor: Tensor, maker: int = -1) -> int:
-        """The number of a value; a new one if it was not seen."""
+        """The number of a value; a new one if it is new."""
         known = self._numbers.get(id(tensor))
         if known is not None and known[0]() is tensor:
             return known[1]
@@ -269,11 +269,11 @@ class Tracer(TorchFunctionMode):
         )
 
     def pack(self, tensor: Tensor) -> None:
-        """Records what is saved without keeping it, so lifetimes stay those of the program."""
+        """Records that a tensor is saved without keeping it, so lifetimes stay unchanged."""
         self._saving.append(tensor.detach())
 
     def enter(self, module: nn.Module, _: Any) -> None:
-        """Begins the call of a module."""
+        """Records the start of a module call."""
         self._stack.append(self.path)
         # Path of the module that runs.
         self.path = self._paths.get(module, self.path)

@@ -1,4 +1,4 @@
-"""The plan: how a model runs, as values that are read, edited, checked and compared."""
+"""The plan: how a model runs, as values that can be read, edited, checked and compared."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Rejects values of a plan that contradict each other, or the world, with the lines of both.
+"""Rejects plan values that contradict each other or the launch, with the lines of both.
 
 What a model does not allow is rejected when a plan is resolved for a model.
 """
@@ -35,7 +35,7 @@ WHOLE_MODELS = {
 
 
 def check_plan(plan: Plan, ranks: int) -> None:
-    """Rejects a plan that cannot be run by so many ranks, regardless of the model."""
+    """Rejects a plan that cannot run on this number of ranks, regardless of the model."""
     checks = [_mesh(plan, ranks)]
     if plan.operators is not None:
         checks.append(_operators(plan))
@@ -48,7 +48,7 @@ def check_plan(plan: Plan, ranks: int) -> None:
 
 
 def _clash(plan: Plan, *names: str, why: str) -> str:
-    """A message that names values, with their lines, and says why they do not go together."""
+    """Error message that names values and their lines, and says why they are incompatible."""
     return f"{' and '.join(_shown(plan, name) for name in names)}: {why}"
 
 
@@ -84,7 +84,7 @@ def _mesh(plan: Plan, ranks: int) -> Iterator[str]:
 
 
 def _operators(plan: Plan) -> Iterator[str]:
-    """Yields choices that contradict operators which are shared one by one."""
+    """Yields choices that conflict with sharding each operator separately."""
     for name in ("zero", "ddp"):
         if getattr(plan, name) is not None:
             yield _clash(plan, "operators", name, why=f"take {name}: null")
@@ -120,7 +120,7 @@ def _shards(plan: Plan) -> Iterator[str]:
 
 
 def _unused(plan: Plan) -> Iterator[str]:
-    """Yields values that have no effect: of an axis with one rank, or of unused number formats."""
+    """Yields values without effect: of an axis with one rank, or of unused number formats."""
     for axis, default in (("pipeline", PipelineLayout()), ("tensor", TensorLayout())):
         layout = getattr(plan, axis)
         changed = {

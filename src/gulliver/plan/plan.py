@@ -44,26 +44,27 @@ class Plan:
 
     Attributes:
         version: version of this tree.
-        plugin: name of what made the plan: a label, which chooses nothing.
+        plugin: name of the plugin that made the plan; a label without effect.
         mesh: the ranks as a grid.
-        zero: sharding over the replicas; None where DDP runs.
-        ddp: torch's DDP; None where ZeRO runs.
+        zero: sharding over the replicas; None with DDP.
+        ddp: torch's DDP; None with ZeRO.
         precision: number formats.
-        wire: formats of what travels between ranks.
-        tensor: how modules are over the tensor axis.
-        sequence: how sequences are over ranks.
-        pipeline: how blocks are dealt to stages.
-        operators: how each operator is shared over all ranks; None where modules are cut, or whole.
-        recompute: paths of the blocks that backward recomputes instead of keeping.
-        max_norm: global norm that gradients are clipped to in every step; 0 does not clip.
-        dropout: how masks are drawn: ``exact`` by position, as in one process, ``alike`` as torch
-            does on each rank, ``auto`` by position where ranks share a model.
-        check_batches: whether ranks of one model compare what they read, at every step.
-        weights: folder of a Hugging Face checkpoint that a model on meta is filled from.
-        model: what the plan is of; a result.
-        work: what a batch costs in one process; seconds are predicted from it.
+        wire: formats of messages between ranks.
+        tensor: how modules are sharded over the tensor axis.
+        sequence: how sequences are sharded over ranks.
+        pipeline: how blocks are assigned to stages.
+        operators: how each operator is sharded over all ranks; None if modules are sharded instead,
+            or not at all.
+        recompute: paths of the blocks that backward recomputes.
+        max_norm: global norm to which gradients are clipped in every step; 0 disables clipping.
+        dropout: how masks are sampled: ``exact`` by position, as in one process, ``alike`` as torch
+            does on each rank, ``auto`` by position if ranks share a model.
+        check_batches: whether ranks of one model compare their batches in every step.
+        weights: folder of a Hugging Face checkpoint, loaded into a model on meta.
+        model: the model that the plan was made for; a result.
+        work: costs of a batch in one process, on which predictions are based.
         predicted: seconds of a step and bytes of a rank; a result.
-        reasons: why, by the name of a choice; a result.
+        reasons: the reason for each choice, by name; a result.
         lines: line of each value in the file that the plan was read from.
     """
 
@@ -91,7 +92,7 @@ class Plan:
 
     @property
     def stage(self) -> int | None:
-        """Stage of ZeRO; None without it."""
+        """ZeRO stage; None without ZeRO."""
         return None if self.zero is None else self.zero.stage
 
     @property
@@ -127,7 +128,7 @@ class Plan:
         return self.precision.autocast
 
     def describe_field(self, name: str) -> str:
-        """Name, value and, if it was read from a file, line of a field, for messages."""
+        """Describes a field for errors: name, value and, if read from a file, its line."""
         value: Any = self
         for part in name.split("."):
             value = value.get(part, 1) if isinstance(value, dict) else getattr(value, part)
@@ -152,17 +153,17 @@ class Plan:
 
     @classmethod
     def load(cls, path: Path | str) -> Self:
-        """Reads a plan, perhaps edited.
+        """Reads a plan, which may have been edited.
 
         Raises:
-            GulliverError: the file is missing or broken, or has no last
-                line ``end: true``; a key is unknown or a value is none of its kind.
+            GulliverError: the file is missing or broken, or does not end with ``end: true``; a key
+                is unknown or a value invalid.
         """
         return cls._of_text(read_text(Path(path)), str(path), whole=True)
 
     @classmethod
     def from_yaml(cls, text: str, where: str = "the plan") -> Self:
-        """Parses the text of a plan; errors name `where` it is from."""
+        """Parses the text of a plan; errors name its origin, `where`."""
         return cls._of_text(text, where, whole=False)
 
     @classmethod
@@ -189,7 +190,7 @@ class Plan:
         Console(stderr=True).print(self.summary(), soft_wrap=True, markup=False)
 
     def summary(self) -> str:
-        """The plan in a few lines, for the start of a run."""
+        """Summarizes the plan in a few lines, for the start of a run."""
         axes = " x ".join(f"{n} {s}" for n, s in self.mesh.axes.items() if s > 1) or "data 1"
         if self.mesh.torus:
             axes = " x ".join(f"{name} {size}" for name, size in self.mesh.torus.items())
@@ -301,7 +302,7 @@ class Plan:
 
 
 def written(value: Any) -> str:
-    """A value as it is written in a file, for messages."""
+    """Formats a value as in a file, for messages."""
     return "null" if value is None else str(list(value) if isinstance(value, tuple) else value)
 
 

@@ -24,10 +24,10 @@ END = "end"
 
 
 def read_text(path: Path) -> str:
-    """Text of a plan's file.
+    """Reads the text of a plan's file.
 
     Raises:
-        GulliverError: there is no such file, or it is no text.
+        GulliverError: the file is missing or not text.
     """
     if not path.is_file():
         raise GulliverError(f"plan {path} does not exist")

@@ -7,15 +7,15 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Peak bytes of a rank, by kind; of the fullest rank where ranks differ."""
+    """Peak bytes of a rank, by kind; of the fullest one if ranks differ."""
 
     # Size of the parameters; with stage 3, shards and gathered chunks.
     parameters: int = 0
     # Size of gradients: shards, and buffers in flight.
     gradients: int = 0
-    # Size of the optimizer's state, float32 copies included.
+    # Size of the optimizer's state, including float32 master weights.
     optimizer_state: int = 0
-    # Size of what forward keeps for backward; 0 where it was not measured.
+    # Size of the tensors saved for backward; 0 if not measured.
     activations: int = 0
 
     @property
@@ -26,20 +26,20 @@ class MemoryPlan:
 
 @dataclass(frozen=True)
 class Seconds:
-    """Seconds of a step of the rank that computes most.
+    """Seconds of a step on the rank with the most compute.
 
     Attributes:
         compute: seconds of forward and backward.
-        recompute: seconds of forwards that backward repeats.
-        all_gather: seconds of gathers, hidden or not; likewise the next four.
+        recompute: seconds of recomputation in backward.
+        all_gather: seconds of all-gathers, hidden or not; also for the next four.
         reduce_scatter: seconds of reduce-scatters.
         all_reduce: seconds of all-reduces.
-        all_to_all: seconds of exchanges of heads.
+        all_to_all: seconds of all-to-alls (attention heads).
         sends: seconds of messages between stages and in rings.
-        exposed: seconds of all these, and of transfers, in which the rank does not compute.
-        bubble: seconds that it waits for other stages.
+        exposed: seconds of communication and transfers not hidden by compute.
+        bubble: seconds of waiting for other stages.
         update: seconds of the optimizer.
-        transfers: seconds of reads and writes between memories, hidden or not.
+        transfers: seconds of transfers between memory tiers, hidden or not.
         step: seconds of the whole step.
     """
 
@@ -59,7 +59,7 @@ class Seconds:
 
 @dataclass(frozen=True)
 class TierTraffic:
-    """State that is in slower tiers, and the traffic of a step between tiers; a result."""
+    """State in slower tiers, and the traffic of a step between tiers; a result."""
 
     # Least limit that suffices.
     minimum: int = 0
@@ -130,7 +130,7 @@ class ComparisonRow:
 
     @property
     def error(self) -> float | None:
-        """Relative error of the prediction; None where nothing was predicted or measured."""
+        """Relative error of the prediction; None if either value is missing."""
         return self.predicted / self.measured - 1 if self.measured and self.is_predicted else None
 
     @property
@@ -154,7 +154,7 @@ class Comparison:
 
     @property
     def advice(self) -> tuple[str, ...]:
-        """Names what to measure again, the worst prediction first; empty where all are near."""
+        """Names what to measure again, worst prediction first; empty if all are close."""
         off = [row for row in self.rows if row.source and abs(row.error or 0.0) > TOLERATED]
         off.sort(key=lambda row: -abs(row.measured - row.predicted))
         return tuple(f"{row.kind} is {100 * (row.error or 0):+.0f} %: {row.source}" for row in off)

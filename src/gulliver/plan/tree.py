@@ -1,4 +1,4 @@
-"""Number formats of a plan, and how a field says which values it may have."""
+"""Sections of a plan, and the allowed values of their fields."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def choice(
     most: float | None = None,
     size: bool = False,
 ) -> Any:
-    """A field with the allowed values, or their range."""
+    """A field with its allowed values or range."""
     # With `size` the field counts bytes, and a file may say ``6GiB``.
     limits = {"known": known, "least": least, "most": most, "size": size}
     return field(default=default, metadata=limits)
@@ -28,12 +28,12 @@ class Fp8Plan:
     """Linear layers that compute in FP8.
 
     Attributes:
-        scaling: scales: one for each tensor, or for each row.
-        emulated: whether the same numerics are computed without FP8 units, slower.
-        gate: whether only layers are taken that are predicted to pay; nothing pays emulated.
-        exclude: patterns of paths of layers that are kept.
+        scaling: granularity of scales: per tensor or per row.
+        emulated: whether to emulate the same numerics, slowly, without FP8 units.
+        gate: whether to convert only layers predicted to be faster; none are if emulated.
+        exclude: path patterns of layers to leave unconverted.
         layers: paths of the layers; empty chooses them.
-        kept: reasons of the other linear layers, by path; a result.
+        kept: why each other linear layer is not converted, by path; a result.
     """
 
     scaling: str = choice("tensorwise", *SCALINGS)
@@ -85,7 +85,7 @@ class Mesh:
 
     @property
     def replicas(self) -> int:
-        """Number of ranks that hold the same parameters: those of the data and sequence axes."""
+        """Number of ranks with the same parameters: those of the data and sequence axes."""
         return self.of("data") * self.of("sequence")
 
     @property
@@ -99,7 +99,7 @@ class Mesh:
         return any(self.of(name) > 1 for name in MODEL_AXES)
 
     def of(self, name: str) -> int:
-        """Number of ranks along an axis; 1 where it has none."""
+        """Number of ranks along an axis; 1 if the mesh lacks it."""
         return self.axes.get(name, 1)
 
 
@@ -119,7 +119,7 @@ class ChunkPlan:
 
 @dataclass(frozen=True)
 class Tiers:
-    """Memory tiers of the model's state, where device memory is too small for it."""
+    """Memory tiers of the model's state, for device memory that is too small."""
 
     # Bytes of device memory for parameters, gradients, optimizer state, their buffers, and
     # activations.
@@ -164,7 +164,7 @@ class ZeroPlan:
     chunk_bytes: int = choice(4 * 2**20, least=1)
     # ``auto`` tunes the size in the first steps, ``again`` although an earlier job did.
     tuning: str = choice("off", "off", "auto", "again")
-    # Number of chunks that stage 3 gathers ahead of the one in use.
+    # Number of chunks that stage 3 prefetches.
     gather_ahead: int = choice(2, least=0)
     # Whether collectives overlap with compute.
     overlap: bool = True
@@ -189,7 +189,7 @@ class ZeroPlan:
 
     @property
     def steps_in_backward(self) -> bool:
-        """Whether chunks are stepped during backward, with tiers or without."""
+        """Whether chunks are updated during backward, with or without tiers."""
         return self.step_in_backward if self.tiers is None else self.tiers.step_in_backward
 
 
@@ -231,7 +231,7 @@ class OperatorChoice:
 
 @dataclass(frozen=True)
 class OperatorBlock:
-    """Blocks whose operators run in the same way."""
+    """Blocks whose operators are handled in the same way."""
 
     # Names of the blocks.
     blocks: tuple[str, ...]
@@ -241,7 +241,7 @@ class OperatorBlock:
 
 @dataclass(frozen=True)
 class OperatorPlan:
-    """Operators that all ranks of the mesh share, each in its own way."""
+    """Operators sharded over all ranks of the mesh, each in its own way."""
 
     # Dtype and sizes of each argument of the model, of all ranks together.
     batch: dict[str, str]
@@ -270,7 +270,7 @@ class SequenceLayout:
 
     @property
     def degree(self) -> int:
-        """Number of ranks that share a sequence, not counting those of the tensor axis."""
+        """Number of ranks that share a sequence, not counting the tensor axis."""
         return self.ulysses * self.outer * self.inner
 
 
@@ -288,7 +288,7 @@ class PipelineLayout:
     cut: tuple[int, ...] = field(default=(), metadata={"least": 1})
     # Share of the work of each stage; a result.
     shares: tuple[float, ...] = ()
-    # Path of the list of blocks; None where it is found.
+    # Path of the list of blocks; None if it is detected.
     blocks: str | None = None
     # Paths of modules that every stage keeps.
     everywhere: tuple[str, ...] = ()
@@ -304,7 +304,7 @@ class Precision:
 
     # Dtype of autocast, or none: parameters keep their own.
     autocast: str = choice("none", "none", "bf16")
-    # Dtype that parameters are converted to, with float32 copies in the shards; or none.
+    # Dtype to convert parameters to, with float32 master weights in the shards; or none.
     parameters: str = choice("none", "none", "bf16", "fp16")
     # Paths of modules that keep their own dtype.
     kept: tuple[str, ...] = ()
@@ -322,7 +322,7 @@ class Wire:
     reduce: str = "identity"
     # Format of activations and their gradients between tensor ranks.
     tensor: str = "identity"
-    # Format of what attention exchanges between ranks of a sequence.
+    # Format of attention messages between ranks of a sequence.
     sequence: str = "identity"
     # Format of activations and their gradients between stages.
     pipeline: str = "identity"
@@ -347,7 +347,7 @@ class Model:
     Attributes:
         kind: class of the model.
         parameters: number of elements.
-        trainable: number of elements that are trained.
+        trainable: number of trained elements.
         optimizer: class of the optimizer.
     """
 
@@ -361,7 +361,7 @@ class Model:
 class BlockWork:
     """Costs of a block for one batch."""
 
-    # Path of the block; empty for what is outside of all blocks.
+    # Path of the block; empty for everything outside blocks.
     path: str
     # Seconds of its forward.
     forward_s: float = choice(0.0, least=0)
@@ -379,7 +379,7 @@ class BlockWork:
 
 @dataclass(frozen=True)
 class Work:
-    """Costs of one batch in one process; predictions start from these."""
+    """Costs of one batch in one process, on which predictions are based."""
 
     # Number of samples of the batch; 0 where none was measured.
     samples: int = choice(0, least=0)
@@ -419,7 +419,7 @@ class Work:
     share_blocks: float = choice(0.0, least=0)
     # Share of the forward's seconds in modules that tensor ranks divide.
     share_cut: float = choice(0.0, least=0)
-    # Number of backwards that the batch is cut into, one at a time.
+    # Number of sequential backwards that the batch is split into.
     backwards: int = choice(1, least=1)
     # Seconds to launch the operations of a forward, for any batch size and number of ranks.
     launch_forward_s: float = choice(0.0, least=0)

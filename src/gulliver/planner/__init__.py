@@ -1,4 +1,4 @@
-"""Makes, predicts, measures and searches plans; nothing here runs one."""
+"""Creates, predicts, measures and searches plans; nothing here runs one."""
 
 from typing import TYPE_CHECKING
 

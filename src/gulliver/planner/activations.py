@@ -1,7 +1,7 @@
 """Keeps, recomputes or offloads activations under a memory limit.
 
-For several activation budgets `gulliver.solve.choose_activations` chooses for each block; what
-activations do not take, state may have, and moves less. The budget with the least predicted seconds
+`gulliver.solve.choose_activations` decides per block under several activation budgets; state may
+use the rest of the memory, which reduces its traffic. The budget with the shortest predicted step
 wins.
 """
 
@@ -47,7 +47,7 @@ STEPS = 3
 def plan_activations(
     plan: Plan, model: nn.Module, state: Callable[[], StateBytes], rates: TierRates | None
 ) -> Plan:
-    """Chooses which blocks are kept, recomputed or offloaded, unless the plan decides it.
+    """Chooses which blocks are kept, recomputed or offloaded, unless the plan already says so.
 
     Args:
         plan: choices, with tiers.
@@ -159,7 +159,7 @@ def _best(
     rates: TierRates | None,
     allowed: Sequence[Choice],
 ) -> tuple[float, ActivationChoice] | None:
-    """The lowest predicted time and its choice; None if nothing fits."""
+    """Lowest predicted time and its choice; None if nothing fits."""
     rule = BudgetRule(tiers.limit)
     whole = tiers.limit - rule.margin
     least, _, most = state_needs(state, tiers)

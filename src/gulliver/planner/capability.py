@@ -1,9 +1,9 @@
 """The table of supported combinations, which plans are checked against.
 
-    check_family("bloom", "ring_attn", size=2)    # refused, naming what works instead
+    check_family("bloom", "ring_attn", size=2)    # raises; the error names supported ones
 
-A combination is in the table because a test holds it against one process, forward and gradient
-(`docs/parity.md`); whatever is not in it is rejected. The rows are the records of
+A combination is in the table because a test compares its outputs and gradients with one process
+(`docs/parity.md`); anything else is rejected. The rows are the records of
 `gulliver.families`. Read `MODES`, `families`, `check_family`.
 """
 
@@ -48,7 +48,7 @@ def families() -> dict[str, Sequences]:
 
 def table() -> list[tuple[str, ...]]:
     """Supported combinations: a row for each family under `HEADER`."""
-    # All of them can be cut over the tensor axis and into stages, with any stage of ZeRO, in all
+    # All of them support tensor parallelism and pipeline stages, with any stage of ZeRO, in all
     # `DTYPES`.
     return [
         (name, ", ".join(known.modes), ", ".join(known.masks) or "-", known.why)
@@ -121,7 +121,7 @@ WIDTHS = ("hidden_size", "n_embd", "d_model")
 
 
 def sequence_plan(plan: Plan) -> SequencePlan:
-    """How a sequence is over its ranks."""
+    """How a sequence is sharded over its ranks."""
     s = plan.sequence
     layout: Any = s.layout
     return SequencePlan(s.ulysses, s.outer, s.inner, layout, wire_format(plan.wire.sequence))
@@ -148,7 +148,7 @@ def choose_plan(
 def attention_shape(
     model: nn.Module, tp_size: int, causal: bool, length: int | None = None, batch: int = 1
 ) -> Shape:
-    """The attention of a layer on one tensor rank."""
+    """Attention shape of a layer on one tensor-parallel rank."""
     config = getattr(model, "config", None)
     length = length or _field(config, LENGTHS, "sequence_length=")
     heads = _field(config, HEADS, "sequence_parallelism_mode=")

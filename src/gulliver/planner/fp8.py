@@ -1,7 +1,7 @@
 """FP8 layers of a plan: which layers of a model, and how ranks agree on their scales.
 
-The choice follows from the whole model, the ranks' parts of it and the rates of the device;
-`use_fp8` converts the layers once the model is cut.
+The choice depends on the full model, its shards and the rates of the device; `use_fp8` converts the
+layers after sharding.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ TOKENS = 8192
 
 
 # [Note: as one process] Parity is that of one process with the same recipe on the same
-# micro-batches. Data ranks each quantise their own samples, as a loop over micro-batches would.
-# Ranks that share a layer or a sequence quantise parts of one tensor: where a scale is of a dim
+# micro-batches. Data ranks each quantize their own samples, as a loop over micro-batches would.
+# Ranks that share a layer or a sequence quantize parts of one tensor: where a scale is of a dim
 # that they share, they take the largest magnitude of all of them, by a small all-reduce (`Shared`).
 # A layer whose gradient is a partial sum on each rank cannot be so: FP8 of a sum is not the sum of
 # FP8. Those are kept, and sequences are shared only in models whose linear layers all work on
@@ -88,7 +88,7 @@ def with_fp8(
 
 
 def gate_fp8(found: Selection, device: Device, tokens: int, scaling: str) -> tuple[Selection, str]:
-    """Drops layers that are not predicted to gain, and reports the size from which they would."""
+    """Drops layers not predicted to be faster, and reports the size from which they would be."""
 
     def judged(layer: Layer) -> Layer:
         if layer.why_not:
@@ -111,7 +111,7 @@ def weight_bytes(plan: Plan, sizes: Mapping[str, int]) -> int:
 
 
 def check_units(plan: Plan, model: nn.Module) -> None:
-    """Rejects FP8 on a rank without units for it."""
+    """Rejects FP8 on a rank whose device has no FP8 units."""
     if plan.precision.fp8 is not None:
         check_hardware(model, _recipe(plan.precision.fp8))
 
@@ -119,7 +119,7 @@ def check_units(plan: Plan, model: nn.Module) -> None:
 def use_fp8(
     plan: Plan, model: nn.Module, tensor: RankGroup = ALONE, sequence: RankGroup = ALONE
 ) -> None:
-    """Converts the plan's layers that this rank has to FP8."""
+    """Converts the plan's layers on this rank to FP8."""
     fp8 = plan.precision.fp8
     if fp8 is None:
         return
@@ -156,7 +156,7 @@ def _check_sequence(plan: Plan, model: nn.Module) -> None:
 def _parts(
     tensor: TensorPlan | None, model: nn.Module
 ) -> tuple[dict[str, list[tuple[int, int]]], dict[str, str]]:
-    """Inputs and outputs of each tensor rank's part of a layer, and unsupported layers."""
+    """Inputs and outputs of a layer's shard on each tensor rank, and unsupported layers."""
     parts, others = dict[str, list[tuple[int, int]]](), dict[str, str]()
     if tensor is None:
         return parts, others

@@ -53,7 +53,7 @@ def measure_work(
     each: bool = False,
     fp8: Fp8Plan | None = None,
 ) -> Work:
-    """Runs a batch a few times."""
+    """Measures the costs of a batch in a few runs."""
     sizes: dict[str, list[int]] = {"forward": [], "backward": [], "hidden": [], "again": []}
     watched = _sizes_of(model, tensor, blocks, sizes)
     with _put_back(model), watched, _in_fp8(model, fp8), _counted(model) as kept:
@@ -87,15 +87,15 @@ def measure_work(
 
 
 def samples_of(sample: Any) -> int:
-    """Number of samples of a batch."""
+    """Number of samples in a batch."""
     return next((t.shape[0] for t in tensors_of(sample) if t.ndim), 1)
 
 
 def with_peaks(
     work: Work, model: nn.Module, sample: Any, autocast: torch.dtype | None, activations: str
 ) -> Work:
-    """The work of a batch with the peak bytes besides state."""
-    # Followed with fake tensors; 0 for what cannot be followed or recomputed.
+    """Adds the peak bytes other than state to the work of a batch."""
+    # Traced with fake tensors; 0 if it cannot be traced or recomputed.
     plain = follow_sample(model, sample, autocast)
     seconds = {block.path: block.forward_s for block in work.blocks}
     work = replace(work, peak=plain.bytes or 0, unfollowed=plain.reason, blocks=())
@@ -131,7 +131,7 @@ def follow_sample(
     again: Sequence[str] = (),
     offloaded: Sequence[str] = (),
 ) -> ActivationPeak:
-    """Follows a step with fake tensors, with the named blocks recomputed or offloaded."""
+    """Runs a step with fake tensors, with the named blocks recomputed or offloaded."""
     args = () if isinstance(sample, Mapping) else sample if isinstance(sample, tuple) else (sample,)
     kwargs = sample if isinstance(sample, Mapping) else {}
     offering = recomputable_blocks(model)
@@ -145,7 +145,7 @@ def follow_sample(
 
 
 def _shared_out(seconds: float, model: nn.Module, paths: Sequence[str]) -> dict[str, float]:
-    """Seconds of a forward by the parameters of its blocks."""
+    """Divides the seconds of a forward among blocks by their parameters."""
     counts = {p: sum(t.numel() for t in model.get_submodule(p).parameters()) for p in paths}
     whole = max(1, sum(p.numel() for p in model.parameters()))
     return {path: seconds * count / whole for path, count in counts.items()}
@@ -236,7 +236,7 @@ def _inside(path: str, others: Iterable[str]) -> bool:
 
 
 def entries_of(tensor: TensorPlan | None) -> list[str]:
-    """Paths of modules that take full tensors and compute a part of the output."""
+    """Paths of modules that take full tensors and compute a shard of the output."""
     if tensor is None:
         return []
     columns = [path for path, placed in tensor.modules.items() if placed.how.kind == "column"]
@@ -244,7 +244,7 @@ def entries_of(tensor: TensorPlan | None) -> list[str]:
 
 
 def shared_paths(tensor: TensorPlan | None) -> list[str]:
-    """Paths of modules that are split over tensor ranks, and of those inside."""
+    """Paths of modules split over tensor ranks, and of their submodules."""
     if tensor is None:
         return []
     return [*tensor.sites, *(path for path in tensor.modules if not _inside(path, tensor.sites))]
@@ -252,7 +252,7 @@ def shared_paths(tensor: TensorPlan | None) -> list[str]:
 
 @contextmanager
 def _seconds_in(model: nn.Module, paths: Mapping[str, Sequence[str]]) -> Iterator[dict[str, float]]:
-    """Seconds of a forward spent in disjoint lists of modules, by name."""
+    """Seconds of a forward spent in disjoint groups of modules, by name."""
     found, begun, handles = dict.fromkeys(paths, 0.0), dict[tuple[str, str], float](), []
     device = next(model.parameters()).device
 
@@ -294,7 +294,7 @@ def _in_fp8(model: nn.Module, fp8: Fp8Plan | None) -> Iterator[None]:
 
 @contextmanager
 def _counted(model: nn.Module) -> Iterator[list[int]]:
-    """Bytes that forward saves for backward, each storage once, without parameters."""
+    """Bytes that forward saves for backward, without parameters; each storage counts once."""
     found, seen = [0], {p.untyped_storage().data_ptr() for p in model.parameters()}
 
     def pack(value: Tensor) -> Tensor:
@@ -348,7 +348,7 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
 
 
 def _nbytes(value: Any) -> int:
-    """Bytes of the largest floating-point tensor of nested values."""
+    """Bytes of the largest floating-point tensor in nested values."""
     return max((t.nbytes for t in tensors_of(value) if t.is_floating_point()), default=0)
 
 
@@ -368,11 +368,11 @@ Seconds = tuple[float, float]
 
 
 class _Seen(Exception):
-    """All that was looked for has been seen."""
+    """Raised when all blocks have been seen, to end the forward."""
 
 
 class _Call(nn.Module):
-    """A call of a block with keyword arguments that stay."""
+    """Call of a block; keyword arguments stay fixed."""
 
     def __init__(self, block: nn.Module, keywords: Mapping[str, Any]) -> None:
         super().__init__()
@@ -476,7 +476,7 @@ def _fill(tensor: Tensor) -> Tensor:
 
 
 def _real(fake: Tensor, device: torch.device) -> Tensor:
-    """A real tensor like a fake one; masks allow everything."""
+    """Creates a real tensor like a fake one; masks allow everything."""
     made = torch.ones(fake.shape, dtype=fake.dtype, device=device)
     return (_fill(made) if fake.is_floating_point() else made).requires_grad_(fake.requires_grad)
 
@@ -516,10 +516,10 @@ def estimate_work(
 
 
 def _timed(work: Work, model: nn.Module, seconds: Mapping[str, tuple[float, float]]) -> Work:
-    """Work of a model with timed blocks; the rest is scaled by its parameters.
+    """Work of a model with timed blocks; the rest is scaled by parameter count.
 
     Args:
-        work: what was counted.
+        work: counted costs.
         model: whole model.
         seconds: seconds of the forward and of the backward of its blocks, by path.
     """

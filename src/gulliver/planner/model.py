@@ -36,7 +36,7 @@ def no_optimizer() -> torch.optim.Optimizer:
 
 
 def check_modules(model: nn.Module, sharded: bool) -> None:
-    """Rejects lazy modules and, where parameters are sharded, TorchScript."""
+    """Rejects lazy modules and, if parameters are sharded, TorchScript."""
     for name, module in model.named_modules():
         if any(is_lazy(p) for p in module.parameters(recurse=False)):
             raise GulliverError(
@@ -64,7 +64,7 @@ def dtypes_of(model: nn.Module) -> dict[str, torch.dtype]:
 
 
 def narrow_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
-    """Dtypes with a smaller range than the float32 copies."""
+    """Dtypes, by name, of parameters with a narrower range than their float32 master weights."""
     # The range of bfloat16 is float32's but for its very end: to look at that, every resumed run
     # would read all values twice.
     return {name: dtype for name, dtype in dtypes_of(model).items() if dtype is torch.float16}
@@ -163,7 +163,7 @@ def check_precision(name: Any) -> None:
 
 
 class _Autocast:
-    """Enters autocast before a call and leaves it after, also when the call fails."""
+    """Enters autocast before a call and exits it afterwards, also if the call fails."""
 
     def __init__(self, device: str, dtype: torch.dtype) -> None:
         self._device, self._dtype = device, dtype
@@ -199,12 +199,12 @@ NO_BLOCKS = (
 
 
 def has_switch(model: nn.Module) -> bool:
-    """Whether a model has its own switch for recomputation."""
+    """Whether a model has its own switch for activation recomputation."""
     return hasattr(model, "gradient_checkpointing_enable")
 
 
 def blocks_of(model: nn.Module) -> tuple[str, ...]:
-    """Paths of a model's blocks; none if there are fewer than two."""
+    """Paths of a model's blocks; empty if there are fewer than two."""
     # A block has several layers: single ones of torch have nothing to keep but their input. Modules
     # of a block's class that are in no list are blocks, too.
     found = _within(model, "")

@@ -40,7 +40,7 @@ from gulliver.precision.wire.packing import PackRates, pack_rates
 
 
 def in_parts(message: Message, times: int) -> Message:
-    """Splits a message by micro-batches; those between stages are split already."""
+    """Splits a message by micro-batches; messages between stages already are."""
     if times == 1 or message.behind_s == math.inf:
         return message
     behind = None if message.behind_s is None else message.behind_s / times
@@ -49,7 +49,7 @@ def in_parts(message: Message, times: int) -> Message:
 
 
 def wire_kind(message: Message, links: dict[str, list[tuple[int, Link]]]) -> str:
-    """Kind of a message's content, one of `gulliver.plan.tree.WIRE_KINDS`."""
+    """Kind of a message's contents, one of `gulliver.plan.tree.WIRE_KINDS`."""
     if message.kind == "all_to_all":
         return "sequence"
     if message.kind == "sends":
@@ -68,7 +68,7 @@ def rates_of_packing(wire: WireFormat, cluster: Cluster | None) -> PackRates:
 
 
 def packed_message(message: Message, wire: WireFormat, rates: PackRates, item: int) -> Message:
-    """A message in a wire format, with the seconds of packing it."""
+    """Packs a message in a wire format; includes the packing time."""
     if wire.name == "identity":
         return message
     elements = message.bytes // item
@@ -84,7 +84,7 @@ def packed(
     links: dict[str, list[tuple[int, Link]]],
     rates: Callable[[WireFormat], PackRates],
 ) -> Message:
-    """A message in the wire format of the plan."""
+    """Packs a message in the wire format of the plan."""
     wire = wire_format(getattr(plan.wire, wire_kind(message, links)))
     item = 2 if plan.precision.parameters != "none" else 4
     return packed_message(message, wire, rates(wire), item)
@@ -99,7 +99,7 @@ HALVES = {"bf16": "bfloat16", "fp16": "float16"}
 
 
 def predict(resolved: ResolvedPlan, cluster: Cluster | None = None) -> ResolvedPlan:
-    """A resolved plan with the predicted seconds of a step."""
+    """Adds the predicted seconds of a step to a resolved plan."""
     plan, model, tensor = resolved.plan, resolved.model, resolved.tensor
     blocks = _blocks(resolved)
     rates = partial(rates_of_packing, cluster=cluster)
@@ -135,7 +135,7 @@ def predict(resolved: ResolvedPlan, cluster: Cluster | None = None) -> ResolvedP
 
 
 def with_work(resolved: ResolvedPlan, sample: Any) -> Plan:
-    """A plan with the costs of a sample: measured here, or estimated for a model on meta."""
+    """Adds the costs of a sample to a plan: measured here, or estimated for a model on meta."""
     plan, model, optimizer = resolved.plan, resolved.model, resolved.optimizer
     autocast = PRECISIONS.get(plan.precision.autocast)
     tensor, blocks = resolved.tensor, _blocks(resolved)
@@ -165,7 +165,7 @@ def _as_it_runs(plan: Plan) -> Iterator[None]:
 
 
 def with_mixed(plan: Plan, model: nn.Module, sample: Any) -> Plan:
-    """A plan with the peak bytes of a step with mixed activation choices."""
+    """Adds the peak bytes of a step with mixed activation choices to a plan."""
     tiers = plan.tiers
     if tiers is None or tiers.activations != "mixed":
         return plan
@@ -177,7 +177,7 @@ def with_mixed(plan: Plan, model: nn.Module, sample: Any) -> Plan:
 def tiered_step(
     resolved: ResolvedPlan, cluster: Cluster, seconds: Seconds
 ) -> tuple[TierTraffic, Seconds, int]:
-    """Traffic between tiers, seconds of a step with its waits, and bytes that are not state."""
+    """Traffic between tiers, step time with waits, and bytes other than state."""
     plan = resolved.plan
     work, tiers = rank_work(resolved), plan.tiers
     assert tiers is not None, "the plan has a limit"
@@ -197,7 +197,7 @@ def _blocks(resolved: ResolvedPlan) -> tuple[str, ...]:
 
 
 def axis_links(plan: Plan, cluster: Cluster) -> dict[str, list[tuple[int, Link]]]:
-    """Size and link of each axis with several ranks; ``replicas`` are those of ZeRO."""
+    """Size and link of each axis with several ranks; ``replicas`` covers those of ZeRO."""
     sizes = [plan.mesh.of(name) for name in AXES]
     several = [name for name, size in zip(AXES, sizes, strict=True) if size > 1]
     # Links need a cluster as large as the mesh.
@@ -213,7 +213,7 @@ def axis_links(plan: Plan, cluster: Cluster) -> dict[str, list[tuple[int, Link]]
 
 
 def free_share(device: Device, ranks: int) -> float:
-    """Share of communication that needs no compute core."""
+    """Share of communication that needs no compute units."""
     if device.overlap is not None:
         return device.overlap
     busy = ranks * torch.get_num_threads()
@@ -222,7 +222,7 @@ def free_share(device: Device, ranks: int) -> float:
 
 
 def _computed(plan: Plan, share: float) -> float:
-    """Share of one process's compute on a rank, summed over stages."""
+    """A rank's share of one process's compute, summed over stages."""
     # [Note: what tensor ranks do not divide] Norms, residual additions and rotary embeddings see
     # whole hidden states on every tensor rank. They have few parameters but take a tenth of a
     # forward or more, so seconds are divided by where they were spent.
@@ -233,7 +233,7 @@ def _computed(plan: Plan, share: float) -> float:
 
 
 def attention_sends(plan: Plan, model: nn.Module) -> Volume:
-    """Bytes sent by each rank in one attention of the whole batch."""
+    """Bytes sent by each rank in one attention call for the whole batch."""
     work, degree = plan.work, plan.mesh.of("sequence")
     if degree == 1 or not work.samples:
         return Volume()
@@ -332,7 +332,6 @@ def _pipelined(
 
 
 def hop_message(links: dict[str, list[tuple[int, Link]]], count: int) -> Message:
-    """A message between two pipeline stages."""
     return Message("sends", count, links["pipeline"])
 
 
@@ -429,7 +428,7 @@ def _sequence_messages(
 
 
 def shared_messages(plan: Plan, line: list[tuple[int, Link]], times: int = 1) -> Iterator[Message]:
-    """Messages of the replicas: gradients, and parameters where they are sharded."""
+    """Messages between replicas: gradients, and sharded parameters."""
     if not line or plan.model.trainable == 0:
         return
     if plan.ddp is not None:
@@ -451,7 +450,7 @@ def shared_messages(plan: Plan, line: list[tuple[int, Link]], times: int = 1) ->
 def zero_messages(
     stage: int, kind: str, size: int, number: float, line: Sequence[tuple[int, Link]], times: int
 ) -> Iterator[Message]:
-    """ZeRO's messages of one size, by the pass that hides them."""
+    """ZeRO's messages of one size, by the pass that overlaps with them."""
     gathers = kind == "all_gather"
     # Stages that keep no whole gradients reduce them after every backward.
     once = stage < 2 or (stage == 2 and gathers)
@@ -467,7 +466,7 @@ def zero_messages(
 
 
 def _activations(plan: Plan, share: float, blocks: int) -> int:
-    """Activation bytes of a rank; with a pipeline, of the micro-batches in flight."""
+    """Activation bytes of a rank; with a pipeline, of all micro-batches in flight."""
     again = len(plan.recompute) / blocks if blocks else 0.0
     inputs = plan.work.hidden_bytes * len(plan.recompute)
     kept = share * (plan.work.activations * (1 - again) + inputs)

@@ -44,15 +44,15 @@ KEPT_WHOLE = 0.5
 
 @dataclass(frozen=True)
 class ResolvedPlan:
-    """A plan with the cut of its model, computed once for prediction and execution."""
+    """A plan and how it shards its model, computed once for prediction and execution."""
 
     # Choices, and results as far as they are known.
     plan: Plan
     # Whole model, perhaps on meta.
     model: nn.Module
-    # Optimizer of its parameters; None where it is not trained.
+    # Optimizer of its parameters; None if it is not trained.
     optimizer: torch.optim.Optimizer | None = None
-    # How tensors are cut over the tensor axis; None where they are not.
+    # How tensors are sharded over the tensor axis; None if they are not.
     tensor: TensorPlan | None = None
     # Blocks and their cut; None without a pipeline.
     stages: Stages | None = None
@@ -61,7 +61,7 @@ class ResolvedPlan:
     )
 
     def with_plan(self, plan: Plan) -> ResolvedPlan:
-        """The same cut with a plan that differs in other choices, or in results."""
+        """The same sharding with a plan that differs only in other choices or results."""
         return replace(self, plan=plan)
 
     def sizes(self, place: tuple[int, int] = (0, 0)) -> list[TensorSize]:
@@ -108,7 +108,7 @@ def _forward_order(model: nn.Module) -> list[str]:
 
 
 def _within(path: str, found: Sequence[tuple[str, nn.Parameter]]) -> list[str]:
-    """Names of a block in order, moving norms next to their layers."""
+    """Names of a block's parameters in order, with norms moved next to their layers."""
     children = dict[str, list[str]]()
     small = dict[str, bool]()
     for name, parameter in found:
@@ -143,7 +143,7 @@ def places(plan: Plan) -> dict[tuple[int, int], int]:
 def largest_residency(
     states: Sequence[StateBytes], tiers: Tiers, work: Work, policy: Policy = "planned"
 ) -> StateResidency:
-    """Residency of the rank that needs most memory; errors name the least limit for all."""
+    """Residency of the rank that needs the most memory; errors name the minimum for all."""
     ordered = sorted(states, key=lambda state: -least_bytes(state, tiers))
     first, *_ = (find_residency(state, tiers, work, policy) for state in ordered)
     return first
@@ -205,7 +205,7 @@ def _again_share(plan: Plan) -> float:
 
 
 def _tensor_sizes(resolved: ResolvedPlan, place: tuple[int, int]) -> list[TensorSize]:
-    """A rank's parameters in model order, before sharding."""
+    """A rank's parameters in model order, before ZeRO shards them."""
     plan, model, tensor = resolved.plan, resolved.model, resolved.tensor
     stepper = resolved.optimizer or no_optimizer()
     groups = {p: group for group in stepper.param_groups for p in group["params"]}
@@ -242,7 +242,7 @@ def _tensor_sizes(resolved: ResolvedPlan, place: tuple[int, int]) -> list[Tensor
 
 
 def _turns(plan: Plan, model: nn.Module) -> dict[nn.Parameter, list[int]]:
-    """Positions of parameters in the order of use; a tied one has several."""
+    """Positions of parameters in the order of use; tied ones have several."""
     known = dict(model.named_parameters(remove_duplicate=False))
     turns: dict[nn.Parameter, list[int]] = {}
     for turn, name in enumerate(order_of_use(plan, model) or _forward_order(model)):
@@ -328,13 +328,13 @@ def _chunk_bytes(
 
 
 def _shown_bytes(wires: ZeroWires, layout: ChunkLayout, dtype: torch.dtype) -> int:
-    """Bytes of the copy of a shard as other ranks have it, kept for packed parameters."""
+    """Bytes of the unpacked copy of a shard that other ranks see, kept for packed parameters."""
     packed = wires.of_parameters(layout.parts, layout.part_size, dtype) is not IDENTITY
     return layout.part_size * dtype.itemsize * packed
 
 
 def _uses(sizes: list[TensorSize], laid_out: list[str]) -> tuple[str, ...]:
-    """Names in the order of use of the chunks."""
+    """Parameter names in the order in which chunks are used."""
     kinds = {tensor.name: (tensor.trained, tensor.frozen_trainable) for tensor in sizes}
     inside = set(laid_out)
     for kind in set(kinds.values()):

@@ -1,9 +1,9 @@
 """Replays training steps under a memory limit, with chunks as plain numbers.
 
-The replay calls the code by which the memory manager decides
-(`gulliver.solve.replacement.Replacement`), so the
-predicted moves are the real ones. Nothing is allocated, and a model may be on meta. Begin reading
-at `Replay.step`: the order in which training uses state.
+The replay runs the decision code of the memory manager
+(`gulliver.solve.replacement.Replacement`), so the predicted moves are the real ones. Nothing is
+allocated, and a model may be on meta. Start reading at `Replay.step`, the order in which training
+uses state.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ WINDOW = 2
 
 @dataclass
 class PendingMove:
-    """A move of an object between tiers."""
+    """A pending transfer of an object between tiers."""
 
     key: Key
     # Bytes that move, in whole pages; 0 for new memory, which is not read.
@@ -94,7 +94,7 @@ class TierContents:
     coming: dict[Key, tuple[PendingMove, int]] = field(default_factory=dict)
 
     def move(self, move: Move, key: Key, size: int, visits: int) -> PendingMove | None:
-        """Moves an object; returns the transfer, if there is one."""
+        """Moves an object; returns the transfer, if any."""
         if move in (Move.LOAD, Move.MAKE):
             self.keys.add(key)
             self.bytes += size
@@ -111,7 +111,7 @@ class TierContents:
         return PendingMove(key, size, True) if move is Move.WRITE else None
 
     def used(self, key: Key, visits: int) -> None:
-        """Records how many visits passed from a move to the use of its object."""
+        """Records the number of visits between a move and the use of its object."""
         if key in self.coming:
             coming, sent = self.coming.pop(key)
             coming.until = visits - sent
@@ -169,11 +169,11 @@ class Replay:
 
     @property
     def minimum(self) -> int:
-        """Most bytes needed at once so far."""
+        """Peak bytes needed at once so far."""
         return self._core.minimum
 
     def step(self) -> list[ReplayedUse]:
-        """Forward, backward and update, chunk after chunk."""
+        """Forward, backward and update, chunk by chunk."""
         self._seen = []
         for held in (self.held, self.behind):
             if held is not None:
@@ -252,7 +252,7 @@ class Replay:
                 self._reduce(number, number in begun)
 
     def _add_up(self, number: int, begun: set[int]) -> None:
-        """Adds the gradient of a micro-batch to those before."""
+        """Adds the gradient of a micro-batch to the accumulated ones."""
         if self.state.chunks[number].trained:
             self.use(self._sum(number), write=number in begun, fresh=number not in begun)
             begun.add(number)
@@ -279,7 +279,7 @@ class Replay:
             self.forget(("collected", number))
 
     def _enter(self, number: int) -> None:
-        """Releases what is no longer in use; uses the parameters of a chunk."""
+        """Releases unused objects and uses the parameters of a chunk."""
         if number in self._entered:
             return
         first, last = self._together[number]
@@ -308,7 +308,7 @@ class Replay:
             self.done(key)
 
     def restore(self, number: int) -> None:
-        """Fetches them for backward."""
+        """Fetches the activations of a chunk for backward."""
         for key in reversed(self._activations(number)):
             self.use(key)
             self.done(key)
@@ -333,7 +333,7 @@ class Replay:
             self._finish_reduction(landed)
 
     def _finish_reduction(self, number: int) -> None:
-        """Completes a gradient; steps the chunk if steps run in backward."""
+        """Completes a gradient; updates the chunk if steps run in backward."""
         self._collected.remove(number)
         if self.state.chunks[number].copied:
             self.use(("gradient", number), fresh=True)
@@ -382,7 +382,7 @@ class Replay:
         self._run(self._core.done(key))
 
     def discard(self, number: int) -> None:
-        """Forgets the gradient of a chunk."""
+        """Discards the gradient of a chunk."""
         self.forget(("gradient", number))
 
     def forget(self, key: Key) -> None:
@@ -412,7 +412,7 @@ class Replay:
             self.decides = self._seen[-1].chunk
 
     def visit(self, phase: str, number: int) -> None:
-        """Begins a visit of a chunk in a phase."""
+        """Begins a visit to a chunk in a phase."""
         self._visits += 1
         self._seen.append(ReplayedUse(phase, number))
         self._seen[-1].note(self.counter)
@@ -507,7 +507,7 @@ class MultiRankReplay(StepReplay):
         self._replay.done(("gradient", chunk.number))
 
     def _step(self) -> None:
-        """Steps the chunks that backward has not stepped."""
+        """Updates the chunks that backward has not updated."""
         self._sent.clear()
         for chunk in self._unstepped[:]:
             self._replay.visit(UPDATE, chunk.number)
@@ -548,7 +548,7 @@ class MicroBatches(MultiRankReplay):
         yield "prefetched", -1
 
     def _backward(self, names: tuple[str, ...]) -> Iterator[Event]:
-        """Uses and gradients of a micro-batch; chunks are unpinned when complete."""
+        """Uses and gradients of a micro-batch; complete chunks are unpinned."""
         left = {number: set(self.chunks[number].size.names) for number in self._homes.values()}
         first = {name: place for place, name in reversed(list(enumerate(names)))}
         for uses, members in backward_uses(names, self._replay.state.blocks):
@@ -592,10 +592,9 @@ class MicroBatches(MultiRankReplay):
 
 
 class UnequalRanks(MicroBatches):
-    """Steps of ranks with unequal work: each has copies of whole chunks, made when a step begins.
+    """Steps of ranks with unequal work: each copies full chunks when a step begins.
 
-    Nothing is gathered or reduced until the last micro-batch, so a chunk comes and goes as those of
-    a rank that is alone.
+    Nothing is gathered or reduced until the last micro-batch, so chunks move as on a single rank.
     """
 
     def __init__(self, replay: Replay) -> None:
@@ -612,7 +611,7 @@ class UnequalRanks(MicroBatches):
         super().step()
 
     def _events(self) -> Iterator[Event]:
-        """Micro-batches, the end of the copies, and reductions."""
+        """Micro-batches, release of the copies, and reductions."""
         *events, _ = super()._events()
         reduced = next(n for n, (what, _) in enumerate(events) if what == "reduced")
         yield from events[:reduced]

@@ -1,7 +1,7 @@
-"""Residency of state: what stays on the device, what moves, and what that costs.
+"""Residency of state: what stays on the device, what moves, and the cost.
 
-`find_residency` replays the steps of a plan and rejects a limit that is too small, naming the least
-one that suffices.
+`find_residency` replays the steps of a plan and rejects a limit that is too small, naming the
+smallest sufficient one.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class StateResidency:
     moved: TierTraffic
 
     def seconds(self, work: Work, rates: TierRates) -> TieredSeconds:
-        """Seconds of a step; with three tiers those of the slower link."""
+        """Seconds of a step; with three tiers, of the slower link."""
         found = tiered_seconds(_visits(self.visits, work, self.state), rates)
         if rates.behind is None:
             return found
@@ -69,7 +69,7 @@ class StateResidency:
 
 
 def other_bytes(tiers: Tiers, work: Work) -> int:
-    """Bytes that a step needs besides state; 0 if unknown."""
+    """Bytes that a step needs in addition to state; 0 if unknown."""
     found = {
         "recompute": work.peak_recomputed,
         "offload": work.peak_offloaded,
@@ -86,7 +86,7 @@ def least_bytes(state: StateBytes, tiers: Tiers) -> int:
 
 @lru_cache(maxsize=KNOWN)
 def state_needs(state: StateBytes, tiers: Tiers) -> tuple[int, int, int]:
-    """Minimum bytes in use at once, the chunk that decides it, and bytes of all state."""
+    """Minimum bytes in use at once, the chunk that determines them, and bytes of all state."""
     endless = _endless(state, tiers)
     # A backward that accumulates does not step, nor does one that waits for clipping.
     waiting = replace(tiers, step_in_backward=False)
@@ -161,14 +161,14 @@ def _needs(replay: Replay) -> int:
 
 
 def _again(state: StateBytes) -> int:
-    """Extra bytes on several ranks when modules run out of planned order."""
+    """Extra bytes on several ranks when modules run out of the planned order."""
     # Then a chunk is gathered again and stays. The others use the memory of gradients in flight,
     # which are waited for early if there is none left.
     return max((c.whole + c.shard for c in state.chunks), default=0) if state.parts > 1 else 0
 
 
 def _refuse_behind(state: StateBytes, tiers: Tiers, behind: int, roomy: int, needed: bool) -> None:
-    """Rejects tiers that cannot hold every object, since any may have to leave."""
+    """Rejects slower tiers that cannot hold every object, since any may be evicted."""
     # So may whole gradients during accumulation.
     named = [f"disk={tiers.disk!r}"] if tiers.disk is not None else []
     named += ["host_limit"] if tiers.host else []
@@ -206,7 +206,7 @@ def _named(state: StateBytes, number: int) -> str:
 
 
 def _visits(visits: Sequence[ReplayedUse], work: Work, state: StateBytes) -> list[Visit]:
-    """Visits with their seconds: each chunk takes its share of a phase by its bytes."""
+    """Visits with their seconds: a phase is divided among chunks by their bytes."""
     whole = {
         phase: sum(state.chunks[s.chunk].whole for s in visits if s.phase == phase) or 1
         for phase in (FORWARD, BACKWARD)
@@ -241,7 +241,7 @@ def _passed(chunk: ChunkBytes, phase: str) -> int:
 
 
 def tier_rates(tiers: Tiers, cluster: Cluster) -> TierRates | None:
-    """Rates of the slower tiers; None if there are none, or they are unknown."""
+    """Rates of the slower tiers; None if there are none or they are unknown."""
     disk = disk_rates(cluster) if tiers.disk is not None else None
     host = host_rates(cluster.device) if tiers.host else None
     return disk if host is None else replace(host, behind=disk)
@@ -250,7 +250,7 @@ def tier_rates(tiers: Tiers, cluster: Cluster) -> TierRates | None:
 def priced(
     found: StateResidency, tiers: Tiers, work: Work, cluster: Cluster
 ) -> tuple[TierTraffic, TieredSeconds | None]:
-    """The moves with their bottleneck and the price of memory, and the seconds of a step."""
+    """Adds bottleneck and price of memory to the planned traffic; also returns the step time."""
     rates = tier_rates(tiers, cluster)
     if rates is None:
         return found.moved, None
@@ -263,6 +263,6 @@ def priced(
 
 
 def chunk_sizes(whole: int) -> list[int]:
-    """Chunk sizes to try, in bytes: powers of two that give a reasonable number of chunks."""
+    """Chunk sizes to try, in bytes: powers of two that yield a reasonable number of chunks."""
     sizes = [2**power for power in range(12, 31)]
     return [size for size in sizes if FEW <= whole / size <= MANY] or sizes[:1]

@@ -1,7 +1,7 @@
-"""Derives the results of a plan's choices for a model; the model is not changed.
+"""Derives the results of a plan's choices for a model, without changing the model.
 
-Every plan is resolved, whether a plugin made it or it was read from a file, with the same result in
-one process as on many ranks. Results in a file are not used; if they differ, a line says so.
+Plans from plugins and from files are resolved in the same way, with the same result in one process
+as on many ranks. Results in a file are ignored, with a message if they differ.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from gulliver.planner.residency import least_bytes
 def cut_model(
     plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> ResolvedPlan:
-    """A plan's choices and its cut of a model, without results."""
+    """Shards a model by a plan's choices, without computing results."""
     return ResolvedPlan(plan, model, optimizer, plan_tensors(plan, model), plan_stages(plan, model))
 
 
@@ -63,7 +63,7 @@ def resolve(
     optimizer: torch.optim.Optimizer | None,
     cluster: Cluster | None = None,
 ) -> ResolvedPlan:
-    """Resolves a plan for a model: cuts, chunks and predicted bytes."""
+    """Resolves a plan for a model: shards, chunks and predicted bytes."""
     model = unwrapped(model)
     plan = replace(plan, model=_model(plan, model, optimizer))
     if plan.operators is not None:
@@ -199,7 +199,7 @@ def _unfit_rules(plan: Plan, model: nn.Module) -> list[str]:
 
 
 def _check_rules(plan: Plan, model: nn.Module) -> None:
-    """Rejects rules of a file that match no module."""
+    """Rejects rules from a file that match no module."""
     for rule in _unfit_rules(plan, model) if plan.lines else ():
         ends = {path.rpartition(".")[2] for path, _ in model.named_modules() if path}
         where = _lined(plan, join("tensor.rules", rule))
@@ -213,7 +213,7 @@ def styles_of(plan: TensorPlan) -> dict[str, str]:
 
 
 def plan_stages(plan: Plan, model: nn.Module) -> Stages | None:
-    """The blocks of a model and their cut; None without a pipeline."""
+    """The blocks of a model and their stages; None without a pipeline."""
     size, line = plan.mesh.of("pipeline"), plan.pipeline
     if size == 1:
         return None
@@ -230,7 +230,7 @@ def plan_stages(plan: Plan, model: nn.Module) -> Stages | None:
 
 
 def _check_blocks(plan: Plan, model: nn.Module, stack: Stack) -> None:
-    """Rejects wrong declarations about blocks before any of them runs."""
+    """Rejects wrong declarations about blocks before any block runs."""
     line = plan.pipeline
     known = stack_of(model, line.blocks).extra if line.extra != -1 else -1
     if known not in (-1, line.extra):
@@ -322,7 +322,7 @@ RESULTS = ("model", "predicted", "reasons")
 
 
 def differences(given: Plan, found: Plan) -> str | None:
-    """A line about results in a file that differ from the computed ones; None if none do."""
+    """Describes results in a file that differ from the computed ones; None if none do."""
     if not given.lines:
         return None
     names = [name for name in RESULTS if _says(given, name) and _differ(given, found, name)]
@@ -355,5 +355,5 @@ def recomputable(plan: Plan, model: nn.Module, stages: Stages | None) -> tuple[s
     # Those of a pipeline, else of `recomputable_blocks`.
     if stages is not None:
         return stages[0].blocks
-    # In a model that is cut, recomputation must repeat the ranks' communication and dropout.
+    # In a sharded model, recomputation must repeat the ranks' communication and dropout.
     return recomputable_blocks(model) if has_switch(model) or not plan.mesh.names_model else ()

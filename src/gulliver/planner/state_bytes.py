@@ -19,7 +19,7 @@ Passes = tuple[tuple[str, tuple[str, ...]], ...]
 
 @dataclass(frozen=True)
 class StateObject:
-    """A state object that is placed by itself."""
+    """A state object with its own residency."""
 
     # What it is, and of which chunk.
     key: Key
@@ -65,14 +65,14 @@ class StateBytes:
 
     @property
     def reserved(self) -> int:
-        """Bytes that slower tiers may need: all objects, whole gradients, and `later`."""
+        """Bytes that slower tiers may need: all objects, full gradients, and `later`."""
         waiting = sum(whole_pages(c.whole) for c in self.chunks if c.trained and not self.unequal)
         found = self.total + waiting + self.later
         # Micro-batches move all of it, and space of one size class does not serve another.
         return found + found // 4 if self.passes else found
 
     def objects(self) -> Iterator[StateObject]:
-        """All objects, in the order in which they are made."""
+        """All objects, in order of creation."""
         for number, chunk in enumerate(self.chunks):
             kind = OPTIMIZER_STATE if chunk.copied else PARAMETERS
             yield StateObject(("master", number), kind, chunk.shard, number)
@@ -102,7 +102,7 @@ class StateBytes:
     def together(self) -> list[tuple[int, int]]:
         """First and last chunk that are in use at the same time as each chunk.
 
-        What a block has recomputed looks at its parameters until its gradients are there.
+        A recomputed block uses its parameters until its gradients are complete.
         """
         homes: dict[str, list[int]] = {}
         names = {name for chunk in self.chunks for name in chunk.names}
@@ -117,7 +117,7 @@ class StateBytes:
         return found
 
     def user(self, name: str, names: Container[str]) -> str:
-        """Path of the module or recomputed block that reads a parameter."""
+        """Path of the module or recomputed block that uses a parameter."""
         block = next((path for path in self.blocks if name.startswith(f"{path}.")), None)
         module = name.rpartition(".")[0]
         outer = module.rpartition(".")[0]
@@ -127,7 +127,7 @@ class StateBytes:
 
 
 class Shares:
-    """The ``static`` policy: shares of each kind stay, in object order."""
+    """The ``static`` policy: a fixed share of each kind stays, in object order."""
 
     def __init__(self, leaving: Mapping[str, float]) -> None:
         self._leaving = leaving

@@ -1,4 +1,4 @@
-"""Memory options of plugins as the section `tiers` of a plan, and chunk sizes under a limit."""
+"""Converts memory options of plugins to the section `tiers` of a plan; picks chunk sizes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _ANY = 2**60
 
 @dataclass(frozen=True)
 class MemoryTiers:
-    """Memory options of a plugin, as `LimitOptions`, `PlacementOptions` and `StepOptions` say."""
+    """Memory options of a plugin; see `LimitOptions`, `PlacementOptions` and `StepOptions`."""
 
     memory_limit: int | float | str
     host_limit: int | float | str | None = None
@@ -60,7 +60,7 @@ class MemoryTiers:
                 )
 
     def tiers(self, device: str) -> Tiers:
-        """The section of a plan."""
+        """The section `tiers` of a plan."""
         if self.host_limit is not None and device == "cpu":
             raise GulliverError(
                 f"host_limit={self.host_limit!r}: ranks run on cpu, where memory_limit covers host "
@@ -87,7 +87,7 @@ class MemoryTiers:
 
 
 def split_disk(text: str) -> tuple[str, str]:
-    """Folder and size of ``/scratch:100GiB``; the folder may have colons."""
+    """Splits ``/scratch:100GiB`` into folder and size; the folder may contain colons."""
     folder, colon, size = text.rpartition(":")
     if not folder:
         lacks, example = ("folder", f"/scratch{text}") if colon else ("size", f"{text}:100GiB")
@@ -112,7 +112,7 @@ def plan_tiers(
     cluster: Cluster | None,
     chosen: bool,
 ) -> Plan:
-    """Chooses the treatment of activations and the chunk size by predicted step time."""
+    """Chooses activation handling and chunk size by predicted step time."""
     given = cut_model(plan, model, optimizer)
     assert plan.tiers is not None, "the plan has a limit"
     rates = tier_rates(plan.tiers, cluster or current_cluster(plan.mesh.size))
@@ -151,7 +151,7 @@ def plan_tiers(
 
 @dataclass(frozen=True)
 class OffloadTiers:
-    """Host memory and disk of a rank, for what does not fit its device."""
+    """Host memory and disk of a rank, for state that does not fit on its device."""
 
     # Bytes of page-locked host memory of a rank; 0 for none.
     host: int = 0
@@ -183,7 +183,7 @@ class OffloadTiers:
         return self.host + self.disk_bytes
 
     def check(self, cluster: Cluster) -> None:
-        """Rejects tiers that the machines lack, or whose speed is unknown."""
+        """Rejects tiers that the machines lack or whose speed is unknown."""
         if self.host and host_rates(cluster.device) is None:
             raise GulliverError(
                 f"host={size_text(self.host)}: ranks of {cluster.name} compute in host memory, "

@@ -1,7 +1,7 @@
-"""Wire formats: what was requested, and whether it pays.
+"""Wire formats: which were requested, and whether they pay off.
 
 Packing costs compute and saves communication. Formats that are predicted to be slower are dropped,
-and the plan says so (`decide`). A plan that was read from a file runs with the formats in it.
+and the plan says so (`decide`). A plan from a file runs with its own formats.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class WireOptions(Options):
     """Wire formats requested of a plugin.
 
     Attributes:
-        formats: format of each kind that was named.
-        every: format of all kinds that there are; None where kinds were named.
-        force: whether it is done even where it is predicted to be slower.
+        formats: format of each named kind.
+        every: format of all kinds; None if kinds were named.
+        force: whether formats are kept even if predicted to be slower.
         feedback: whether packing errors of a gradient are added to the next one.
-        gate: whether gradients are compared with unpacked ones now and then.
+        gate: whether gradients are compared with unpacked ones occasionally.
     """
 
     formats: Mapping[str, str] = field(default_factory=dict)
@@ -116,7 +116,7 @@ def _kinds(plan: Plan) -> list[str]:
 def decide(
     resolved: ResolvedPlan, options: WireOptions, cluster: Cluster | None = None
 ) -> ResolvedPlan:
-    """Drops formats that are predicted to cost more than they save; records why."""
+    """Drops formats predicted to cost more than they save, and records why."""
     plan = resolved.plan
     asked = {k: wire_format(f) for k, f in plan.wire.formats.items() if f != "identity"}
     if not asked or not (options.formats or options.every):

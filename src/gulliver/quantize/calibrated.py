@@ -1,4 +1,4 @@
-"""GPTQ: quantizes each linear layer for the inputs it gets on calibration data."""
+"""GPTQ: quantizes each linear layer based on its inputs for calibration data."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ def replace_calibrated(
     Args:
         model: model with its weights.
         batches: inputs of the model, each a tensor or a mapping of keyword arguments.
-        mode: mode as for `replace_module`, as are the arguments not listed here.
+        mode: mode as in `replace_module`; so are the arguments not listed here.
         exclude: patterns of layers that stay in floating point.
         outlier_threshold: magnitude above which activations are not quantized.
         embeddings: whether to quantize embeddings.
         convolutions: whether to quantize convolutions.
-        told: called with a line about each finished block.
+        told: called with a progress line after each block.
 
     Returns:
         The model.
@@ -150,7 +150,7 @@ def _watched(
     note: Callable[[str, Tensor], None],
     most: int | None = None,
 ) -> None:
-    """Runs batches and records layer inputs; each batch ends after a number of calls."""
+    """Runs batches and records layer inputs; each batch stops after a given number of calls."""
     left = [0]
 
     def hook(path: str) -> Callable[..., None]:
@@ -174,7 +174,7 @@ def _watched(
 
 
 def _rounded(module: nn.Module, products: Tensor, mode: str) -> Rounded:
-    """Quantizes a layer, and sets its weight to the dequantized values for the layers after it."""
+    """Quantizes a layer, and sets its weight to the dequantized values for later layers."""
     weight = matrix_of(module)
     values, scales = round_calibrated(weight, products, mode)
     back = (from_int4 if mode == "int4" else from_int8)(values, scales, weight.dtype)

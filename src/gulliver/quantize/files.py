@@ -143,7 +143,7 @@ def _allocate(model: nn.Module) -> None:
 
 
 def refuse_quantized(path: Path | str) -> None:
-    """Raises an error for files written by `save_quantized` where float weights are needed."""
+    """Raises an error for files from `save_quantized`, for callers that need float weights."""
     path = Path(path)
     file = path / FILE if path.is_dir() else path
     if file.suffix == ".safetensors" and file.is_file() and KEY in read_metadata(file):
@@ -190,7 +190,7 @@ def stream_quantized(
         model: model with parameters on meta and real buffers, as built under
             `gulliver.lazy_parameters`.
         path: Hugging Face folder, safetensors file, step or run.
-        mode: format as for `replace_module`, as are the arguments not listed here.
+        mode: format as in `replace_module`; so are the arguments not listed here.
         rank_group: ranks for tensor parallelism: a rank group, a torch process group, or None for
             all ranks.
         prefix: prefix of the model's names in the files.
@@ -205,7 +205,7 @@ def stream_quantized(
 
     Raises:
         GulliverError: a parameter is not on meta, tensors are missing, unexpected or already
-            quantized, `rank_group` is not a group, or sharding would split a group of int4.
+            quantized, `rank_group` is not a group, or sharding would split an int4 group.
     """
     rank_group = _rank_group(rank_group)
     refuse_quantized(path)

@@ -1,4 +1,4 @@
-"""Quantizes the networks of a diffusers pipeline, and compares pictures before and after.
+"""Quantizes the networks of a diffusers pipeline, and compares images before and after.
 
 Denoisers and text encoders are quantized. The autoencoder is not: it is small, and its errors are
 visible.
@@ -205,7 +205,7 @@ def _save(folder: Path, out: Path, networks: dict[str, nn.Module]) -> None:
 
 @torch.no_grad()
 def _made(pipeline: Any, prompts: tuple[str, ...], steps: int) -> tuple[list[Tensor], float]:
-    """Returns the pictures ``[3, H, W]`` of one seed, from 0 to 1, and the seconds of one."""
+    """Returns the images ``[3, H, W]`` of one seed, from 0 to 1, and the seconds of one."""
     found = list[Tensor]()
     begun = time.perf_counter()
     for prompt in prompts:

@@ -60,7 +60,7 @@ class Estimator:
         return float(self._quantiles(state, QUANTILES).mean())
 
     def draws(self, state: JobState, count: int, draw: np.random.Generator) -> np.ndarray:
-        """Draws remaining samples of a job, [count]: one per stratum of its posterior, shuffled."""
+        """Samples remaining work of a job, [count]: one per stratum of its posterior, shuffled."""
         if state.job.announced or self.way == "perfect":
             return np.full(count, self.remaining(state))
         return self._quantiles(state, draw.permutation((np.arange(count) + 0.5) / count))

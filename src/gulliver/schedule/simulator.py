@@ -1,8 +1,8 @@
 """Simulates a policy on a trace: an exact discrete-event simulation.
 
 Nothing changes between events, so the next event is known in closed form: a job arrives, a job
-ends, or the policy asked to be woken. At each event the policy decides the allocation from then on.
-Contention between neighbouring jobs is not modelled.
+ends, or the policy's wake-up time is reached. At each event the policy decides the allocation from
+then on. Contention between neighbouring jobs is not modelled.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def on_nodes(
     chosen: Mapping[str, tuple[tuple[int, ...], int]],
     cluster: JobCluster,
 ) -> dict[str, tuple[tuple[int, ...], int]]:
-    """Packs jobs that start or resize into few nodes; the others stay where they are."""
+    """Packs jobs that start or resize on few nodes; the others keep their placement."""
     moving = [s for s in states if len(chosen.get(s.job.name, ((), 0))[0]) not in (0, s.count)]
     names = {state.job.name for state in moving}
     taken = {slot for name, (slots, _) in chosen.items() if name not in names for slot in slots}

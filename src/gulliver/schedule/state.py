@@ -137,7 +137,7 @@ def limits_of(states: Sequence[JobState], cluster: JobCluster, policy: Policy) -
 def placed(
     states: Sequence[JobState], decision: Decision, slots: Sequence[int]
 ) -> dict[str, tuple[tuple[int, ...], int]]:
-    """Selects slots for given numbers: jobs keep theirs, new ones are the lowest free."""
+    """Assigns slots: a job keeps its current ones and gets the lowest free ones in addition."""
     free, chosen = set(slots), dict[str, tuple[tuple[int, ...], int]]()
     growing = []
     for state in states:

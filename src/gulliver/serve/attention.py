@@ -1,9 +1,9 @@
 """`Pages`: keys and values of all layers in blocks, and attention over them.
 
 Read `Pages.attend`, which every attention layer calls: it writes the new keys and values of all
-packed tokens, then runs attention: native code reads the blocks in place; without it, torch's
-attention is run on each sequence's blocks gathered (`attend_gathered`), and is what native code is
-held against.
+packed tokens, then runs attention. Native code reads the blocks in place; without it, torch's
+attention runs on each sequence's gathered blocks (`attend_gathered`, the reference for native
+code).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class LayerShape:
 
 
 class Pages:
-    """Keys and values [blocks, heads, block size, dim] of each layer, and the batch that runs."""
+    """Keys and values [blocks, heads, block size, dim] of each layer, and the current batch."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class Pages:
         window: int | None = None,
         slopes: Tensor | None = None,
     ) -> Tensor:
-        """Attention of the packed tokens to all that is before them, each in its own sequence."""
+        """Attention of the packed tokens to all earlier ones of their own sequence."""
         keys, values = self.keys[layer], self.values[layer]
         keys[self._blocks, :, self._offsets] = key.transpose(0, 1).to(keys.dtype)
         values[self._blocks, :, self._offsets] = value.transpose(0, 1).to(values.dtype)
@@ -116,7 +116,7 @@ class Pages:
         return out
 
     def _gathered(self, piece: PagedSpan, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values [H', L, D] of a sequence, one after another."""
+        """Keys and values [H', L, D] of a sequence, contiguous."""
         end = piece.start + piece.count
         key, value = (
             kept[piece.blocks].transpose(0, 1).flatten(1, 2)[:, :end] for kept in (keys, values)
@@ -171,7 +171,7 @@ def attention_bias(
 
 
 def tree_of(span: Span) -> tuple[list[int], Tensor | None]:
-    """Depth of each new token, and which of them each sees; None for a chain."""
+    """Depth of each new token, and which tokens each one attends to; None for a chain."""
     if span.parents is None:
         return [], None
     count = len(span.tokens)
@@ -196,7 +196,7 @@ NAME = "gulliver_pages"
 
 
 class Attends(Protocol):
-    """What attention layers call: `Pages`, or what measures a model."""
+    """Interface that attention layers call: `Pages`, or a recorder that measures a model."""
 
     def attend(
         self,
@@ -222,7 +222,7 @@ def paged_attention(
     sliding_window: int | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    """Computes attention as transformers' interface calls it."""
+    """Computes attention with the signature of transformers' attention interface."""
     known: Any = module
     odd = next((name for name in REFUSED if more.get(name) is not None), None)
     if odd is not None:
@@ -248,7 +248,7 @@ def attached(model: Any, pages: Attends) -> Iterator[None]:
 
 
 def attach(model: Any, pages: Attends) -> Callable[[], None]:
-    """Makes a model attend over pages, until the returned function is called."""
+    """Makes a model attend over pages until the returned function is called."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, paged_attention)
@@ -278,7 +278,7 @@ def attach(model: Any, pages: Attends) -> Callable[[], None]:
 def _bloom_attention(
     self: Any, hidden_states: Tensor, residual: Tensor, alibi: Tensor, *args: Any, **more: Any
 ) -> tuple[Tensor, None]:
-    """Runs BLOOM's attention over pages: its projections, ours between them."""
+    """Runs BLOOM's attention over pages, with its own projections."""
     del args, more
     query, key, value = self._reshape(self.query_key_value(hidden_states))
     slopes = _slopes(self, alibi)
@@ -306,7 +306,7 @@ OWN_FORWARD: dict[str, Callable[..., Any]] = {"BloomAttention": _bloom_attention
 
 
 def inputs_of(batch: Batch, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
-    """Packed tokens [T] of a batch, and the rows [R] of which logits are wanted."""
+    """Packed tokens [T] of a batch, and the rows [R] that need logits."""
     # Of parts of prompts none are: one row is computed since none cannot be asked for.
     tokens = torch.tensor([t for span in batch.spans for t in span.tokens], device=device)
     rows, end = [], 0
@@ -317,7 +317,7 @@ def inputs_of(batch: Batch, device: torch.device | None = None) -> tuple[Tensor,
 
 
 def arguments_of(model: Any, positions: Tensor, wanted: Tensor) -> dict[str, Any]:
-    """Arguments of a model's forward besides its packed tokens."""
+    """Arguments of a model's forward other than its packed tokens."""
     known: dict[str, Any] = {"use_cache": False, "logits_to_keep": wanted}
     # BLOOM has no positions: its slopes are in its attention.
     return (
@@ -326,7 +326,7 @@ def arguments_of(model: Any, positions: Tensor, wanted: Tensor) -> dict[str, Any
 
 
 def forward(model: Any, tokens: Tensor, positions: Tensor, wanted: Tensor) -> Tensor:
-    """Runs a model on packed tokens [T]; returns logits [R, V] of the wanted rows, in float32."""
+    """Runs a model on packed tokens [T]; returns float32 logits [R, V] of the wanted rows."""
     return model(tokens[None], **arguments_of(model, positions, wanted)).logits[0].float()
 
 
@@ -350,7 +350,7 @@ class ModelShape:
 
 
 class Recorder:
-    """Pages that keep no keys, only their shapes."""
+    """Pages that store only the shapes of keys and values."""
 
     def __init__(self) -> None:
         self.shapes: dict[int, LayerShape] = {}
@@ -366,7 +366,7 @@ class Recorder:
         window: int | None = None,
         slopes: Tensor | None = None,
     ) -> Tensor:
-        """Notes a layer; the attention of one token to itself is its value."""
+        """Records a layer; attention of one token to itself returns its value."""
         del slopes
         if key.shape != value.shape:
             raise GulliverError(
@@ -381,7 +381,7 @@ class Recorder:
 def measure(
     model: Any, run: Callable[[], Tensor], layers: range, logits: bool = True
 ) -> ModelShape:
-    """Runs one token through a model, or through a stage that has `layers` of it."""
+    """Runs one token through a model, or through a stage that has some of its `layers`."""
     recorder = Recorder()
     with attached(model, recorder):
         out = run()

@@ -1,8 +1,8 @@
-"""`Batch`: all that a forward must know, as plain numbers.
+"""`Batch`: everything a forward needs, as plain numbers.
 
-A batch is the command that the engine sends to whatever runs the model. It has no tensors and knows
-no model, so that it can be pickled to other processes, and every stage and rank finds in it what it
-must do: which blocks to copy, which tokens to run, where their keys and values go.
+A batch is the command that the engine sends to a runner. It holds no tensors and no model, so it
+can be pickled to other processes. It tells every stage and rank which blocks to copy, which tokens
+to run, and where to write their keys and values.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ class Span:
     """The new tokens of one sequence.
 
     Attributes:
-        sequence: number of the sequence.
-        start: keys and values of so many tokens lie in the cache already.
-        tokens: new tokens, one while a text is continued, more of a prompt or of drafts.
+        sequence: sequence number.
+        start: number of tokens whose keys and values are already cached.
+        tokens: new tokens: one when decoding, more for a prompt or drafts.
         blocks: the sequence's blocks in order, with room for `start + len(tokens)` tokens.
-        outputs: logits are wanted of so many of the last tokens; 0 for a part of a prompt.
-        parents: index, for each new token, of the one before it in its path, -1 for the last
-            token in the cache; None where each follows the one before. Tokens of a tree see the
-            cache and their own path; their position is `start` plus their depth. Keys and values
-            lie in the order of `tokens`, whatever their depth.
+        outputs: number of last tokens that need logits; 0 for a prompt chunk.
+        parents: index of each new token's parent, -1 for the last token in the cache; None for a
+            chain. Tokens of a tree attend to the cache and their own path; their position is
+            `start` plus their depth. Keys and values are stored in the order of `tokens`, whatever
+            their depth.
     """
 
     sequence: int
@@ -48,12 +48,12 @@ class Batch:
     """A command: one forward.
 
     Attributes:
-        ticket: number of the command, counted from 0 without gaps.
+        ticket: command number, counted from 0 without gaps.
         spans: sequences and their new tokens, packed one after another without padding.
-        copies: pairs of blocks, from and to, copied before the forward in every layer: a block that
-            two sequences share is copied before one of them writes to it.
-        moves: pairs of slots (block x block size + place), from and to, moved before the forward
-            and after the copies: an accepted path of a tree that did not lie at its front.
+        copies: pairs of blocks, source and target, copied in every layer before the forward: a
+            shared block is copied before one of its sequences writes to it.
+        moves: pairs of slots (block x block size + offset), source and target, moved after the
+            copies and before the forward: an accepted path that is not at the front of its tree.
     """
 
     ticket: int
@@ -63,7 +63,7 @@ class Batch:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens that are run."""
+        """Number of tokens to run."""
         return sum(len(span.tokens) for span in self.spans)
 
     @property
@@ -74,13 +74,13 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Sizes of the model and its cache that the engine needs.
+    """Sizes of the model and its cache, as needed by the engine.
 
     Attributes:
-        vocabulary: number of rows of logits' last axis.
-        context: most tokens of a sequence; None where positions have no end.
+        vocabulary: size of the last axis of logits.
+        context: maximum tokens of a sequence; None if unlimited.
         blocks: number of blocks of the cache.
-        block_size: tokens of a block.
+        block_size: tokens per block.
     """
 
     vocabulary: int
@@ -90,25 +90,25 @@ class Facts:
 
     @property
     def longest(self) -> int:
-        """Most tokens that one sequence may have: as many as context and cache take."""
+        """Maximum tokens of a sequence, limited by context and cache."""
         room = self.blocks * self.block_size
         return room if self.context is None else min(room, self.context)
 
     @property
     def what(self) -> Literal["context", "cache"]:
-        """What decides `longest`."""
+        """Whether context or cache determines `longest`."""
         return "context" if self.longest == self.context else "cache"
 
 
 class RunnerLost(GulliverError):
-    """The runner has failed or is late; the engine continues when it has been restarted."""
+    """The runner failed or is late; the engine continues after a restart."""
 
 
 class Runner(Protocol):
     """Runs batches of one model, with the keys and values of all sequences.
 
-    `LocalRunner` runs them in this process. One that runs ranks or stages sends each batch on and
-    has several in flight; results come back in the order of submission.
+    `LocalRunner` runs them in this process. Runners with ranks or stages forward each batch and
+    have several in flight; results return in the order of submission.
     """
 
     @property
@@ -118,21 +118,21 @@ class Runner(Protocol):
 
     @property
     def max_in_flight(self) -> int:
-        """Number of batches that should be in flight; the engine submits no more."""
+        """Number of batches to keep in flight; the engine submits no more."""
         ...
 
     def submit(self, batch: Batch) -> None:
-        """Starts a batch; it may return before it is done."""
+        """Starts a batch; it may return before the batch is done."""
         ...
 
     def collect(self) -> Tensor:
-        """Waits for the oldest batch that is in flight.
+        """Waits for the oldest batch in flight.
 
         Returns:
             Logits [batch.outputs, vocabulary] in float32, rows in the order of the spans.
 
         Raises:
-            GulliverError: what ran it has failed; the engine can `replay` on another runner.
+            GulliverError: a process that ran it failed; the engine can `replay` on another runner.
         """
         ...
 
@@ -149,9 +149,9 @@ class Draft:
     """Tokens that may follow a sequence: a chain, or a tree.
 
     Attributes:
-        tokens: guessed tokens; a parent stands before its children.
-        parents: index of each one's parent in `tokens`, -1 for the sequence's last token; None for
-            a chain.
+        tokens: draft tokens; parents precede their children.
+        parents: index of each token's parent in `tokens`, -1 for the sequence's last token; None
+            for a chain.
     """
 
     tokens: Sequence[int]
@@ -160,18 +160,18 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A sequence that could be continued by drafts in the next batch.
+    """A sequence that may get a draft in the next batch.
 
     Attributes:
-        sequence: number of the sequence, the same as in `Span`.
-        tokens: prompt and answer so far.
-        cached: keys and values of so many of its first tokens lie in the cache, in their places.
+        sequence: sequence number, as in `Span`.
+        tokens: prompt and completion so far.
+        cached: number of first tokens whose keys and values are in the cache, in order.
         blocks: block table.
-        most: most drafted tokens that context, cache and `max_tokens` leave room for.
-        sampling: how its tokens are drawn.
-        seed: what they are drawn from.
-        sample: number of the answer among the request's.
-        prompt: number of tokens of the prompt.
+        most: maximum draft tokens under context, cache and `max_tokens`.
+        sampling: sampling parameters.
+        seed: seed of its sampling.
+        sample: index of the completion in the request.
+        prompt: number of prompt tokens.
     """
 
     sequence: int
@@ -186,54 +186,54 @@ class Wanted:
 
 
 class Drafter(Protocol):
-    """Guesses tokens, which the model then verifies in one forward.
+    """Proposes draft tokens, which the model then verifies in one forward.
 
-    A class that derives from it need not write the methods by which it only learns.
+    Subclasses may leave out the methods that only observe.
     """
 
     def begin(self, runner: Runner) -> None:
-        """Learns which runner verifies, at the start and after each replay on another one."""
+        """Receives the runner that verifies, at the start and after each replay on another one."""
         ...
 
     def rests(self, sequences: int) -> bool:
-        """Whether nothing will be drafted for so many sequences, so that none need be gathered."""
+        """Whether nothing will be drafted for this many sequences, so none need be gathered."""
         return False
 
     def draft(self, wanted: Sequence[Wanted], budget: int) -> Mapping[int, Draft]:
         """Drafts for sequences of the next batch.
 
         Args:
-            wanted: sequences, the oldest first.
-            budget: most tokens of all drafts together; the batch has room for no more.
+            wanted: sequences, oldest first.
+            budget: maximum total draft tokens in the batch.
 
         Returns:
-            Drafts by number of sequence; a sequence without one goes on by one token.
+            Drafts by sequence number; a sequence without one advances by one token.
         """
         ...
 
     def ran(self, batch: Batch, seconds: float) -> None:
-        """Learns what a batch took.
+        """Observes the duration of a batch.
 
         Args:
-            batch: batch, with drafts or without.
-            seconds: time from its submission, or from the end of the batch before it, to its last
+            batch: batch, with or without drafts.
+            seconds: time from its submission, or from the end of the previous batch, to its last
                 token.
         """
         ...
 
     def verified(self, sequence: int, draft: Draft, path: Sequence[int], tokens: int) -> None:
-        """Learns what became of a draft.
+        """Observes the outcome of a draft.
 
         Args:
-            sequence: number of the sequence.
-            draft: draft that was verified.
-            path: indices in `draft.tokens` that were accepted, from the root on.
-            tokens: number of tokens that the round gave, `len(path) + 1` unless the text ended.
+            sequence: sequence number.
+            draft: verified draft.
+            path: accepted indices in `draft.tokens`, from the root.
+            tokens: number of new tokens, `len(path) + 1` unless the text ended.
         """
         ...
 
     def dropped(self, sequence: int) -> None:
-        """Learns that a sequence has ended: what is kept of it can go."""
+        """Frees the state of a sequence that has ended."""
         ...
 
     def close(self) -> None:
@@ -242,7 +242,7 @@ class Drafter(Protocol):
 
 
 def children(draft: Draft) -> dict[tuple[int, int], int]:
-    """Index of a child by its parent and token, the first of equal ones."""
+    """Index of a child by its parent and token; the first of equal ones."""
     parents = draft.parents if draft.parents is not None else range(-1, len(draft.tokens) - 1)
     found: dict[tuple[int, int], int] = {}
     for index, (parent, token) in enumerate(zip(parents, draft.tokens, strict=True)):
@@ -251,10 +251,10 @@ def children(draft: Draft) -> dict[tuple[int, int], int]:
 
 
 def walk(draft: Draft | None, drawn: Callable[[int, int], int]) -> tuple[list[int], list[int]]:
-    """Walks down a draft with the tokens that the model draws; returns them and the path.
+    """Walks down a draft along the sampled tokens; returns them and the path.
 
-    `drawn` is given a row of the span's logits (0 is the last token before the draft, `i + 1` the
-    draft's token i) and the depth.
+    `drawn` is called with a row of the span's logits (0 is the last token before the draft, `i + 1`
+    the draft's token i) and the depth.
     """
     # At each node the next token is drawn from the model's own distribution, as if nothing had been
     # drafted. If it is a child of the node, the model has run that child already and the walk

@@ -1,9 +1,8 @@
 """`NativeDecoder`: a step of a dense decoder in native code, without Python per layer.
 
-`decoder_of` looks at a model's modules and hands their tensors, as they lie, to the extension
-`gulliver.serve._decoder`; no weight is copied. It returns a reason instead where it finds anything
-that it does not know: such models run their own forward. `FAMILIES` are the types of models whose
-modules are read.
+`decoder_of` passes the tensors of a model's modules to the extension `gulliver.serve._decoder`
+without copying weights. Models with anything unknown run their own forward instead. `FAMILIES`
+lists the supported types of models.
 """
 
 from __future__ import annotations
@@ -29,17 +28,17 @@ QUANTIZED = {"int8": 3, "int8_dynamic": 3, "int4": 4}
 
 
 class Unfit(Exception):
-    """Why a model runs its own forward."""
+    """Why native code cannot run a model."""
 
 
 class NativeDecoder:
-    """Runs batches of one model; keeps the tensors that native code reads."""
+    """Runs batches of one model; keeps the tensors that native code reads alive."""
 
     def __init__(self, decoder: Any, vocabulary: int, kept: list[Tensor]) -> None:
         self._decoder, self._vocabulary, self._kept = decoder, vocabulary, kept
 
     def takes(self, batch: Batch) -> bool:
-        """Whether a batch is faster in native code: torch's float32 products of many rows are."""
+        """Whether native code is faster for a batch; torch is for float32 products of many rows."""
         return batch.tokens <= MOST_ROWS or any(t.dtype != torch.float32 for t in self._kept)
 
     def run(self, batch: Batch) -> Tensor:
@@ -74,7 +73,7 @@ def _sequences(batch: Batch) -> Any:
 
 
 def decoder_of(model: Any, shape: ModelShape, pages: Pages) -> NativeDecoder | None:
-    """Makes the native decoder of a model; None where it runs its own forward."""
+    """Creates a model's native decoder; None if the model runs its own forward."""
     try:
         made = _Reader(model, shape, pages).made()
     except Unfit as reason:
@@ -93,7 +92,7 @@ class _Reader:
         self._tensors: list[Tensor] = []
 
     def made(self) -> NativeDecoder:
-        """The decoder; raises `Unfit` where the model is not one that native code knows."""
+        """Creates the decoder; raises `Unfit` if native code does not support the model."""
         problem, model, config = native_problem(), self._model, self._model.config
         if problem is not None:
             raise Unfit(problem)
@@ -148,7 +147,7 @@ class _Reader:
         return NativeDecoder(decoder, self._shape.vocabulary, self._tensors)
 
     def _frequencies(self, rotary: Any) -> dict[str, tuple[list[float], float]]:
-        """Inverse frequencies and factor by type of layer; one of no name where all are alike."""
+        """Inverse frequencies and factor by layer type; under an empty name if all are equal."""
         if hasattr(rotary, "inv_freq"):
             return {"": (rotary.inv_freq.float().tolist(), float(rotary.attention_scaling))}
         return {
@@ -209,7 +208,7 @@ class _Reader:
         return found
 
     def _matrix(self, layer: Any, first: int = 0, count: int | None = None) -> list[int]:
-        """A linear layer, or some of its outputs, as native code takes it."""
+        """A linear layer, or some of its outputs, in the format of native code."""
         if type(layer) is nn.Linear:
             return self._whole(layer, layer.weight, first, count)
         if type(layer) is not QuantizedLinear or layer.in_features % 16:
@@ -246,6 +245,6 @@ class _Reader:
 
 
 def _changed(module: nn.Module) -> bool:
-    """Whether a module does something besides what its class does."""
+    """Whether a module does more than its class."""
     hooks = module._forward_hooks or module._forward_pre_hooks
     return bool(hooks) or "forward" in vars(module)

@@ -1,8 +1,8 @@
-"""`Engine`: requests in, events out, one batch at a step.
+"""`Engine`: requests in, events out, one batch per step.
 
-Read `step`: it keeps as many batches in flight as the runner wants, waits for the oldest and turns
-its logits into tokens. The engine has no thread; whoever owns it calls `step`, and `add` and
-`cancel` between steps. What steps take is measured for drafters only.
+Read `step`: it keeps as many batches in flight as the runner requests, waits for the oldest and
+samples tokens from its logits. The engine has no thread; its owner calls `step`, and `add` and
+`cancel` between steps. Steps are timed only for drafters.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Engine:
         return bool(scheduler.waiting or scheduler.running or self._events or self._in_flight)
 
     def counts(self) -> dict[str, int]:
-        """Numbers of the moment (waiting, running, blocks) and since the start (the others)."""
+        """Current counts (waiting, running, blocks) and counts since the start (all others)."""
         scheduler, pool = self._scheduler, self._pool
         return {
             "waiting": len(scheduler.waiting),
@@ -88,15 +88,15 @@ class Engine:
         """Adds a request.
 
         Args:
-            prompt: text, or tokens.
-            sampling: how its answers are drawn.
+            prompt: text or tokens.
+            sampling: sampling parameters.
 
         Returns:
-            Number of the request, counted from 0.
+            Request number, counted from 0.
 
         Raises:
-            GulliverError: it cannot be done: an empty prompt, one too long for the context or the
-                cache, tokens that the vocabulary does not have, text without a tokenizer.
+            GulliverError: the prompt is empty, too long for the context or the cache, has tokens
+                outside the vocabulary, or is text and there is no tokenizer.
         """
         sampling = sampling or SamplingParameters()
         tokens = self.tokens_of(prompt)
@@ -125,15 +125,15 @@ class Engine:
         return request
 
     def tokens_of(self, prompt: str | Sequence[int]) -> list[int]:
-        """Tokens of a prompt, as the tokenizer encodes a text.
+        """Encodes a prompt with the tokenizer; tokens are returned as they are.
 
         Raises:
-            GulliverError: it is no prompt, or text and there is no tokenizer.
+            GulliverError: it is not a valid prompt, or text and there is no tokenizer.
         """
         return tokens_of(prompt, self.tokenizer)
 
     def cancel(self, request: int) -> bool:
-        """Ends a request; False if there is none of that number."""
+        """Cancels a request; False if there is none with that number."""
         answers = self._answers.get(request, [])
         for answer in answers:
             if answer.status is Status.ENDED:
@@ -145,18 +145,18 @@ class Engine:
         return bool(answers)
 
     def knows(self, request: int) -> bool:
-        """Whether an answer of a request has not ended."""
+        """Whether a request has unfinished completions."""
         return request in self._answers
 
     def step(self) -> list[Event]:
         """Runs one batch.
 
         Returns:
-            News of the answers; none where there was nothing to run.
+            New events; none if there was nothing to run.
 
         Raises:
-            RunnerLost: the runner has failed and cannot be started again; requests are as they
-                were, see `replay`.
+            RunnerLost: the runner failed and cannot be restarted; requests are unchanged, see
+                `replay`.
         """
         while len(self._in_flight) < self.runner.max_in_flight:
             batch = self._scheduler.next_batch(self.runner.max_in_flight)
@@ -182,7 +182,7 @@ class Engine:
         return events
 
     def _restart(self, lost: RunnerLost) -> None:
-        """Continues with the runner's replacement, unless it has failed too often."""
+        """Continues with a replacement of the runner, unless it has failed too often."""
         again: Callable[[], Runner] | None = getattr(self.runner, "restarted", None)
         self._losses += 1
         if again is None or self._losses > MOST_LOSSES:
@@ -192,10 +192,10 @@ class Engine:
         self.replay(again())
 
     def replay(self, runner: Runner) -> None:
-        """Continues with another runner, whose cache is empty: what ran is computed again.
+        """Continues on another runner with an empty cache, recomputing running requests.
 
         Args:
-            runner: runner of the same model; it must take the longest of the requests.
+            runner: runner of the same model, with room for the longest request.
         """
         facts = runner.facts
         running = [*self._scheduler.running, *self._scheduler.waiting]
@@ -217,7 +217,7 @@ class Engine:
                 self._end(answer, "cancelled")
 
     def _settle(self, batch: Batch, answers: list[AnswerState], logits: Tensor) -> None:
-        """Turns the logits of a batch into tokens of its answers."""
+        """Samples tokens of a batch's completions from its logits."""
         self._totals["steps"] += 1
         rows = [r for pair in zip(batch.spans, answers, strict=True) for r in _rows(*pair)]
         drawn = draw(logits, rows)
@@ -234,7 +234,7 @@ class Engine:
                 self._advance(answer, span, mine)
 
     def _forks(self, answer: AnswerState) -> list[AnswerState]:
-        """Makes the other answers of a request whose prompt has been computed."""
+        """Creates a request's other completions once its prompt has been computed."""
         made = []
         for sample in range(1, answer.forks + 1):
             fork = AnswerState(
@@ -251,7 +251,7 @@ class Engine:
         return made
 
     def _advance(self, answer: AnswerState, span: Span, drawn: list[Token | None]) -> None:
-        """Adds the accepted tokens of a round, up to one that ends the answer."""
+        """Adds the accepted tokens of a round, up to one that ends the completion."""
         draft, answer.draft = answer.draft, None
         if None in drawn:
             self._end(answer, "error", error=_NOT_FINITE)
@@ -280,7 +280,7 @@ class Engine:
             self._events.append(Event(answer.request, answer.sample, tuple(accepted_tokens), text))
 
     def _keep(self, answer: AnswerState, span: Span, path: Sequence[int]) -> None:
-        """Keeps keys and values of accepted drafts; the others lie beyond the length."""
+        """Keeps keys and values of accepted drafts; rejected ones lie beyond the length."""
         size = self._pool.size
 
         def slot(place: int) -> int:
@@ -294,7 +294,7 @@ class Engine:
         ]
 
     def _text_of(self, answer: AnswerState, token: int) -> tuple[str, FinishReason | None]:
-        """Returns what a token adds to the text, and whether the answer ends with it."""
+        """The text that a token adds, and whether the completion ends with it."""
         if token in answer.ends:
             return answer.text.end(), "stop"
         text, stopped = answer.text.add(token)
@@ -321,7 +321,7 @@ class Engine:
             answer.request, answer.sample, tokens, text, finish, error, answer.prefix_cached
         )
         self._events.append(ended)
-        # Answers that were never begun end with the one that they would have forked from.
+        # Completions that never started end with the one they would have forked from.
         for sample in range(1, answer.forks + 1):
             self._events.append(Event(answer.request, sample, (), "", finish, error))
         if all(other.status is Status.ENDED for other in self._answers[answer.request]):
@@ -341,7 +341,7 @@ _NOT_FINITE = (
 
 
 def _rows(span: Span, answer: AnswerState) -> list[DrawRow]:
-    """What each row of a span's logits is for: its last token, and each of its drafts."""
+    """Describes each row of a span's logits: its last token, and each draft token."""
     made: list[DrawRow] = []
     for row in range(span.outputs):
         if row == 0:
@@ -357,6 +357,6 @@ def _rows(span: Span, answer: AnswerState) -> list[DrawRow]:
 
 
 def _first_of_fork(logits: Tensor, fork: AnswerState) -> Token | None:
-    """Draws the first token of a fork, from the logits that its prompt ended with."""
+    """Samples the first token of a fork from the last logits of its prompt."""
     about = fork.sampling, fork.seed, fork.sample, 0
     return draw(logits[None], [DrawRow(*about, tuple(fork.tokens), fork.prompt)])[0]

@@ -1,9 +1,9 @@
-"""`GgufFile`: models in one file of llama.cpp's format, as folders of transformers are served.
+"""`GgufFile`: serves models in llama.cpp's file format like transformers folders.
 
-The metadata give the configuration, the tokenizer and the chat template; the tensors have the names
-and the layout of transformers' parameters. Blocks of quantised weights are dequantised to float32
-as they are read, with the values that llama.cpp's own dequantisation gives; float16 and bfloat16
-are widened. What follows is the arithmetic of any other folder.
+Configuration, tokenizer and chat template come from the metadata; tensors get the names and the
+layout of transformers' parameters. Quantized blocks are dequantized to float32 when read, with the
+same values as in llama.cpp; float16 and bfloat16 are widened. From then on the model runs like any
+other.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ SUFFIX = ".gguf"
 
 
 def is_gguf(path: Path | str) -> bool:
-    """Whether a path is a GGUF file, by its name."""
+    """Whether a path has the name of a GGUF file."""
     return Path(path).suffix.lower() == SUFFIX
 
 
-# Blocks [N, bytes] of quantised weights to float32 [N, weights]. A block is a scale in float16, for
+# Blocks [N, bytes] of quantized weights to float32 [N, weights]. A block is a scale in float16, for
 # some formats a minimum, and integers of a few bits. The K formats have blocks of 256 weights, with
 # scales of 6 bits for each 32 (8 bits for each 16 in Q6_K).
 
@@ -50,7 +50,7 @@ def _fields(packed: Tensor, bits: int, width: int) -> Tensor:
 
 
 def _fifth(packed: Tensor) -> Tensor:
-    """The fifth bits of 32 weights, one bit a weight in order, as 0 or 16."""
+    """The fifth bits of 32 weights, one bit per weight in order, as 0 or 16."""
     shifts = torch.arange(8, dtype=torch.uint8)
     return (packed[..., None] >> shifts & 1).flatten(1) << 4
 
@@ -100,7 +100,7 @@ def _q6_k(b: Tensor) -> Tensor:
 
 
 class BlockFormat(NamedTuple):
-    """A format of tensors."""
+    """A tensor format."""
 
     name: str
     # Weights of a block, and its bytes.
@@ -133,7 +133,7 @@ _STRING, _ARRAY = 8, 9
 
 
 class Stored(NamedTuple):
-    """A tensor of a file."""
+    """A tensor in a file."""
 
     format: BlockFormat
     shape: tuple[int, ...]
@@ -141,7 +141,7 @@ class Stored(NamedTuple):
 
 
 class GgufFile:
-    """The metadata of a file, and its tensors by llama.cpp's names."""
+    """Metadata of a file, and its tensors by llama.cpp's names."""
 
     def __init__(self, path: Path) -> None:
         self.path, self._at = path, 0
@@ -223,17 +223,17 @@ class GgufFile:
         return one.format.dequantize(blocks).view(one.shape)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """A value of the architecture's, such as ``block_count``."""
+        """A value of the architecture, such as ``block_count``."""
         return self.metadata.get(f"{self.architecture}.{key}", default)
 
     @property
     def architecture(self) -> str:
-        """llama.cpp's name of the type of model."""
+        """llama.cpp's name of the model type."""
         return str(self.metadata.get("general.architecture"))
 
     @cached_property
     def names(self) -> dict[str, str]:
-        """Names of transformers' parameters, each with its name in the file."""
+        """Maps names of transformers' parameters to names in the file."""
         gemma = self.architecture.startswith("gemma3")
         parts = _PARTS | (_GEMMA if gemma else {})
         found = {}
@@ -286,7 +286,7 @@ TYPES = {
 
 
 def build_config(path: Path) -> Any:
-    """Makes transformers' configuration of a file's metadata."""
+    """Builds transformers' configuration from a file's metadata."""
     from transformers import AutoConfig
 
     file = open_file(path)
@@ -329,7 +329,7 @@ def build_config(path: Path) -> Any:
 
 
 def check_names(path: Path, model: Any) -> None:
-    """Refuses a file with tensors that the model of its configuration does not have."""
+    """Rejects a file with tensors that the configured model lacks."""
     known = {name for name, _ in model.named_parameters(remove_duplicate=False)} | {ROTARY}
     if more := sorted(set(open_file(path).names) - known):
         raise GulliverError(f"{path}: {more[0]} is no parameter of a {type(model).__name__}")
@@ -342,7 +342,7 @@ def _opened(path: Path, changed: int) -> GgufFile:
 
 
 def open_file(path: Path) -> GgufFile:
-    """Opens a file; its metadata are read once."""
+    """Opens a file; its metadata are read only once."""
     try:
         return _opened(path.resolve(), path.stat().st_mtime_ns)
     except OSError as error:
@@ -382,7 +382,7 @@ class GgufWeights(ModelWeights):
 
 
 class _NoWeights(Weights):
-    """Stands for the files of weights that are all computed."""
+    """Replaces the weight files of models whose weights are all computed."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.files, self.infos = path, [path], {}
@@ -423,7 +423,7 @@ ENDS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<|endoftext|>", "<end_of_turn>",
 
 
 def read_tokenizer(path: Path) -> Any:
-    """Makes a tokenizer of transformers from a file, with its chat template."""
+    """Builds a transformers tokenizer from a file, with its chat template."""
     import tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -459,7 +459,7 @@ def read_tokenizer(path: Path) -> Any:
 
 
 def end_ids(path: Path) -> list[int]:
-    """Tokens that end an answer."""
+    """Tokens that end a completion."""
     metadata = open_file(path).metadata
     tokens, types = (metadata.get(f"tokenizer.ggml.{k}", []) for k in ("tokens", "token_type"))
     ends = {
@@ -512,7 +512,7 @@ def _sentence_pieces(path: Path, about: Mapping[str, Any]) -> Any:
 
 
 def _merges(about: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Pairs of pieces that are a piece, the piece of the best score first."""
+    """Pairs of pieces that merge into a piece, best score first."""
     types, scores = about["token_type"], about["scores"]
     pieces = [t for t, type_ in zip(about["tokens"], types, strict=True) if type_ == NORMAL]
     known = set(pieces)

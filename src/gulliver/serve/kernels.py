@@ -1,7 +1,7 @@
-"""Native code of the extension `gulliver.serve._decoder`, where it was built.
+"""Native code of the extension `gulliver.serve._decoder`, if it was built.
 
-A model that `gulliver.serve.decoder` knows runs whole steps in it; of others the attention over
-pages and products of few rows do.
+Models supported by `gulliver.serve.decoder` run whole steps in it; others only use its paged
+attention and its matmuls of few rows.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 @dataclass(frozen=True)
 class Native:
-    """The extension, and the instructions that it uses."""
+    """The extension, and the instruction set that it uses."""
 
     name: str
     built: Any
@@ -42,7 +42,7 @@ class Native:
 
 
 def native_problem() -> str | None:
-    """Says why native code is not used; None where it is."""
+    """Explains why native code is not used; None if it is."""
     try:
         built: Any = importlib.import_module(EXTENSION)
     except ImportError as error:
@@ -65,7 +65,7 @@ def native_problem() -> str | None:
 
 @cache
 def native() -> Native | None:
-    """Returns the extension; None where it is not used."""
+    """Returns the extension; None if it is not used."""
     if native_problem() is not None:
         return None
     built: Any = importlib.import_module(EXTENSION)
@@ -76,7 +76,7 @@ def native() -> Native | None:
 
 @dataclass(frozen=True)
 class PagedSpan:
-    """A span as the layers see it."""
+    """A span as seen by the layers."""
 
     # Index of its first token among the packed ones.
     first: int
@@ -92,7 +92,7 @@ class PagedSpan:
 
 
 class NativeAttention:
-    """Attention of native code."""
+    """Attention in native code."""
 
     def __init__(self, found: Native) -> None:
         self.name, self._built, self._kernel = found.name, found.built, found.kernel
@@ -106,7 +106,7 @@ class NativeAttention:
         )
 
     def takes(self, dtype: torch.dtype, dim: int) -> bool:
-        """Whether keys and values of this dtype and size of a head are the kernel's."""
+        """Whether the kernel supports this dtype and head size."""
         return dtype in KINDS and dim % LANES == 0
 
     def run(
@@ -142,7 +142,7 @@ class NativeAttention:
 
 @cache
 def native_attention() -> NativeAttention | None:
-    """Returns the attention of native code; None where there is none."""
+    """Returns the native attention; None if it is not available."""
     found = native()
     return None if found is None else NativeAttention(found)
 
@@ -160,13 +160,13 @@ MOST_ROWS = 128
 
 
 class FewRows:
-    """The kernel, by the instructions that it uses."""
+    """Native matmul for few rows."""
 
     def __init__(self, found: Native) -> None:
         self.name, self._kernel = found.name, found.kernel
 
     def takes(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-        """Whether a product is the kernel's: few rows of float32 on the CPU, and no gradient."""
+        """Whether the kernel supports a product: few float32 rows on the CPU, without gradient."""
         return (
             0 < x.numel() <= MOST_ROWS * x.shape[-1]
             and all(_plain(t) for t in (x, weight))
@@ -187,7 +187,7 @@ class FewRows:
 
 
 def _plain(tensor: Tensor) -> bool:
-    """Whether a tensor is what the kernel reads: float32, in order, on the CPU."""
+    """Whether the kernel can read a tensor: float32, contiguous, on the CPU."""
     return (
         tensor.dtype == torch.float32
         and tensor.device.type == "cpu"
@@ -198,14 +198,14 @@ def _plain(tensor: Tensor) -> bool:
 
 @cache
 def few_rows() -> FewRows | None:
-    """Returns the kernel for few rows; None where there is none."""
+    """Returns the kernel for few rows; None if it is not available."""
     found = native()
     return None if found is None else FewRows(found)
 
 
 def take_few_rows(model: nn.Module) -> Callable[[], None]:
-    """Makes linear layers of a model use the kernel, until the returned function is called."""
-    # Layers that are quantised, cut or have a forward of their own are left alone.
+    """Makes linear layers of a model use the kernel until the returned function is called."""
+    # Layers that are quantized, sharded or have a custom forward are unchanged.
     kernel = few_rows()
     if kernel is None:
         return lambda: None

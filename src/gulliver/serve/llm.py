@@ -1,9 +1,9 @@
-"""`open_runner`: a folder's model as what runs it, by its options.
+"""`open_runner`: the runner of a folder's model, chosen by its options.
 
 | options | runner |
 |---|---|
 | none | `LocalRunner`, the model in this process |
-| ``memory_limit=`` | the same, with weights that come from a disk (`StreamedWeights`) |
+| ``memory_limit=`` | the same, with weights read from a disk (`StreamedWeights`) |
 | ``tensor=``, ``pipeline=`` | `RanksRunner`, processes that it starts (`gulliver.serve.ranks`) |
 """
 
@@ -41,7 +41,7 @@ _log = logging.getLogger("gulliver")
 def open_runner(
     folder: Path, tokenizer: Any, options: ModelOptions, sequences: int
 ) -> tuple[Runner, list[int]]:
-    """Loads a model, or starts the ranks that do; also returns the tokens that end a text."""
+    """Loads a model or starts its ranks; also returns the tokens that end a text."""
     if options.ranks > 1:
         from gulliver.serve.ranks.controller import start_ranks
 
@@ -62,15 +62,15 @@ def open_runner(
     return runner, end_tokens(model, tokenizer)
 
 
-# `LLM`: prompts in, answers out.
+# `LLM`: prompts in, completions out.
 
 
 class LLM:
-    """A language model that answers many prompts at a time, of several threads as well.
+    """A language model that serves many prompts at a time, also from several threads.
 
     Attributes:
-        engine: the engine that it drives.
-        tokenizer: the model's tokenizer; None where there is none.
+        engine: the underlying engine.
+        tokenizer: the model's tokenizer; None if it has none.
     """
 
     def __init__(
@@ -83,14 +83,14 @@ class LLM:
         model_options: ModelOptions | None = None,
         **fields: Any,
     ) -> None:
-        """Loads a model where it is given as a folder, and takes memory for its cache.
+        """Loads a model if given as a folder, and allocates its cache.
 
         Args:
             model: Hugging Face folder, name on the Hub (``org/name``), GGUF file, or a causal
                 language model of transformers.
-            tokenizer: tokenizer, where `model` is not a folder.
+            tokenizer: tokenizer, if `model` is not a folder.
             options: limits of the engine.
-            drafter: what guesses tokens, if any; `speculation` of the model's options names one.
+            drafter: drafter for speculative decoding; the option `speculation` names one instead.
             model_options: how the model is loaded and run.
             fields: fields of `ModelOptions` by name, such as ``dtype``, ``quantize``,
                 ``seq_length``, ``cache_tokens``, ``memory_limit``, ``tp_size`` or ``speculation``.
@@ -110,7 +110,7 @@ class LLM:
                 raise GulliverError("a folder has its own tokenizer: leave tokenizer out")
             check_options(folder, given.dtype, given.quantize)
             tokenizer = tokenizer_of(folder)
-            # A draft's model is loaded before the cache takes what memory is left.
+            # The draft model is loaded before the cache takes the remaining memory.
             drafter = _drafter(given, drafter, tokenizer, options)
             runner, ends = open_runner(folder, tokenizer, given, options.sequences)
         else:
@@ -132,17 +132,17 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
-        """Answers prompts.
+        """Generates completions for prompts.
 
         Args:
-            prompts: texts, or lists of tokens; one alone is a list of one.
-            sampling_params: how answers are drawn: for all alike, or one for each prompt.
+            prompts: texts or lists of tokens; a single one counts as a list of one.
+            sampling_params: sampling parameters, for all prompts or one for each.
 
         Returns:
             Outputs in the order of the prompts.
 
         Raises:
-            GulliverError: a prompt cannot be answered; none has been begun then.
+            GulliverError: a prompt is invalid; then none is started.
         """
         several = listed(prompts)
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
@@ -165,17 +165,17 @@ class LLM:
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
     ) -> Generator[Event, None, None]:
-        """Answers one prompt, token by token; an iterator that is left ends the request.
+        """Generates a completion for one prompt, token by token; closing the iterator cancels it.
 
         Args:
             prompt: text or tokens.
-            sampling_params: how the answer is drawn.
+            sampling_params: sampling parameters.
 
         Yields:
-            Events of the answer; their texts joined are its text.
+            Events of the completion; concatenate their `text` for the full text.
 
         Raises:
-            GulliverError: the prompt cannot be answered, or the answer ended in an error.
+            GulliverError: the prompt is invalid, or generation failed.
         """
         number = self._add(prompt, sampling_params)
         try:
@@ -193,14 +193,14 @@ class LLM:
         messages: Sequence[dict[str, str]],
         sampling_params: SamplingParams | None = None,
     ) -> RequestOutput:
-        """Answers a conversation, written by the tokenizer's chat template.
+        """Replies to a conversation, formatted by the tokenizer's chat template.
 
         Args:
             messages: dictionaries of ``role`` and ``content``.
-            sampling_params: how the answer is drawn.
+            sampling_params: sampling parameters.
 
         Raises:
-            GulliverError: there is no template, or it refuses the conversation.
+            GulliverError: there is no template, or it rejects the conversation.
         """
         return self.generate([chat_tokens(self.tokenizer, messages)], sampling_params)[0]
 
@@ -212,7 +212,7 @@ class LLM:
         return number
 
     def _events(self, numbers: Sequence[int], answers: int) -> Generator[Event, None, None]:
-        """Yields events of requests until all of their answers have ended."""
+        """Yields events of requests until all of their completions have ended."""
         # A batch has tokens of other threads and streams too: the thread that steps the engine puts
         # their events into their inboxes.
         boxes = [self._inboxes[number] for number in numbers]
@@ -231,14 +231,14 @@ class LLM:
                     yield event
 
     def _forget(self, numbers: Sequence[int]) -> None:
-        """Ends requests that have not ended, of a stream that is left or after an error."""
+        """Cancels unfinished requests, after an error or if a stream is closed."""
         with self._lock:
             for number in numbers:
                 self.engine.cancel(number)
                 self._inboxes.pop(number, None)
 
     def close(self) -> None:
-        """Gives the model back, and the memory of the cache."""
+        """Restores the model and frees the memory of the cache."""
         with self._lock:
             if self._closed:
                 return
@@ -261,7 +261,7 @@ class LLM:
 def _drafter(
     given: ModelOptions, drafter: Drafter | None, tokenizer: Any, options: EngineOptions
 ) -> Drafter | None:
-    """The drafter that is given, or named by the options."""
+    """The drafter that was passed, or the one named by the options."""
     if given.speculation is None:
         return drafter
     if drafter is not None:
@@ -272,7 +272,7 @@ def _drafter(
 
 
 def _refuse_for_models(given: ModelOptions) -> None:
-    """Refuses what a model that is loaded already cannot be given."""
+    """Rejects options that do not apply to a model that is already loaded."""
     if given.dtype is not None or given.quantize is not None:
         raise GulliverError(
             "dtype and quantize are for folders: convert a model with model.to(...) or "
@@ -286,7 +286,7 @@ def _refuse_for_models(given: ModelOptions) -> None:
 
 
 def _note(output: RequestOutput, event: Event) -> None:
-    """Adds an event to the answer that it is of."""
+    """Adds an event to its completion."""
     completion = output.outputs[event.sample]
     completion.text += event.text
     completion.tokens += event.tokens

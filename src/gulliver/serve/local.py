@@ -25,7 +25,7 @@ from gulliver.serve.weights import BLOCK, cache_blocks, check_served, context_of
 
 
 class PagedModel:
-    """A model, or a stage of one, with the pages that its attention reads while it is served."""
+    """A served model or stage, with the pages that its attention reads."""
 
     def __init__(
         self, model: Any, shape: ModelShape, streamed: StreamedWeights | None, device: torch.device
@@ -35,9 +35,9 @@ class PagedModel:
         self.decoder: NativeDecoder | None = None
 
     def take_cache(self, blocks: int, block_size: int, native: bool = False) -> Pages:
-        """Takes memory for the cache; the model attends over pages from now on.
+        """Allocates the cache; afterwards the model attends over pages.
 
-        With `native`, `decoder` runs the model if it is one that native code knows.
+        With `native`, `decoder` runs the model if native code supports it.
         """
         shape = self.shape
         if self.streamed is not None:
@@ -52,16 +52,16 @@ class PagedModel:
 
     @property
     def budget(self) -> int | None:
-        """Bytes that streamed weights and the cache may take together."""
+        """Bytes for streamed weights and the cache together."""
         return None if self.streamed is None else self.streamed.manager.budget
 
     def end_step(self) -> None:
-        """Ends a forward; streamed weights are used in the same order by the next one."""
+        """Ends a forward; the next one uses streamed weights in the same order."""
         if self.streamed is not None:
             self.streamed.end_step()
 
     def close(self) -> None:
-        """Gives the model back, and the memory of the cache."""
+        """Restores the model and frees the memory of the cache."""
         self.decoder = None
         if self.pages is not None:
             self._detach()
@@ -73,16 +73,15 @@ class PagedModel:
 
 
 class LocalRunner:
-    """A model of transformers on one device, with the pages of its layers.
+    """A transformers model on one device, with the pages of its layers.
 
-    Dense decoders run in native code (`gulliver.serve.decoder`). The forward of others is the
-    model's own: packed tokens are one row, `position_ids` are each sequence's
-    own, and logits are computed of the wanted rows only. While a runner has a model, the model
-    attends over pages: `close` gives it back.
+    Dense decoders run in native code (`gulliver.serve.decoder`). Others run their own forward:
+    packed tokens form one row, `position_ids` count per sequence, and logits are computed only for
+    the wanted rows. Until `close`, the model attends over pages.
 
     Attributes:
         pages: keys and values of all layers.
-        measured: sizes of the model.
+        measured: measured sizes of the model.
     """
 
     def __init__(
@@ -96,22 +95,22 @@ class LocalRunner:
         streamed: StreamedWeights | None = None,
         decoder: str = "native",
     ) -> None:
-        """Measures the model by a forward of one token, and takes memory for its cache.
+        """Measures the model with a forward of one token, and allocates its cache.
 
         Args:
             model: causal language model of transformers.
-            context: most tokens of a sequence; None for the model's own.
-            cache_bytes: bytes of the cache, such as ``"2GiB"``; None chooses by memory and context.
+            context: maximum tokens of a sequence; None for the model's own.
+            cache_bytes: bytes of the cache, such as ``"2GiB"``; None chooses based on memory and
+                context.
             cache_tokens: the same in tokens.
-            block_size: tokens of a block.
-            sequences: sequences that run at a time, to choose a size by.
-            streamed: what brings the model's weights, where they come from a disk.
-            decoder: ``"torch"`` runs the model's own forward also where native code could; see
-                `ModelOptions`.
+            block_size: tokens per block.
+            sequences: concurrent sequences, for choosing the size.
+            streamed: the model's weights, if they are streamed from a disk.
+            decoder: ``"torch"`` always runs the model's own forward; see `ModelOptions`.
 
         Raises:
-            GulliverError: the model is not served, its context is smaller, or there is no room for
-                the cache.
+            GulliverError: the model is not supported, its context is smaller, or the cache does not
+                fit.
         """
         check_served(model)
         self._model = model.eval()
@@ -142,7 +141,7 @@ class LocalRunner:
 
     @property
     def streamed(self) -> StreamedWeights | None:
-        """What brings the weights, where they come from a disk."""
+        """The weights, if they are streamed from a disk."""
         return self._paged.streamed
 
     @property
@@ -169,5 +168,5 @@ class LocalRunner:
         return self._results.popleft()
 
     def close(self) -> None:
-        """Gives the model back, and the memory of the cache."""
+        """Restores the model and frees the memory of the cache."""
         self._paged.close()

@@ -1,13 +1,12 @@
-"""`StreamedWeights`: a model whose weights are more than memory may hold.
+"""`StreamedWeights`: a model whose weights exceed the memory limit.
 
-The memory engine (`gulliver.memory.manager.Manager`) keeps as many layers as fit, and brings the
-others
-from a disk, each before it is its turn. The order of a forward is always the same, so what stays
-and what is brought when is the plan of a cycle (`gulliver.solve`), not a guess.
+The memory engine (`gulliver.memory.manager.Manager`) keeps as many layers as fit, and prefetches
+the others from a disk. Every forward has the same order, so residency and prefetching are planned
+for the cycle (`gulliver.solve`).
 
-A *unit* is a block, or a module around the blocks. Its tensors lie in one object of the manager;
-one that several units have, as tied embeddings are, is an object of its own. Hooks of a unit use
-its objects and give them back.
+A *unit* is a block, or a module around the blocks. Its tensors form one object of the manager;
+tensors shared by several units, such as tied embeddings, are separate objects. Hooks of a unit use
+and release its objects.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ ALIGNED = 64
 
 @dataclass(eq=False)
 class ResidentTensor:
-    """A tensor of a unit, its users among the modules, and its offset in its object."""
+    """A tensor of a unit, the modules that use it, and its offset in its object."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -58,7 +57,7 @@ class ResidentTensor:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def put(self, memory: Tensor | None) -> None:
-        """Gives the modules the tensor in the memory of its object, or NaN for None."""
+        """Sets the modules' tensor to the object's memory, or to NaN for None."""
         value = self.view(memory) if memory is not None else _absent(self.shape, self.dtype)
         for module, kind, name in self.users:
             if kind == "_parameters":
@@ -73,7 +72,7 @@ class ResidentTensor:
 
 @dataclass(eq=False)
 class WeightObject:
-    """Tensors that are moved together."""
+    """Tensors that move together."""
 
     name: str
     tensors: list[ResidentTensor]
@@ -87,7 +86,7 @@ class WeightObject:
 
 @dataclass(eq=False)
 class WeightUnit:
-    """A module whose forward uses objects."""
+    """A module and the objects that its forward uses."""
 
     path: str
     module: nn.Module
@@ -96,7 +95,7 @@ class WeightUnit:
 
 
 class StreamedWeights:
-    """The weights of a model within a limit, the rest on a disk."""
+    """The weights of a model under a memory limit, the rest on a disk."""
 
     def __init__(
         self,
@@ -183,7 +182,7 @@ class StreamedWeights:
             layer.moved()
 
     def set_budget(self, nbytes: int) -> None:
-        """Gives the weights a part of the memory, the cache the rest."""
+        """Assigns part of the memory to weights and the rest to the cache."""
         if nbytes < self.least:
             raise GulliverError(
                 f"{size_text(max(nbytes, 0))} of memory are left for weights next to keys and "
@@ -196,7 +195,7 @@ class StreamedWeights:
         self.manager.set_budget(nbytes, ahead * self.least)
 
     def end_step(self) -> None:
-        """Ends a forward: the next one uses the same in the same order."""
+        """Ends a forward; the next one uses the same objects in the same order."""
         self.manager.end_step()
 
     def __str__(self) -> str:
@@ -205,14 +204,14 @@ class StreamedWeights:
         )
 
     def close(self) -> None:
-        """Frees memory and disk; the model's weights are NaN from now on."""
+        """Frees memory and disk; afterwards the model's weights are NaN."""
         for hook in self._hooks:
             hook.remove()
         self.manager.close()
 
 
 def unit_paths(model: nn.Module) -> list[str]:
-    """Paths of a model's blocks and of the modules around them, in the order in which they run."""
+    """Paths of a model's blocks and of the modules around them, in execution order."""
     from gulliver.parallel.pipeline.stack import stack_of, units_of
 
     stack = stack_of(model)
@@ -224,7 +223,7 @@ def unit_paths(model: nn.Module) -> list[str]:
 
 
 def group_units(model: nn.Module, paths: Sequence[str]) -> list[WeightUnit]:
-    """Finds the tensors of modules; one that several have is an object of its own."""
+    """Groups tensors of modules; tensors shared by several modules are separate objects."""
     known = dict(model.named_modules(remove_duplicate=False))
     modules = [(path, known[path]) for path in paths]
     tensors: dict[int, ResidentTensor] = {}
@@ -279,7 +278,7 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
 def look_ahead(
     sizes: Sequence[int], budget: int, rates: TierRates | None = None
 ) -> tuple[int, str]:
-    """Whether a layer is read while the one before it computes, 1 or 0, and a line that says so."""
+    """Whether (1 or 0) a layer is read while the previous one computes, and a line about it."""
     # Reading ahead overlaps with computing, and takes the room of a layer that could stay. Deeper
     # would take more room and overlap no more. A step of decoding reads every weight from memory
     # once, which is what it takes to compute.
@@ -310,7 +309,7 @@ def _streamed(sizes: Sequence[int], room: int) -> int:
 
 
 def disk_folder(given: Path | str | None) -> Path:
-    """The folder of a disk store."""
+    """Folder of a disk store."""
     folder = Path(tempfile.gettempdir() if given is None else given)
     check_disk_folder(folder)
     if given is None and file_system(folder) in IN_MEMORY:
@@ -322,9 +321,9 @@ def disk_folder(given: Path | str | None) -> Path:
 
 
 def _absent(shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """A tensor without memory: NaN, or zeros of integers, whose scales are NaN."""
+    """A tensor without memory: NaN, or zeros for integers, whose scales are NaN."""
     # If a model reads a weight outside of its unit's forward, its logits are NaN, which ends
-    # requests with an error: never a wrong answer.
+    # requests with an error, never a wrong result.
     value = torch.zeros((), dtype=dtype)
     if dtype.is_floating_point:
         value.fill_(math.nan)

@@ -1,4 +1,4 @@
-"""Options of a served model and of its engine, for `LLM`, the command line and files.
+"""Options of a served model and its engine, for `LLM`, the command line and files.
 
 Nothing here imports torch at its top: ``gulliver serve --help`` reads this module.
 """
@@ -52,7 +52,7 @@ class ModelOptions(Options):
     speculation: str | Path | None = None
 
     def check_combinations(self) -> None:
-        """Refuses options that have no effect without another one."""
+        """Rejects options that have no effect without another one."""
         super().check_combinations()
         if self.disk is not None and self.memory_limit is None:
             raise GulliverError(
@@ -87,7 +87,7 @@ class ModelOptions(Options):
 
 
 def disk_limit(disk: Path | str | None) -> tuple[Path | None, int | None]:
-    """Folder and bytes of ``/scratch:100GiB``, as planners write it; the size may be left out."""
+    """Folder and bytes of ``/scratch:100GiB``, as in planner options; the size is optional."""
     folder, _, size = str(disk).rpartition(":")
     if disk is None or not folder or not size[:1].isdigit() or Path(disk).is_dir():
         return disk and Path(disk), None
@@ -111,7 +111,7 @@ class EngineOptions(Options):
     share_prefixes: bool = True
 
     def check_combinations(self) -> None:
-        """Refuses a step without room for a token of each sequence."""
+        """Rejects steps too small for one token of each sequence."""
         super().check_combinations()
         if self.step_tokens is not None and self.step_tokens < self.sequences:
             raise GulliverError(
@@ -121,5 +121,5 @@ class EngineOptions(Options):
 
     @property
     def tokens(self) -> int:
-        """Most tokens of a batch."""
+        """Maximum tokens of a batch."""
         return self.step_tokens or max(512, self.sequences)

@@ -1,7 +1,7 @@
-"""`AnswerText`: tokens to text, as they come.
+"""`AnswerText`: incremental conversion of tokens to text.
 
-A token may be part of a character, and a stop text may begin in one token and end in another. So
-text is given out only when later tokens cannot change it.
+A token may be part of a character, and a stop text may span several tokens. So text is only
+released once later tokens cannot change it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ UNFINISHED = "\ufffd"
 
 
 class AnswerText:
-    """Text of one answer."""
+    """Text of one completion."""
 
     # [Note: text of a token] Tokenizers write a token differently after others (a space in front,
     # one character of several tokens), so that texts of single tokens do not add up. What the last
@@ -39,7 +39,7 @@ class AnswerText:
         """Characters so far, those that are held back as well."""
 
     def forked(self) -> AnswerText:
-        """Another answer to the same prompt, as this one was before its first token."""
+        """Another completion of the same prompt, in the state before its first token."""
         return AnswerText(self._tokenizer, self._stop, self._tokens[: self._read])
 
     def add(self, token: int) -> tuple[str, bool]:
@@ -55,7 +55,7 @@ class AnswerText:
         return self._released(whole[len(before) :])
 
     def end(self) -> str:
-        """Ends the answer without a stop text: what was held back is text after all."""
+        """Ends the completion without a stop text; text held back is released."""
         if self._tokenizer is None:
             return ""
         before = self._decode(self._tokens[self._before : self._read])
@@ -71,7 +71,7 @@ class AnswerText:
         )
 
     def _released(self, text: str) -> tuple[str, bool]:
-        """Adds text; what could be the beginning of a stop text is held back."""
+        """Adds text; a possible beginning of a stop text is held back."""
         self.count += len(text)
         if not self._stop:
             return text, False
@@ -87,7 +87,7 @@ class AnswerText:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that `stop` begins with."""
+    """Length of the longest suffix of `text` that is a prefix of `stop`."""
     for size in range(min(len(stop) - 1, len(text)), 0, -1):
         if text.endswith(stop[:size]):
             return size
@@ -102,7 +102,7 @@ _SHORT = 40
 
 
 def listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Lists prompts; one alone is a list of one."""
+    """Returns prompts as a list; a single one becomes a list of one."""
     if isinstance(prompts, str | bytes):
         return [prompts]
     several = list(prompts)
@@ -110,7 +110,7 @@ def listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def tokens_of(prompt: Prompt, tokenizer: Any | None) -> list[int]:
-    """Tokens of a prompt, as the tokenizer encodes a text."""
+    """Encodes a prompt with the tokenizer; tokens are returned as they are."""
     if not isinstance(prompt, str):
         return _numbers(prompt)
     if tokenizer is None:
@@ -141,7 +141,7 @@ def _numbers(prompt: Any) -> list[int]:
 
 
 class RequestError(GulliverError):
-    """A request that cannot be answered; `field` is wrong, and `code` names it for programs."""
+    """An invalid request; `field` is wrong, and `code` identifies the error to programs."""
 
     def __init__(self, message: str, field: str, code: str | None = None) -> None:
         super().__init__(message)
@@ -149,7 +149,7 @@ class RequestError(GulliverError):
 
 
 def check_request(tokens: Sequence[int], sampling: SamplingParams, facts: Facts) -> None:
-    """Refuses what the vocabulary, the context or the cache cannot take."""
+    """Rejects tokens and lengths that vocabulary, context or cache do not allow."""
     count, longest, wanted = len(tokens), facts.longest, sampling.max_tokens
     if not tokens:
         raise RequestError("the prompt is empty: give at least one token", "prompt")
@@ -175,13 +175,13 @@ def check_request(tokens: Sequence[int], sampling: SamplingParams, facts: Facts)
 
 
 def chat_tokens(tokenizer: Any | None, messages: Sequence[dict[str, str]]) -> list[int]:
-    """Tokens of a conversation up to where the answer begins."""
+    """Tokens of a conversation, up to the start of the reply."""
     if tokenizer is None or getattr(tokenizer, "chat_template", None) is None:
         raise GulliverError(
             "the tokenizer has no chat template to write a conversation: give text, or a tokenizer "
             "of an instruct model"
         )
-    # Templates write what is missing as nothing, and the model would answer that.
+    # Templates render missing values as nothing, and the model would reply to that.
     known = isinstance(messages, Sequence) and all(isinstance(m, Mapping) for m in messages)
     if not known or not all(isinstance(m.get(k), str) for m in messages for k in MESSAGE):
         raise GulliverError(

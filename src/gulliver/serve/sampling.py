@@ -1,4 +1,4 @@
-"""`SamplingParams`: how the tokens of a request are drawn, and when they end."""
+"""`SamplingParams`: how tokens of a request are sampled, and when generation ends."""
 
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ MOST_LOGPROBS = 20
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the tokens of a request are drawn, and when they end.
+    """How tokens of a request are sampled, and when generation ends.
 
-    Logits are changed in this order, that of transformers: penalties, temperature, `top_k`,
-    `top_p`, `min_p`. What is drawn is a function of `seed`, the sample's number and the token's
-    place: neither the batch that a request runs in nor preemption changes it.
+    Logits are processed in the order of transformers: penalties, temperature, `top_k`, `top_p`,
+    `min_p`. Random numbers depend only on `seed`, sample and token index, so neither batching nor
+    preemption changes a sample.
 
     Attributes:
-        max_tokens: most tokens to make; None goes on until the context or the cache is full.
-        temperature: 0 takes the likeliest token, 1 the model's own distribution.
-        top_k: draw among this many likeliest tokens; 0 among all.
-        top_p: draw among the fewest likeliest tokens that have this probability together.
-        min_p: draw among tokens of at least this share of the likeliest one's probability.
-        repetition_penalty: divides positive logits, and multiplies negative ones, of tokens that
-            the prompt or the answer has.
-        presence_penalty: subtracted from the logits of tokens that the answer has.
-        frequency_penalty: subtracted once for each time that the answer has the token.
-        seed: None draws one for each request.
-        n: number of answers, which share the prompt's keys and values.
-        stop: texts that end an answer and are not part of it.
-        stop_token_ids: tokens that end an answer; its text does not have them.
-        ignore_eos: whether the model's own end-of-text tokens are tokens as others.
-        logprobs: None returns no probabilities, 0 those of the tokens taken, k > 0 also those of
-            the k likeliest. They are of the model's own distribution, before any change.
-        speculate: whether tokens may be drafted, where the engine has drafts; no answer depends on
-            it.
+        max_tokens: maximum new tokens; None continues until the context or the cache is full.
+        temperature: 0 is greedy, 1 samples from the model's own distribution.
+        top_k: sample among this many likeliest tokens; 0 for all.
+        top_p: sample among the fewest likeliest tokens with this total probability.
+        min_p: sample among tokens with at least this fraction of the highest probability.
+        repetition_penalty: divides positive logits, and multiplies negative ones, of tokens in the
+            prompt or the completion.
+        presence_penalty: subtracted from the logits of tokens in the completion.
+        frequency_penalty: subtracted once for each occurrence in the completion.
+        seed: random seed; None chooses one for each request.
+        n: number of completions, which share the prompt's keys and values.
+        stop: texts that end a completion; they are not part of it.
+        stop_token_ids: tokens that end a completion; they are not part of its text.
+        ignore_eos: whether generation continues after the model's end-of-text tokens.
+        logprobs: None returns no log-probabilities, 0 those of the sampled tokens, k > 0 also those
+            of the k likeliest, all before the processing above.
+        speculate: whether drafts may be used, if the engine has a drafter; completions do not
+            change.
     """
 
     max_tokens: Annotated[int | None, AT_LEAST_1] = None
@@ -76,12 +76,12 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether the likeliest token is taken."""
+        """Whether the likeliest token is always taken."""
         return self.temperature == 0
 
     @property
     def penalised(self) -> bool:
-        """Whether logits depend on the tokens before."""
+        """Whether logits depend on earlier tokens."""
         return (
             self.repetition_penalty != 1
             or self.presence_penalty != 0
@@ -99,7 +99,7 @@ are full; `cancelled`: by `Engine.cancel`; `error`: see `Event.error`."""
 
 @dataclass(frozen=True, slots=True)
 class Likely:
-    """A token and the natural logarithm of its probability under the model."""
+    """A token and its log-probability under the model."""
 
     token: int
     logprob: float
@@ -107,13 +107,13 @@ class Likely:
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A token of an answer.
+    """A token of a completion.
 
     Attributes:
-        id: number of the token.
-        logprob: logarithm of its probability under the model; None where `logprobs` is None.
-        likely: the `logprobs` likeliest tokens, the likeliest first.
-        offset: characters of the answer before it, where there are probabilities.
+        id: token id.
+        logprob: log-probability under the model; None if `logprobs` is None.
+        likely: the `logprobs` likeliest tokens, likeliest first.
+        offset: characters of the completion before it, if `logprobs` is set.
     """
 
     id: int
@@ -124,17 +124,17 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """An update of one answer: tokens of a step, or its end.
+    """An update of one completion: tokens of a step, or its end.
 
     Attributes:
-        request: number that `Engine.add` returned.
-        sample: number of the answer among the request's `n`, from 0.
-        tokens: tokens that were added, more than one where drafts were accepted.
-        text: text that is certain now: whole characters, and nothing that could be the beginning
-            of a stop text. Texts of all events of an answer joined are the answer.
-        finish: why the answer ended; None while it goes on.
-        error: message, with `finish="error"`: what is wrong and what would be right.
-        prefix_cached: tokens of the prompt whose keys and values were in the cache; set at the end.
+        request: request number, as returned by `Engine.add`.
+        sample: index of the completion among the request's `n`.
+        tokens: new tokens; more than one if drafts were accepted.
+        text: new text that is final: whole characters, and nothing that may be the beginning of a
+            stop text. The texts of all events concatenated are the completion.
+        finish: why the completion ended; None until then.
+        error: message, with `finish="error"`.
+        prefix_cached: prompt tokens found in the prefix cache; set at the end.
     """
 
     request: int
@@ -148,12 +148,12 @@ class Event:
 
 @dataclass
 class CompletionOutput:
-    """An answer.
+    """A completion.
 
     Attributes:
-        index: number of the answer among the request's `n`.
+        index: index of the completion among the request's `n`.
         text: text without the stop text; empty without a tokenizer.
-        tokens: tokens with the one that ended it, and their probabilities.
+        tokens: tokens, including the one that ended it, with their probabilities.
         finish_reason: why it ended.
         error: message, with `finish_reason="error"`.
     """
@@ -166,7 +166,7 @@ class CompletionOutput:
 
     @property
     def token_ids(self) -> list[int]:
-        """Numbers of its tokens."""
+        """Ids of its tokens."""
         return [token.id for token in self.tokens]
 
     @property
@@ -179,13 +179,13 @@ class CompletionOutput:
 
 @dataclass
 class RequestOutput:
-    """A prompt and its answers.
+    """A prompt and its completions.
 
     Attributes:
-        prompt: text of the prompt; None where it was given as tokens.
+        prompt: text of the prompt; None if it was given as tokens.
         prompt_token_ids: tokens of the prompt.
-        num_cached_tokens: tokens of the prompt whose keys and values were in the cache.
-        outputs: answers to the prompt.
+        num_cached_tokens: prompt tokens found in the prefix cache.
+        outputs: completions of the prompt.
     """
 
     prompt: str | None
@@ -195,7 +195,7 @@ class RequestOutput:
 
     @property
     def text(self) -> str:
-        """Text of the first answer."""
+        """Text of the first completion."""
         return self.outputs[0].text
 
     # Old names, until the next release.
@@ -222,14 +222,14 @@ COLDEST = 1e-30
 
 @dataclass(frozen=True, slots=True)
 class DrawRow:
-    """What a row of logits is for."""
+    """How to sample from a row of logits."""
 
     sampling: SamplingParams
     seed: int
     sample: int
-    # Tokens of the answer before the one that is drawn.
+    # Tokens of the completion before the sampled one.
     place: int
-    # Prompt and answer so far, for penalties only, and the prompt's share of them.
+    # Prompt and completion so far, for penalties only, and the prompt's length.
     history: Sequence[int] = ()
     prompt: int = 0
 
@@ -261,7 +261,7 @@ def draw_key(seed: int, sample: int, place: int) -> int:
 
 
 def draw(logits: Tensor, rows: Sequence[DrawRow]) -> list[Token | None]:
-    """Draws a token for each row."""
+    """Samples a token for each row."""
     if not rows:
         return []
     highest, likeliest = logits.max(-1)
@@ -286,7 +286,7 @@ def draw(logits: Tensor, rows: Sequence[DrawRow]) -> list[Token | None]:
 
 
 def _draw_alike(logits: Tensor, sampling: SamplingParams, rows: Sequence[DrawRow]) -> list[int]:
-    """Draws for rows [R, V] that are sampled alike."""
+    """Samples tokens for rows [R, V] with the same parameters."""
     changed = penalised(logits, sampling, rows)
     if sampling.greedy:
         return changed.argmax(-1).tolist()
@@ -295,10 +295,10 @@ def _draw_alike(logits: Tensor, sampling: SamplingParams, rows: Sequence[DrawRow
 
 
 def _race(chances: Tensor, order: Tensor | None, keys: NDArray[np.uint64]) -> list[int]:
-    """Draws by weights [R, K] of tokens [R, K], those of `HEAD` tokens and the rest apart."""
+    """Samples by weights [R, K] of tokens [R, K], `HEAD` tokens separately from the rest."""
     # [Note: drawing with noise that belongs to the token] Of exponential numbers divided by weights
     # the least is that of a token with its probability (the Gumbel trick). The noise is a function
-    # of the token, so that two distributions that are alike mostly draw the same token: one of a
+    # of the token, so that two similar distributions mostly yield the same token: one of a
     # draft and the model's meet with a probability of (1 - d) / (1 + d) at least, where d is their
     # distance in total variation (Daliri, Musco and Suresh, arXiv 2408.07978), and not one draw of
     # the model's own is another than without drafts. The least of all tokens outside the `HEAD`
@@ -334,7 +334,7 @@ def _race(chances: Tensor, order: Tensor | None, keys: NDArray[np.uint64]) -> li
 
 
 def _below(weights: Tensor, height: float) -> int:
-    """Index of the weight at a height, a share of their sum."""
+    """Index of the weight at which the cumulative sum reaches a fraction of the total."""
     heights = weights.cumsum(-1, dtype=torch.float64)
     mark = (height * heights[-1]).clamp(max=heights[-1].nextafter(heights.new_zeros(())))
     return int(torch.searchsorted(heights, mark, right=True))
@@ -362,7 +362,7 @@ def _cut(logits: Tensor, sampling: SamplingParams) -> tuple[Tensor, Tensor | Non
 
 
 def penalised(logits: Tensor, sampling: SamplingParams, rows: Sequence[DrawRow]) -> Tensor:
-    """Applies penalties of earlier tokens, to a copy if there are any."""
+    """Applies penalties for earlier tokens, to a copy if there are any."""
     if not sampling.penalised:
         return logits
     logits = logits.clone()

@@ -1,4 +1,4 @@
-"""`AnswerState`: one answer in progress, with its tokens and its blocks."""
+"""`AnswerState`: one completion in progress, with its tokens and its blocks."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ class Status(enum.Enum):
 
 @dataclass(eq=False)
 class AnswerState:
-    """One answer of a request."""
+    """One completion of a request."""
 
     # Number of the sequence, in the order of age.
     number: int
     request: int
-    # Number of the answer among the request's.
+    # Index of the completion in the request.
     sample: int
     # Number of tokens of the prompt.
     prompt: int
     tokens: list[int]
-    # How its tokens are drawn.
+    # Its sampling parameters.
     sampling: SamplingParameters
-    # What they are drawn from.
+    # Seed of its sampling.
     seed: int
     ends: Collection[int]
     # Most tokens that it may have.
     longest: int
     text: AnswerText
-    # How many more answers share its prompt and wait for it to be computed.
+    # Number of other completions that wait for its prompt to be computed.
     forks: int = 0
     status: Status = Status.WAITING
     # Keys and values of so many of its first tokens lie in `blocks`.
@@ -68,12 +68,12 @@ class AnswerState:
 
     @property
     def new(self) -> int:
-        """Number of tokens whose keys and values are to be computed; 1 while it is continued."""
+        """Number of tokens whose keys and values must be computed; 1 while decoding."""
         return len(self.tokens) - self.cached
 
     @property
     def answer(self) -> list[int]:
-        """Tokens of the answer."""
+        """Tokens of the completion."""
         return self.tokens[self.prompt :]
 
 
@@ -86,33 +86,33 @@ class AnswerState:
 
 
 class BlockPool:
-    """Blocks 0 to `blocks - 1`, with counts of holders and published digests."""
+    """Blocks 0 to `blocks - 1`, with reference counts and published digests."""
 
     def __init__(self, blocks: int, size: int) -> None:
         self.blocks, self.size = blocks, size
         self._holders = [0] * blocks
         self._blank = list(range(blocks - 1, -1, -1))
-        # Published and held by nobody, the one that was left first in front.
+        # Published without references, least recently released first.
         self._kept: OrderedDict[int, None] = OrderedDict()
         self._digest: dict[int, bytes] = {}
         self._block: dict[bytes, int] = {}
 
     @property
     def free(self) -> int:
-        """Number of blocks that can be taken."""
+        """Number of free blocks."""
         return len(self._blank) + len(self._kept)
 
     @property
     def kept(self) -> int:
-        """Number of free blocks whose keys and values can still be found."""
+        """Number of free blocks whose keys and values can still be reused."""
         return len(self._kept)
 
     def holders(self, block: int) -> int:
-        """Number of sequences that hold a block."""
+        """Reference count of a block."""
         return self._holders[block]
 
     def take(self, count: int) -> list[int] | None:
-        """Takes blocks for one holder; None, and nothing taken, where too few are free."""
+        """Allocates blocks; None, allocating nothing, if too few are free."""
         if count > self.free:
             return None
         return [self._take() for _ in range(count)]
@@ -128,14 +128,14 @@ class BlockPool:
         return block
 
     def share(self, blocks: Iterable[int]) -> None:
-        """Adds a holder to blocks that are held, or free and published."""
+        """Increments the reference counts of blocks that are held, or free and published."""
         for block in blocks:
             if self._holders[block] == 0:
                 del self._kept[block]
             self._holders[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Takes a holder from blocks; one that nobody holds is free."""
+        """Decrements reference counts; blocks without references become free."""
         # The last of a sequence are released first: beginnings, which others may have in common,
         # stay longer.
         for block in reversed(blocks):
@@ -148,12 +148,12 @@ class BlockPool:
                     self._blank.append(block)
 
     def publish(self, block: int, digest: bytes) -> None:
-        """Publishes a full block for others to find; of equal ones the first stays published."""
+        """Publishes a full block for reuse; of equal blocks the first stays published."""
         if digest not in self._block and block not in self._digest:
             self._block[digest], self._digest[block] = block, digest
 
     def find(self, digests: Iterable[bytes]) -> list[int]:
-        """Returns the published blocks of the longest beginning of `digests`; none is taken."""
+        """Finds the published blocks of the longest prefix of `digests`, without holding them."""
         found: list[int] = []
         for digest in digests:
             block = self._block.get(digest)
@@ -164,8 +164,8 @@ class BlockPool:
 
 
 def extend_digests(digests: list[bytes], tokens: Sequence[int], size: int) -> None:
-    """Appends the digests of the full blocks of `tokens` that `digests` does not have yet."""
-    # A digest is that of all tokens up to the block's end, since keys and values depend on them
+    """Appends the digests of full blocks of `tokens` that `digests` lacks."""
+    # A digest covers all tokens up to the block's end, since keys and values depend on them
     # all.
     for number in range(len(digests), len(tokens) // size):
         before = digests[-1] if digests else b""
@@ -186,7 +186,7 @@ def _age(sequence: AnswerState) -> tuple[int, int]:
 
 
 class Scheduler:
-    """Sequences that wait and run, and the blocks that they hold."""
+    """Waiting and running sequences, and the blocks that they hold."""
 
     def __init__(
         self,
@@ -204,11 +204,11 @@ class Scheduler:
         self._tickets = 0
 
     def add(self, sequence: AnswerState) -> None:
-        """Takes a sequence in, behind the older ones."""
+        """Adds a sequence behind the older ones."""
         insort(self.waiting, sequence, key=_age)
 
     def fork(self, sequence: AnswerState, other: AnswerState) -> None:
-        """Starts `other` on the blocks of `sequence`, which has computed their prompt."""
+        """Starts `other` on the blocks of `sequence`, which has computed their common prompt."""
         other.blocks, other.cached = list(sequence.blocks), sequence.cached
         other.digests, other.published = list(sequence.digests), sequence.published
         other.prefix_cached = sequence.prefix_cached
@@ -217,7 +217,7 @@ class Scheduler:
         insort(self.running, other, key=_age)
 
     def end(self, sequence: AnswerState) -> None:
-        """Takes a sequence out, its blocks free."""
+        """Removes a sequence and frees its blocks."""
         (self.running if sequence.status is Status.RUNNING else self.waiting).remove(sequence)
         sequence.status = Status.ENDED
         self._release(sequence)
@@ -225,7 +225,7 @@ class Scheduler:
             self.drafter.dropped(sequence.number)
 
     def next_batch(self, parts: int = 1) -> Batch | None:
-        """Makes a batch; None where no sequence can be in one now."""
+        """Returns the next batch, or None if no sequence can be scheduled."""
         spans: list[Span] = []
         copies: list[Pair] = []
         moves: list[Pair] = []
@@ -263,7 +263,7 @@ class Scheduler:
         return Batch(self._tickets - 1, spans, copies, moves)
 
     def _limit(self, parts: int) -> int:
-        """Most tokens of a batch: of all that could be run now, an equal part."""
+        """Maximum tokens of a batch: an equal part of all that could run now."""
         # Tokens are dealt, not sequences: a chunk of a prompt weighs as much as many that go on.
         if parts == 1:
             return self.step_tokens
@@ -272,7 +272,7 @@ class Scheduler:
         return max(1, min(self.step_tokens, -(-wanted // parts)))
 
     def _drafts(self, ready: Collection[AnswerState], budget: int) -> dict[int, Draft]:
-        """Asks the drafter, and takes nothing from it that there is no room for."""
+        """Requests drafts, and drops those without room."""
         if self.drafter is None or budget <= 0 or not ready or self.drafter.rests(len(ready)):
             return {}
         wanted = {
@@ -296,7 +296,7 @@ class Scheduler:
         return found
 
     def _affordable(self, sequence: AnswerState, draft: Draft | None) -> Draft | None:
-        """Drops a draft for which there are no free blocks: guesses take nothing from others."""
+        """Drops a draft without free blocks; drafts never preempt others."""
         if draft is None:
             return None
         size, end = self.pool.size, sequence.cached + 1 + len(draft.tokens)
@@ -307,10 +307,10 @@ class Scheduler:
     def _make_room(
         self, sequence: AnswerState, count: int, draft: Draft | None, copies: list[Pair]
     ) -> bool:
-        """Gets blocks for new tokens, those it writes to its own; others give up theirs if need be.
+        """Allocates blocks for new tokens and copies shared ones; preempts others if necessary.
 
         Returns:
-            Whether it has them; where not, nothing has changed but that others gave up theirs.
+            Whether it succeeded; if not, nothing changed except the preemptions.
         """
         size, held = self.pool.size, sequence.blocks
         end = sequence.cached + count + (len(draft.tokens) if draft else 0)
@@ -335,7 +335,7 @@ class Scheduler:
         return True
 
     def _preempt_younger(self, sequence: AnswerState) -> bool:
-        """Takes the blocks of the youngest sequence that is younger; False if there is none."""
+        """Preempts the youngest running sequence younger than this one; False if there is none."""
         # The victim is computed again from its tokens later, and finds its old blocks as far as no
         # other sequence has taken them.
         for victim in reversed(self.running):
@@ -356,9 +356,9 @@ class Scheduler:
         sequence.moves, sequence.draft = [], None
 
     def _admit(self, sequence: AnswerState) -> bool:
-        """Gives the oldest that waits blocks for all its tokens, found or free; False if too few.
+        """Admits the oldest waiting sequence if blocks for all its tokens are found or free.
 
-        The sequences that fork from it count as well.
+        This includes the sequences that fork from it.
         """
         # A sequence is admitted when blocks for all tokens that it has are free, and one for each
         # running sequence. Any sequence that is admitted fits the cache alone, and the oldest never
@@ -408,7 +408,7 @@ class Scheduler:
         return Span(sequence.number, start, tokens, list(sequence.blocks), outputs, parents)
 
     def _publish(self, sequence: AnswerState) -> None:
-        """Publishes full blocks of tokens that are final."""
+        """Publishes full blocks of final tokens."""
         # Published when the batch that computes a block is made, not when it is done: each layer
         # writes the keys and values of all tokens before it reads any, so a sequence may share what
         # another one of the same batch computes.

@@ -1,4 +1,4 @@
-"""How much memory a cache of keys and values may take."""
+"""Loads served models, and sizes the cache of keys and values."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ BUDGET_SHARE = 4
 
 
 def free_bytes(device: torch.device) -> int:
-    """Returns the bytes of memory that are free on a device, for this process."""
+    """Returns the free bytes on a device for this process."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     limit = memory_bytes("cpu")
@@ -57,7 +57,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def context_of(config: Any, wanted: int | None) -> int | None:
-    """Most tokens of a sequence: as asked for, or the model's own; None where it has no end."""
+    """Maximum tokens of a sequence: as requested, or the model's own; None if unlimited."""
     own = getattr(config, "max_position_embeddings", None)
     own = int(own) if isinstance(own, int) and own > 0 else None
     if wanted is not None and (wanted < 2 or (own is not None and wanted > own)):
@@ -75,7 +75,7 @@ def cache_blocks(
     budget: int | None = None,
     ranks: int = 1,
 ) -> int:
-    """Chooses the number of blocks of a cache; `budget` is that of streamed weights, if any."""
+    """Chooses the number of cache blocks; `budget` is that of streamed weights, if any."""
     if options.kv_cache is not None and options.cache_tokens is not None:
         raise GulliverError("give kv_cache or cache_tokens, not both")
     block_bytes = max(token_bytes * size, 1)
@@ -135,7 +135,7 @@ each other's."""
 
 
 def check_served(model: Any) -> None:
-    """Refuses a model whose answers are not known to be right."""
+    """Rejects a model for which correct results are not verified."""
     config = getattr(model, "config", None)
     kind = getattr(config, "model_type", None)
     if kind is None or not hasattr(model, "get_output_embeddings"):
@@ -161,7 +161,7 @@ def check_served(model: Any) -> None:
 
 
 def check_type(kind: str) -> None:
-    """Refuses a type of model that is not served."""
+    """Rejects a model type that is not supported."""
     if kind not in SERVED:
         raise GulliverError(f"models of type {kind!r} are not served: {nearest(kind, SERVED)}")
 
@@ -173,7 +173,7 @@ def check_type(kind: str) -> None:
 
 
 def build_on_meta(folder: Path | str, dtype: torch.dtype) -> Any:
-    """Builds a folder's model with parameters on meta, and its settings of generation."""
+    """Builds a folder's model on meta, and its generation settings."""
     import transformers
 
     config = gguf.build_config(Path(folder)) if is_gguf(folder) else float_config(folder)
@@ -212,7 +212,7 @@ class Source:
         self.close()
 
     def check(self, model: nn.Module) -> None:
-        """Compares names and shapes of all parameters with the files; no weight is read."""
+        """Compares names and shapes of all parameters with the files, without reading weights."""
         for name, parameter in model.named_parameters():
             self._compare(self._known(name), tuple(parameter.shape))
 
@@ -228,7 +228,7 @@ class Source:
         shape: tuple[int, ...],
         region: Region | None = None,
     ) -> None:
-        """Reads one expert's matrix of a joined tensor."""
+        """Reads one expert's matrix from a stacked tensor."""
         whole = tuple(shape) if region is None else region.shape
         source = self._known(name)
         info = self._compare(source, whole)
@@ -237,7 +237,7 @@ class Source:
         self._weights.read({source: part})
 
     def fill_buffers(self, module: nn.Module, front: str) -> None:
-        """Reads the buffers of a module that the files have; values of quantised layers are not."""
+        """Reads a module's buffers from the files, except values of quantized layers."""
         for inner_path, inner in module.named_modules():
             if isinstance(inner, QuantizedLayer):
                 continue
@@ -247,7 +247,7 @@ class Source:
                     self._read(at + name, buffer, None)
 
     def dtype_of(self, name: str) -> torch.dtype:
-        """The dtype that a parameter has in the files."""
+        """The dtype of a parameter in the files."""
         return self._weights.infos[self._known(name)].dtype
 
     def _known(self, name: str) -> str:
@@ -261,7 +261,7 @@ class Source:
         return found
 
     def _compare(self, source: str, shape: tuple[int, ...]) -> Any:
-        """What the files say of a tensor, which must have this shape."""
+        """Entry of a tensor in the files, which must have this shape."""
         info = self._weights.infos[source]
         if info.shape != shape:
             raise GulliverError(
@@ -281,10 +281,10 @@ class Source:
             into.copy_(value)
 
 
-# `QuantizedExperts`: a mixture of experts with quantised weights.
+# `QuantizedExperts`: a mixture of experts with quantized weights.
 #
 # transformers keeps the weights of a layer's experts in one tensor, which `replace_module` leaves
-# as it is. Here each expert gets quantised linear layers of its own, and the layer multiplies by
+# as it is. Here each expert gets quantized linear layers of its own, and the layer multiplies by
 # those of the experts that its tokens go to. Over tensor ranks each expert is cut by inner
 # features: as in `gulliver.parallel.tensor.quantized.QuantizedRow`, scales are those of one rank.
 
@@ -310,7 +310,7 @@ class QuantizedExperts(nn.Module):
         )
 
     def fill(self, name: str, expert: int, weight: Tensor) -> None:
-        """Rounds one expert's weight."""
+        """Quantizes one expert's weight."""
         layer: Any = (self.into if name == JOINED[0] else self.out)[expert]
         if layer.mode == "int4":
             values, scales = to_int4(weight)
@@ -327,7 +327,7 @@ class QuantizedExperts(nn.Module):
         return largest
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Sums what each token's experts give, times the router's weights."""
+        """Sums the outputs of each token's experts, weighted by the router."""
         total = torch.zeros_like(hidden_states)
         like = self._like[0]
         # The experts in their order: ranks that share them join scales in each.
@@ -347,7 +347,7 @@ class QuantizedExperts(nn.Module):
 
 
 def quantize_experts(model: nn.Module, mode: str, rank_group: RankGroup = ALONE) -> list[str]:
-    """Replaces the experts of a model on meta by quantised ones, which are filled afterwards."""
+    """Replaces the experts of a model on meta by quantized ones, to be filled later."""
     found = {path: module for path, module in model.named_modules() if is_experts(module)}
     for path, module in found.items():
         made = QuantizedExperts(module, path, mode, rank_group)
@@ -357,7 +357,7 @@ def quantize_experts(model: nn.Module, mode: str, rank_group: RankGroup = ALONE)
 
 
 def settle_experts(model: Any) -> None:
-    """Runs experts of odd sizes one by one."""
+    """Runs experts of unsupported sizes one by one."""
     # torch's grouped product takes rows of whole 16 bytes only.
     for module in model.modules():
         if is_experts(module):
@@ -367,7 +367,7 @@ def settle_experts(model: Any) -> None:
 
 
 def is_experts(module: Any) -> bool:
-    """Whether a module has experts in joined tensors of the layout that is understood here."""
+    """Whether a module has experts in stacked tensors of a supported layout."""
     held = {name for name, p in module._parameters.items() if p is not None}
     return (
         held == set(JOINED)
@@ -380,7 +380,7 @@ def is_experts(module: Any) -> bool:
 
 
 def _on_meta(weight: Any, path: str, mode: str) -> QuantizedLinear:
-    """A layer of one expert, its values on meta."""
+    """A layer for one expert, with its values on meta."""
     outputs, inputs = weight.shape[1:]
     if mode == "int4" and inputs % GROUP:
         mode = "int8"
@@ -392,7 +392,7 @@ def _on_meta(weight: Any, path: str, mode: str) -> QuantizedLinear:
     return QuantizedLinear(path, mode, values, scales, inputs, None, THRESHOLD)
 
 
-# `Filling`: gives a model on meta the values of a folder, module by module, quantised or not.
+# `Filling`: fills a model on meta from a folder, module by module, quantized or not.
 #
 # Names, regions and layouts of the float weights are noted before their layers are replaced, so
 # that a layer can be filled wherever its memory lies by then.
@@ -400,7 +400,7 @@ def _on_meta(weight: Any, path: str, mode: str) -> QuantizedLinear:
 
 @dataclass(frozen=True)
 class _Weight:
-    """A float weight, of which a quantised layer is made."""
+    """A float weight to be quantized."""
 
     name: str
     shape: tuple[int, ...]
@@ -409,7 +409,7 @@ class _Weight:
 
 
 class Filling:
-    """Values of a folder for a model, which is whole or cut."""
+    """Fills a model, or a shard of it, with the values of a folder."""
 
     def __init__(
         self,
@@ -489,7 +489,7 @@ class Filling:
         layer.weight_scale.copy_(scales)
 
     def fill_all(self) -> None:
-        """Gives the model memory of its own, and all of its values."""
+        """Allocates the model's memory and reads all of its values."""
         materialize(self.model, "cpu")
         made: dict[int, Tensor] = {}
         for layer in self.model.modules():
@@ -503,7 +503,7 @@ class Filling:
 
 
 def is_quantised(folder: Path) -> bool:
-    """Whether `gulliver quantize` wrote a folder."""
+    """Whether a folder was written by `gulliver quantize`."""
     from gulliver.checkpoint.files import read_metadata
 
     float_weights = ("model.safetensors", "model.safetensors.index.json")
@@ -525,17 +525,17 @@ def load(
     """Loads a model and its tokenizer.
 
     Args:
-        folder: folder with configuration, safetensors and tokenizer, as transformers writes it.
-        dtype: ``"float32"`` or ``"bfloat16"``, or torch's own; None takes that of the files.
+        folder: folder with configuration, safetensors and tokenizer, as written by transformers.
+        dtype: ``"float32"`` or ``"bfloat16"``, or a torch dtype; None keeps that of the files.
         quantize: mode of `gulliver.replace_module`, such as ``"int8_dynamic"``; the weights are
-            quantised layer by layer as they are read.
+            quantized layer by layer as they are read.
 
     Returns:
         The model in evaluation mode, and the tokenizer.
 
     Raises:
-        GulliverError: the folder lacks something, the model is of a type that is not served, or
-            there is too little memory; it says what would fit.
+        GulliverError: the folder is incomplete, the model type is not supported, or there is too
+            little memory; the message says what would fit.
     """
     from gulliver.io.hub import fetch
 
@@ -547,7 +547,7 @@ def load(
 
 
 def load_model(folder: Path, options: ModelOptions) -> tuple[Any, StreamedWeights | None]:
-    """Reads a folder's model; with `memory=` also returns what brings its weights from a disk."""
+    """Loads a folder's model; with `memory=` also returns its streamed weights."""
     if options.limit is None:
         check_memory(folder, options.dtype, options.quantize)
     model = build_on_meta(folder, kept_dtype(folder, options.dtype))
@@ -560,7 +560,7 @@ def load_model(folder: Path, options: ModelOptions) -> tuple[Any, StreamedWeight
 def fill_model(
     model: Any, paths: list[str], filling: Filling, options: ModelOptions
 ) -> StreamedWeights | None:
-    """Fills a model on meta, within `memory=` if given; `paths` are its units as it was float."""
+    """Fills a model on meta, within `memory=` if given; `paths` are its unquantized units."""
     limit = options.limit
     if limit is None:
         filling.fill_all()
@@ -574,12 +574,12 @@ def fill_model(
 
 
 def dtype_name(dtype: str | torch.dtype | None) -> str | None:
-    """Writes torch's own dtype as the name that options have."""
+    """Converts a torch dtype to its name in options."""
     return str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
 
 
 def check_options(folder: Path, dtype: str | None, quantize: str | None) -> None:
-    """Refuses folders without a served model, and formats that it cannot have."""
+    """Rejects folders without a supported model, and formats it cannot have."""
     check_folder(folder)
     for name, value, known in (("dtype", dtype, DTYPES), ("quantize", quantize, MODES)):
         if value is not None and value not in known:
@@ -591,14 +591,14 @@ def check_options(folder: Path, dtype: str | None, quantize: str | None) -> None
 
 
 def kept_dtype(folder: Path, dtype: str | None) -> torch.dtype:
-    """The dtype that a folder's model computes in."""
+    """The compute dtype of a folder's model."""
     if is_quantised(folder):
         return torch.float32
     return DTYPES[dtype] if dtype is not None else _sizes(folder)[1]
 
 
 def check_folder(folder: Path) -> None:
-    """Refuses a folder that has no model that is served."""
+    """Rejects a folder without a supported model."""
     if is_gguf(folder):
         gguf.open_file(folder)
         return
@@ -614,12 +614,12 @@ def check_folder(folder: Path) -> None:
 
 
 def tokenizer_of(folder: Path) -> Any:
-    """Loads the tokenizer of a model's folder or file."""
+    """Loads the tokenizer of a model folder or file."""
     return gguf.read_tokenizer(folder) if is_gguf(folder) else load_tokenizer(folder)
 
 
 def end_tokens(model: Any, tokenizer: Any) -> list[int]:
-    """Tokens that end a text: of the generation configuration, else of the tokenizer."""
+    """Tokens that end a text, from the generation configuration or else the tokenizer."""
     own = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     given = own if own is not None else getattr(tokenizer, "eos_token_id", None)
     if given is None:
@@ -628,7 +628,7 @@ def end_tokens(model: Any, tokenizer: Any) -> list[int]:
 
 
 def _sizes(folder: Path) -> tuple[int, torch.dtype]:
-    """Number of elements of the weights, and the dtype that most of them have."""
+    """Number of weight elements, and their most common dtype."""
     counts: dict[torch.dtype, int] = {}
     with gguf.GgufWeights(folder) if is_gguf(folder) else open_weights(folder) as weights:
         for info in weights.infos.values():
@@ -638,7 +638,7 @@ def _sizes(folder: Path) -> tuple[int, torch.dtype]:
 
 
 def check_memory(folder: Path, dtype: str | None, quantize: str | None) -> None:
-    """Refuses weights that the memory does not hold, and says which would fit."""
+    """Rejects weights that do not fit in memory, and says which would."""
     if is_quantised(folder):
         return
     size, kept = _sizes(folder)

@@ -3,8 +3,8 @@
 A dynamic program over a chain may drop a state if another one of the same kind is at least as good
 in every measure that the future depends on (`undominated`). If too many remain, `boxed` prunes
 heuristically: each kind is divided into bins by peak, and the best states of each bin at several
-prices stay. So for any peak limit, a state close to the best at about the right price remains below
-it. A weighted sum alone would lose states that are worse in the sum but lower in the peak.
+prices are kept. So for any peak limit, a state close to the best at about the right price remains
+below it. A weighted sum alone would lose states with a worse sum but a lower peak.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PAIRS, AT_ONCE = 128, 16
 
 
 def rounded(values: Floats) -> Floats:
-    """Rounds values so that sums of the same numbers in another order are equal."""
+    """Rounds values so that sums of the same numbers in any order are equal."""
     largest = float(np.abs(values).max(initial=0.0))
     return np.round(values * (DIGITS / largest)) if largest > 0 else values
 
@@ -260,7 +260,6 @@ def _seconds(costs: PassCosts, state: _State) -> float:
 
 
 def activations_peak(blocks: Sequence[BlockActivations], choices: Sequence[Choice]) -> int:
-    """Peak bytes of activations."""
     state = _START
     for block, choice in zip(blocks, choices, strict=True):
         state = _leave(state, block, choice)
@@ -271,13 +270,13 @@ def least_room(
     blocks: Sequence[BlockActivations],
     allowed: Sequence[Choice] = ("keep", "recompute", "offload"),
 ) -> int:
-    """Least memory with which any choice works: as much as possible is offloaded or recomputed."""
+    """Minimum memory for any choice, with as much offloaded or recomputed as possible."""
     leanest: tuple[Choice, ...] = ("recompute",) if "recompute" in allowed else tuple(allowed)
     return min(activations_peak(blocks, (choice,) * len(blocks)) for choice in leanest)
 
 
 def _need(state: _State, block: BlockActivations) -> int:
-    """Bytes that a block's pass needs in addition to those held below it."""
+    """Bytes that a block's pass needs in addition to those held by earlier blocks."""
     return state.left + state.coming + block.saved + block.working
 
 

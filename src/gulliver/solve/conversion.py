@@ -1,9 +1,9 @@
 """Finds the exact least-cost conversion from one sharding of a tensor to another.
 
-A layout assigns each mesh axis one of three roles: replicate (every rank has all that the other
-axes leave it), shard a dim, or partial (ranks hold terms of a sum). Several axes may shard one dim,
-nested, and their order matters: gathering along the outer one of two would leave every second
-block. So the order is part of the state, and each rank holds one box.
+A layout assigns each mesh axis one of three roles: replicate (all ranks of the axis hold the same),
+shard a dim, or partial (ranks hold terms of a sum). Several axes may shard one dim, nested, in an
+order that matters: gathering along the outer of two would yield every second block. So the order is
+part of the state, and each rank holds one box.
 
 Moves between states are collectives along one or several axes, or local:
 
@@ -47,7 +47,7 @@ class Sharding:
     terms: tuple[int, ...] = ()
 
     def with_cut(self, dim: int, axes: tuple[int, ...]) -> Self:
-        """The same layout with other axes on a dim."""
+        """The same layout with a dim sharded over other axes."""
         return type(self)((*self.cuts[:dim], axes, *self.cuts[dim + 1 :]), self.terms)
 
     def with_terms(self, terms: Sequence[int]) -> Self:
@@ -94,7 +94,7 @@ class Conversion:
 
 def extent(length: int, parts: Sequence[int], place: Sequence[int]) -> tuple[int, int]:
     """First and last (exclusive) index that a rank holds of a dim."""
-    # Shards are those of `torch.chunk`: all as long as the first, the last ones shorter or empty;
+    # Shards are as in `torch.chunk`: all as long as the first, the last ones shorter or empty;
     # inner axes divide the shards of outer ones.
     low, high = 0, length
     for size, at in zip(parts, place, strict=True):

@@ -192,17 +192,17 @@ class _Problem:
         return keep
 
     def _farthest(self, keep: Flags, now: int) -> int:
-        """Returns the kept gap over a position that costs least for its length."""
+        """Returns the kept gap over a position with the lowest cost per length."""
         over = np.where(self.begin <= now, now, now + self.length)
         rest = np.where(keep & (self.begin <= over) & (over < self.end), self.end - over, 0)
         return int(np.argmax(rest * self.size / (self.values() + 1e-30) * (rest > 0)))
 
     def values(self) -> Floats:
-        """Returns the cost of leaving in each gap alone."""
+        """Returns the cost of evicting in each gap alone."""
         return self.read + self.writes[self.period]
 
     def paid(self, prices: Floats) -> Floats:
-        """Returns the price of staying in each gap."""
+        """Returns the price of keeping each gap."""
         total = np.concatenate(([0.0], np.cumsum(np.concatenate((prices, prices)))))
         return self.size * (total[self.end] - total[self.begin])
 
@@ -411,13 +411,13 @@ class Cycle:
         return self.residency.bound / self.repeats
 
     def after(self, event: Event, cursor: int, end: int) -> int | None:
-        """Returns the next position of an event like this one, before an end."""
+        """Returns the next position of an equal event, before an end."""
         positions = self._where.get(_mark(event), ())
         place = bisect_left(positions, cursor, hi=bisect_left(positions, end))
         return positions[place] if place < len(positions) and positions[place] < end else None
 
     def matches(self, position: int, event: Event) -> bool:
-        """Whether an event like this one is at a position."""
+        """Whether an equal event is at a position."""
         return _mark(self.events[position]) == _mark(event)
 
     def next_use(self, key: Hashable, cursor: int) -> int:
@@ -505,7 +505,7 @@ class Cycle:
     def _margins(
         self, gaps: Sequence[Gap], writes: Sequence[float], room: Sequence[int], margin: int
     ) -> tuple[list[tuple[int, int]], list[int]]:
-        """The widest margins that fit, and the memory left next to them."""
+        """The widest margins that fit, and the memory left in addition to them."""
         used = [0] * self.length
         for key, positions in self._uses.items():
             for position in positions:
@@ -574,7 +574,7 @@ class Cycle:
     def _without(
         self, room: Sequence[int], gaps: Sequence[Gap], edges: Sequence[tuple[int, int]]
     ) -> tuple[list[int], int]:
-        """Returns the memory left next to the margins, at least 0, and its minimum."""
+        """Returns the memory left in addition to the margins, at least 0, and its minimum."""
         free: Ints = np.tile(np.array(room, dtype=np.int64), 2)
         for gap, (lag, lead) in zip(gaps, edges, strict=True):
             if lag + lead >= gap.end - gap.begin:
@@ -594,7 +594,7 @@ def plan_cycle(
     pins: Mapping[Hashable, int] | None = None,
     ahead: int | None = None,
 ) -> Cycle:
-    """Plans one step, or several together if alternating saves moves."""
+    """Plans one step, or several together if alternating reduces traffic."""
     once = best = Cycle(events, sizes, budget, held, pins, ahead)
     most = min(FEW // max(len(once.residency.keep), 1), TURNS) if once.closed else 1
     for repeats in range(2, most + 1):
@@ -618,7 +618,7 @@ def _between(gaps: Sequence[Gap], edges: Sequence[tuple[int, int]]) -> list[Gap 
 
 
 def _mark(event: Event) -> tuple[What, Hashable]:
-    """Identity of an event; budgets may differ from step to step."""
+    """Identity of an event; budgets may vary between steps."""
     return event.what, (None if event.what == "budget" else event.key)
 
 

@@ -171,7 +171,7 @@ class Relaxation:
 
 
 class Guide:
-    """Least priced seconds of all picks with a given prefix, for each kind of block."""
+    """Minimum priced seconds of all picks with a given prefix, for each kind of block."""
 
     def __init__(self, cost: _Cost, outside: Floats, entries: int) -> None:
         self._cost = cost

@@ -7,7 +7,7 @@ chain of blocks; its states are, by the last operator's strategy:
 
 Exact pruning drops states that are dominated in all of these, that exceed the budget, or whose
 lower bound is above a known solution. If more than `states` per strategy remain, the search becomes
-heuristic and the bound shows how far from optimal the answer can be.
+heuristic and the bound shows how far from optimal the result can be.
 
 Complexity: O(blocks x strategies x states x plans of a block), after one `block_plans` for each
 distinct block.
@@ -324,7 +324,7 @@ def solve_joint(
 ) -> JointPlan:
     """Finds the picks with the least seconds within a budget.
 
-    Rounds keep more and more states, and start close to the lower bound.
+    Successive rounds keep more states; the first starts close to the lower bound.
 
     Args:
         blocks: blocks in forward order; equal ones are solved once.
@@ -351,7 +351,7 @@ def solve_joint(
     # stays.
     price = bound.price or SCARCE * bound.seconds / max(1, budget)
     for most in (*(level for level in LEVELS if level < states), states):
-        # States far above the bound are not explored while a better answer is likely.
+        # States far above the bound are not explored while a better result is likely.
         for above in HOPES:
             if exact or cost.seconds <= lower * (1 + max(SAME, tolerance)):
                 break

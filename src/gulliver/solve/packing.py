@@ -166,7 +166,7 @@ class FallbackPacking:
     def _fill(
         self, left: list[int], order: Sequence[int], degree: int, limit: float
     ) -> tuple[float, list[tuple[int, int]]]:
-        """Takes samples for one group out of `left`, as many of each shape as fit."""
+        """Takes samples for one group from `left`, as many of each shape as fit."""
         spent, taken = 0.0, list[tuple[int, int]]()
         for shape in order:
             ends = self._ends[shape].get(degree)
@@ -247,7 +247,7 @@ class NativeTables:
         self._tries = built.Tries(TRIES, CLOSE, FIRST, SHORTER, list(WIDENED), list(OTHERWISE))
 
     def learn(self, number: int, ends: Mapping[int, list[float]], rate: float) -> None:
-        """Sets the end times of a shape by degree, and its fewest rank seconds per sample."""
+        """Sets the end times of a shape by degree, and its minimum rank seconds per sample."""
         self._core.learn(number, list(map(int, ends)), list(ends.values()), rate)
 
     def packing(self, numbers: Sequence[int], counts: Sequence[int]) -> NativePacking:

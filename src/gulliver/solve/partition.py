@@ -9,9 +9,9 @@ from itertools import accumulate
 
 from gulliver.errors import GulliverError
 
-# Cuts a chain of costs into consecutive parts with the smallest maximum.
+# Splits a chain of costs into consecutive parts with the smallest maximum.
 #
-# Pipeline parallelism cuts the layers of a network into stages, and the slowest stage limits
+# Pipeline parallelism splits the layers of a network into stages, and the slowest stage limits
 # throughput. Dynamic programming over (parts so far, costs so far) is exact:
 #
 #     best[k][j] = min over i of max(best[k - 1][i], time of part k from i to j)
@@ -55,7 +55,7 @@ def partition_chain(
     *,
     speeds: Sequence[float] | None = None,
 ) -> ChainPartition:
-    """Cuts `costs` into `parts` consecutive, non-empty parts and minimizes the largest time.
+    """Splits `costs` into consecutive, non-empty `parts`, minimizing the largest time.
 
     Args:
         costs: costs in chain order, finite and not negative, in any unit.
@@ -64,7 +64,7 @@ def partition_chain(
             its speed. None: all 1.
 
     Returns:
-        The partition with the smallest maximum, and of those the most even.
+        The partition with the smallest maximum, the most even one if there are several.
 
     Raises:
         GulliverError: there are fewer costs than parts.
@@ -85,7 +85,7 @@ def partition_chain(
 def chain_times(
     costs: Sequence[float], bounds: Sequence[int], speeds: Sequence[float] | None = None
 ) -> tuple[float, ...]:
-    """Returns the times of the parts of a given cut."""
+    """Returns the times of the parts of a given partition."""
     parts = len(bounds) - 1
     time = _times(costs, list(speeds or [1.0] * parts))
     return tuple(time(k, bounds[k], bounds[k + 1]) for k in range(parts))
@@ -107,7 +107,7 @@ def _best(
     join: Callable[[float, float], float],
     limit: float,
 ) -> tuple[float, list[int]]:
-    """Returns the least ``join(value of the parts before, time)``, and a partition that has it.
+    """Returns the least ``join(value of earlier parts, time)``, and a partition that attains it.
 
     Only parts of times up to `limit` are considered.
     """

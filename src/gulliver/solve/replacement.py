@@ -1,4 +1,4 @@
-"""Moves of objects between a fast tier of memory and the tier behind it."""
+"""Decides the moves of objects between a fast tier of memory and the slower tier behind it."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class Replacement:
         return actions
 
     def remove(self, key: Hashable) -> list[Action]:
-        """Forgets an object."""
+        """Removes an object."""
         actions = self._forget(self._objects[key], key)
         del self._objects[key]
         return actions
@@ -146,7 +146,7 @@ class Replacement:
         return actions + self._look_ahead()
 
     def done(self, key: Hashable) -> list[Action]:
-        """Unpins an object; it may leave after as many calls as there were uses."""
+        """Unpins an object; it may be evicted after as many calls as there were uses."""
         found = self._objects[key]
         if not found.pins:
             raise GulliverError(f"{found.name} is not in use; each done() must follow one use()")
@@ -184,7 +184,7 @@ class Replacement:
             self._record.pop()
 
     def keep(self, key: Hashable) -> None:
-        """Records that the tier behind received the content of a non-resident object."""
+        """Records that the slower tier received the content of a non-resident object."""
         self._objects[key].stored = True
 
     def changed(self, key: Hashable) -> None:
@@ -192,7 +192,7 @@ class Replacement:
         self._objects[key].stored = False
 
     def revert(self, key: Hashable) -> list[Action]:
-        """Drops an idle object if the tier behind has its content."""
+        """Drops an idle object if the slower tier has its content."""
         found = self._objects[key]
         gone = not found.resident or found.pins or not found.stored
         return [] if gone else [self._leave(found, key, "the tier behind has its content")]
@@ -248,7 +248,7 @@ class Replacement:
         return actions + self._look_ahead()
 
     def end_step(self) -> None:
-        """Makes the events since the last call the schedule."""
+        """Adopts the events since the last call as the schedule."""
         record, self._record = self._record, []
         cycle, self._anchor, begun = self.cycle, None, self._state()
         if cycle is not None and record == cycle.events[: cycle.step] and begun == self._begun:
@@ -268,7 +268,7 @@ class Replacement:
         return self._objects[key].resident
 
     def is_stored(self, key: Hashable) -> bool:
-        """Whether the tier behind has the content of an object."""
+        """Whether the slower tier has the content of an object."""
         return self._objects[key].stored
 
     # The schedule
@@ -345,7 +345,7 @@ class Replacement:
     def _claim(
         self, cycle: Cycle, position: int, event: Event, found: _Object, actions: list[Action]
     ) -> bool:
-        """Reserves an object for a future use; False if that has to wait."""
+        """Reserves an object for a future use; False if it has to wait."""
         if position % cycle.length not in cycle.outer:
             return True
         span = cycle.span(position)
@@ -371,7 +371,7 @@ class Replacement:
         return True
 
     def _leads(self, position: int, span: Span | None) -> bool:
-        """Whether a use is so near that its object is loaded regardless of other lookahead."""
+        """Whether a use is so near that its object is loaded before other prefetches."""
         return position - (span.lead if span else 0) <= self._cursor
 
     def _prefetch(self, key: Hashable, found: _Object, actions: list[Action]) -> bool:
@@ -417,7 +417,7 @@ class Replacement:
         return actions
 
     def _idle(self) -> list[tuple[Hashable, _Object]]:
-        """Returns the objects that may leave, least valuable first."""
+        """Returns the evictable objects, least valuable first."""
         idle = [(key, o) for key, o in self._objects.items() if o.resident and not o.pins]
         return sorted(idle, key=lambda pair: self._rank(*pair))
 
@@ -435,7 +435,7 @@ class Replacement:
     def _enough_victims(
         self, victims: Iterable[tuple[Hashable, _Object]], short: int
     ) -> list[tuple[Hashable, _Object]]:
-        """Returns the first victims that free enough memory, without those in excess."""
+        """Returns the first victims that free enough memory, without superfluous ones."""
         chosen: list[tuple[Hashable, _Object]] = []
         for victim in victims:
             if short <= 0:
@@ -495,7 +495,7 @@ class Replacement:
 # tier has memory. If they held all of the middle tier, nothing could be written there, so if memory
 # runs out the oldest load is waited for.
 class Tier(Protocol):
-    """A tier whose objects are named by the tier before it."""
+    """A tier whose objects are determined by the faster tier."""
 
     def use(self, key: Hashable, fresh: bool, /) -> None:
         """Pins an object; `fresh` if it will be overwritten."""
@@ -508,7 +508,7 @@ class Tier(Protocol):
 
 
 class Transit:
-    """Uses a middle tier for the moves of the tier before it."""
+    """Uses a middle tier for the moves of the faster tier."""
 
     def __init__(self, tier: Tier, behind: int) -> None:
         self._tier, self._behind = tier, behind
@@ -519,7 +519,7 @@ class Transit:
 
     @property
     def used(self) -> int:
-        """Bytes of the objects with content in this tier or behind."""
+        """Bytes of objects with content in this tier or slower ones."""
         return sum(self._sizes[key] for key in self._filled)
 
     def __contains__(self, key: Hashable) -> bool:
@@ -540,7 +540,7 @@ class Transit:
         self._filled.discard(key)
 
     def fill(self, key: Hashable) -> None:
-        """Records that an object has content from now on."""
+        """Records that an object now has content."""
         self._filled.add(key)
 
     def needs_memory(self, key: Hashable) -> bool:
@@ -548,7 +548,7 @@ class Transit:
         return not self._stays.get(key, True)
 
     def expect(self, key: Hashable) -> None:
-        """Begins a load into the tier before; `end_prefetch` ends it."""
+        """Begins a load into the faster tier; `end_prefetch` ends it."""
         if key not in self._coming:
             self._use(key, fresh=False)
             self._coming[key] = None
@@ -564,7 +564,7 @@ class Transit:
         self._coming.pop(key, None)
 
     def begin_write(self, key: Hashable) -> None:
-        """Reserves memory for an object that leaves the tier before."""
+        """Reserves memory for an object evicted from the faster tier."""
         self._use(key, fresh=True)
 
     def end_write(self, key: Hashable) -> None:
@@ -592,7 +592,7 @@ class Transit:
 
 
 class MiddleReplacement:
-    """Decides for a middle tier, given the moves of the tier before, without executing moves."""
+    """Decides for a middle tier, given the moves of the faster tier, without executing moves."""
 
     def __init__(
         self,
@@ -605,7 +605,7 @@ class MiddleReplacement:
         self._transit = Transit(self, behind)
 
     def follow(self, action: Action, nbytes: int) -> None:
-        """Handles a move of the tier before."""
+        """Handles a move of the faster tier."""
         key, transit = action.key, self._transit
         if action.move is Move.LOAD:
             transit.expect(key)
@@ -622,7 +622,7 @@ class MiddleReplacement:
             transit.forget(key)
 
     def used(self, key: Hashable, write: bool) -> None:
-        """Records that an object is used, and perhaps changed, in the tier before."""
+        """Records that an object is used, and perhaps changed, in the faster tier."""
         self._transit.end_prefetch(key)
         if write:
             self._transit.forget(key)

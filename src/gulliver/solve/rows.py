@@ -368,7 +368,7 @@ class RowReplacement:
         return request
 
     def sudden(self, rows: NDArray[np.int64], counts: NDArray[np.int64]) -> RowRequest:
-        """Creates a request for a batch that is decided immediately without being announced."""
+        """Creates a request for an unannounced batch, decided immediately."""
         next_use = np.full(len(rows), NEVER, np.int64)
         for request in reversed(self._window):
             if not len(request.rows):  # a batch of empty bags
@@ -443,7 +443,7 @@ class RowReplacement:
         self._next_use[:] = NEVER
 
     def _age(self, request: RowRequest) -> None:
-        """Ages counts, and switches to the half-life that currently does better."""
+        """Ages counts, and switches to the half-life that currently performs better."""
         factors = [sketch.tick() for sketch in self._sketches]
         factor = factors[self._sketches.index(self._sketch)]
         best = self._sketches[self._duel.see(request.rows, request.counts)] if self._duel else None

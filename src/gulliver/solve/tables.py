@@ -1,8 +1,8 @@
 """Assigns tables to ranks: one option per table, minimizing the time of the slowest rank.
 
 Longest first (Graham 1969), once with all options and once with the cheapest, then local search:
-move one table to another option, or exchange those of two. The bound assumes that work can be split
-arbitrarily.
+move one table to another option, or swap the options of two. The bound assumes that work can be
+split arbitrarily.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from gulliver.errors import GulliverError
 
 @dataclass(frozen=True)
 class TableOption:
-    """A way to place a table."""
+    """An option for the placement of a table."""
 
     # Name of the placement.
     name: str
@@ -101,7 +101,7 @@ def _improved(tables: Sequence[Sequence[TableOption]], chosen: list[int], room: 
 
 
 def _neighbours(tables: Sequence[Sequence[TableOption]], chosen: list[int]) -> list[list[int]]:
-    """Lists choices that differ in one table, or in which two tables exchange options."""
+    """Lists choices that differ in one table or swap the options of two."""
     made = [
         [*chosen[:t], n, *chosen[t + 1 :]]
         for t, options in enumerate(tables)

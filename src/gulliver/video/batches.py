@@ -1,6 +1,6 @@
 """Mask strategies: which latent frames of a training clip are given, and which are generated.
 
-A model that sees some frames without noise learns to generate matching ones: it animates pictures,
+A model that sees some frames without noise learns to generate matching ones: it animates images,
 and continues, prepends to and interpolates clips. Masks are [T], True for generated frames, like
 the models' `x_mask`.
 
@@ -49,7 +49,7 @@ def _two(frames: int, draw: Draw) -> int:
 
 
 def _quarter(frames: int, draw: Draw) -> int:
-    """Draws a length of at least one frame and at most a quarter of them."""
+    """Samples a length of at least one frame and at most a quarter of them."""
     return _integer(1, max(1, frames // 4), draw)
 
 
@@ -79,7 +79,7 @@ def _identity(frames: int, draw: Draw) -> Tensor:
 
 
 def _random(frames: int, draw: Draw) -> Tensor:
-    """Selects each frame with a probability that is itself drawn, from 0.1 to 0.9."""
+    """Selects each frame with a random probability from 0.1 to 0.9."""
     chance = 0.1 + 0.8 * float(torch.rand((), generator=draw))
     return torch.rand(frames, generator=draw) <= chance
 
@@ -141,7 +141,7 @@ class MaskStrategies:
         generator: torch.Generator,
         step: torch.Generator | None = None,
     ) -> Tensor | None:
-        """Draws the masks [clips, frames] of a step; None if all clips are fully generated."""
+        """Samples the masks [clips, frames] of a step; None if all clips are fully generated."""
         # Masks cost a second modulation of every block, so whole steps have them, with the
         # probability that a clip has one, and each clip of the step draws its strategy.
         masked = float(torch.rand((), generator=step or generator)) < self.share
@@ -234,7 +234,7 @@ class SkippedClips:
 
 
 def common_samples(place: tuple[int, int], kept: list[int]) -> list[int]:
-    """Returns the samples that all ranks with one share could read; a collective call."""
+    """Returns the samples that all ranks with the same share could read (collective)."""
     found = [theirs for other, theirs in gather_objects((place, kept)) if other == place]
     return sorted(set(kept).intersection(*found))
 
@@ -438,7 +438,7 @@ class BatchMaker:
         }
 
     def _noise(self, step: Step, kept: list[int], shape: tuple[int, ...]) -> Tensor:
-        """Draws from a generator per sample: noise must not depend on neighbouring samples."""
+        """Samples noise with a generator per sample, so that other samples do not affect it."""
         rows = []
         for position in kept:
             index = step.indices[position] if len(step.indices) else -1
@@ -447,7 +447,7 @@ class BatchMaker:
         return torch.stack(rows)
 
     def _draws(self, step: Step, frames: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Draws levels [N], dropped captions [N] and masks [N, T] for the samples of all ranks."""
+        """Samples levels [N], dropped captions [N] and masks [N, T] for all ranks."""
         generator = torch.Generator().manual_seed(derive(self.seed, 2, step.epoch, step.number))
         bucket = step.bucket
         timesteps = self.flow.sample_timesteps(

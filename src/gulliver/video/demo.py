@@ -58,7 +58,7 @@ class Task:
     """Maps the latent frames of a clip to the given ones."""
 
     def fits(self, latent_frames: int) -> bool:
-        """Whether a clip with a number of latent frames has any to give and any to generate."""
+        """Whether a clip of this many latent frames has frames to give and to generate."""
         given = set(self.given(latent_frames))
         return 0 < len(given) < latent_frames and max(given) < latent_frames
 
@@ -113,7 +113,7 @@ TASKS = (
 
 
 def real_clips(count: int, bucket: Bucket, seed: int) -> MovingDigits:
-    """Renders clips of handwriting that was not used to train the model or the judges."""
+    """Renders clips of handwriting that was not used for training."""
     return MovingDigits("heldout", count, seed=seed, shapes={bucket: 1})
 
 
@@ -269,7 +269,7 @@ def _score_conditioned(
 #   run/           the training run
 #   sheet.gif      generated clips with their sentences (sheet.png: one moment of it)
 #   loss.png       the loss curve
-#   report.md      results, for people; report.json for programs
+#   report.md      human-readable results; report.json for programs
 
 
 BARS = {"digit": 0.90, "direction": 0.98, "both": 0.88}

@@ -1,7 +1,7 @@
 """Classifier-free guidance by caption and by given frames, as in Open-Sora 1.2 to 2.0.
 
 The model is called up to three times per step, in this order: with caption and given frames,
-without caption, and without both. The velocity is extrapolated away from the unconditional ones:
+without a caption, and without both. The velocity is extrapolated away from the unconditional ones:
 
     v = v0 + image * (v1 - v0) + text * (v2 - v1)      (v0 without both, v1 frames only, v2 all)
 
@@ -240,7 +240,7 @@ class Diffusion(ABC):
         preview: Preview | None,
         hide_given: bool = False,
     ) -> Tensor:
-        """Takes the steps from noise to data.
+        """Runs the steps from noise to data.
 
         `branches` holds the conditioning of each guidance branch; with `hide_given` the last one
         sees the given frames as noisy as the others.
@@ -311,7 +311,7 @@ class GivenFrames:
         return shown, torch.cat(masks)
 
     def keep(self, moved: Tensor, x: Tensor) -> Tensor:
-        """Takes `moved` for generated frames, and keeps given ones from `x`."""
+        """Keeps given frames from `x`, and takes generated ones from `moved`."""
         return torch.where(over_pixels(self._active), moved, x)
 
 

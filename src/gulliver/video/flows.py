@@ -45,7 +45,7 @@ class ClipSize:
 
     @property
     def side_ratio(self) -> float:
-        """Square root of the clip's area over that of the base."""
+        """Square root of the clip's area relative to the base area."""
         return math.sqrt(self.height * self.width / self.base_area)
 
 
@@ -273,7 +273,7 @@ class RectifiedFlow(Diffusion):
 
     @staticmethod
     def _velocity(output: Tensor, channels: int) -> Tensor:
-        """Takes the first half of the channels if the model also predicts a variance."""
+        """Returns the first half of the channels if the model also predicts a variance."""
         if output.shape[1] not in (channels, 2 * channels):
             raise GulliverError(
                 f"the model returns {output.shape[1]} channels for latents of {channels}; "
@@ -313,7 +313,7 @@ def spaced(count: int, steps: int) -> list[int]:
         )
     stride, place, taken = (count - 1) / (steps - 1), 0.0, []
     for _ in range(steps):
-        # Accumulated instead of multiplied, like the public code: halves round the same way.
+        # Accumulated instead of multiplied, like the reference code: halves round the same way.
         taken.append(round(place))
         place += stride
     return taken
@@ -483,7 +483,7 @@ def _halves(output: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _discrete_likelihood(x: Tensor, mean: Tensor, log_scale: Tensor) -> Tensor:
-    """Log likelihood of values with 256 levels under Gaussians, as in the public code."""
+    """Log likelihood of values with 256 levels under Gaussians, as in the reference code."""
     apart, narrow = x - mean, (-log_scale).exp()
     above, below = _normal(narrow * (apart + BIN)), _normal(narrow * (apart - BIN))
     # The outermost levels include everything beyond.

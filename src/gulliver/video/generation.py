@@ -1,6 +1,6 @@
 """Generates a clip on several ranks: guidance x sequence parallelism.
 
-Classifier-free guidance calls the model twice per step, with and without caption. With two
+Classifier-free guidance calls the model twice per step, with and without a caption. With two
 *guidance* ranks each makes one call, and they exchange the results. The ranks of a *sequence* share
 the tokens of the clip (`gulliver.booster.hybrid`). Combined, the rank is ``branch * sequence + rank
 in the sequence``, so that those of a sequence, which communicate most, are neighbours. Noise,
@@ -120,14 +120,14 @@ def share_coding(
     dim: str,
     show: Callable[[str], None] | None = None,
 ) -> SharedNetworks | None:
-    """Makes ranks that need the same clips encode and decode them together; a collective call."""
+    """Lets ranks that need the same clips encode and decode them together (collective)."""
     if dim == "off" or rank_group.size == 1 or not has_networks(autoencoder):
         return None
     return share_autoencoder(autoencoder, rank_group, dim, show if rank_group.rank == 0 else None)
 
 
 def ranks_alike(place: Any) -> RankGroup:
-    """Returns the ranks of the world with the same location; a collective call."""
+    """Returns the ranks of the world with the same location (collective)."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return ALONE
     rows: dict[Any, list[int]] = {}
@@ -145,7 +145,7 @@ def share(
     scheme: str | None = None,
     show: Callable[[str], None] | None = None,
 ) -> SharedModel:
-    """Makes all ranks generate each clip together; a collective call, once."""
+    """Lets all ranks generate each clip together; called once (collective)."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     split_ranks(world, sequence, guidance_ranks)
     own: Callable[..., Tensor] = model if call is None else call
@@ -245,7 +245,7 @@ class PipelinePart(Generic[T]):
 
 
 class PartEncoder:
-    """A text encoder of a room, which encodes each caption once."""
+    """A text encoder of a `SharedDevice`; encodes each caption once."""
 
     def __init__(self, part: PipelinePart[TextEncoder], channels: int, max_length: int) -> None:
         self._part = part
@@ -267,7 +267,7 @@ class PartEncoder:
 
 
 class PartAutoencoder:
-    """An autoencoder of a room: its sizes are known at once, its weights are loaded on demand."""
+    """An autoencoder of a `SharedDevice`: sizes are known at once, weights load on demand."""
 
     def __init__(self, part: PipelinePart[Any], outline: Any, memory: int | None = None) -> None:
         if memory is not None and not memory >= 1:

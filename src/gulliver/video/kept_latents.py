@@ -221,7 +221,7 @@ class LatentCache:
         return torch.frombuffer(found, dtype=dtype).view(shard.shape[1:]).float()
 
     def refuse_differences(self, asked: dict[str, Any]) -> None:
-        """Raises an error for a run with other settings than the latents."""
+        """Raises an error for a run whose settings differ from those of the latents."""
         known = {**asdict(self.settings), "scores": self.content["scores"]}
         wrong = [
             f"{name} is {value} in this run, but {known[name]} in the latents"

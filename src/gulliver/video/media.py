@@ -127,7 +127,7 @@ def read_frames(path: Path, most: int | None = None) -> Tensor:
 
 
 def check_pixels(what: str, video: Tensor) -> None:
-    """Raises an error unless the input is a picture or clip [3, T, H, W] in [-1, 1]."""
+    """Raises an error unless the input is an image or clip [3, T, H, W] in [-1, 1]."""
     # Scaling and decoding may produce values slightly outside.
     if video.ndim != 4 or video.shape[0] != 3 or not video.numel():
         raise GulliverError(f"{what} has shape {tuple(video.shape)}; expected [3, T, H, W]")
@@ -190,7 +190,7 @@ def contact_sheet(path: Path, rows: list[SheetRow], fps: float, scale: int = 4) 
 
 
 def still_sheet(path: Path, rows: list[SheetRow], scale: int = 4) -> tuple[Path, np.ndarray]:
-    """Draws rows of pictures with captions as one PNG; also returns its pixels [H, W, 3]."""
+    """Draws rows of images with captions as one PNG; also returns its pixels [H, W, 3]."""
     pixels = _drawn(rows, scale)[0]
     _write_still(path, pixels)
     return path, pixels

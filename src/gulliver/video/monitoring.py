@@ -1,8 +1,8 @@
 """Validation: the loss of held-out clips at fixed noise levels, per bucket.
 
 A training loss varies with the levels and shapes of each step. Here clips, noise and levels are
-always the same, so differences between two validations are due to the model. The published trainers
-found this the one cheap metric that correlates with quality.
+always the same, so differences between two validations are due to the model. Published trainers
+found it to be the one cheap metric that correlates with quality.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ SIDE = 128
 # a message for every step of the sampler, so that they never wait longer than one takes, and stop
 # when rank 0 does. If a run is interrupted meanwhile, it makes the samples on resume.
 class _StoppedError(Exception):
-    """Sampling was ended by a signal."""
+    """Sampling was stopped by a signal."""
 
 
 @dataclass(frozen=True)
@@ -235,7 +235,7 @@ def make_samples(
 
 
 def _shape(config: TrainConfig, dataset: Any) -> Bucket:
-    """Selects the shape of the samples: the given one, else the first, or a common one."""
+    """Selects the shape of the samples: the requested one, else the first, or a common one."""
     if config.data.buckets is None:
         shapes = list(parse_shapes(config.data.shapes))
     else:

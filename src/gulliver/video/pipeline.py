@@ -113,7 +113,7 @@ class VideoPipeline:
         load: function that loads it on a device.
         autoencoder: autoencoder with the interface of `gulliver.models.Autoencoder`.
         text: text encoder.
-        room: device on which networks are loaded.
+        room: shared device on which networks are loaded.
         fps: frame rate passed to the model; None for that of its release.
 
     Attributes:
@@ -240,7 +240,7 @@ class VideoPipeline:
         image_guided: bool = False,
         autoencoder: str = "auto",
     ) -> None:
-        """Makes all ranks generate each clip together; a collective call, once.
+        """Lets all ranks generate each clip together; called once (collective).
 
         Afterwards every rank requests the same clips, and gets them.
 
@@ -490,7 +490,7 @@ class VideoPipeline:
     def _captions(
         self, pieces: list[ClipPiece], denoiser: Denoiser
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Returns the caption embeddings, and those without caption."""
+        """Returns the caption embeddings, and those of the branch without a caption."""
         prompts = [piece.prompt for piece in pieces]
         others = [self._other(piece.prompt, piece.negative_prompt) for piece in pieces]
         text = self.text.encode([*prompts, *others])
@@ -506,7 +506,7 @@ class VideoPipeline:
         return captions, null
 
     def _other(self, prompt: str, negative: str) -> str:
-        """Returns the text to encode for the branch without caption."""
+        """Returns the text to encode for the branch without a caption."""
         # An STDiT has a learned embedding for it, with the length of the caption.
         return negative or ("" if self.release.whole else prompt)
 

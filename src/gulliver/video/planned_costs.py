@@ -1,4 +1,4 @@
-"""Reads clips of planned steps ahead, and drops unreadable ones on all ranks alike.
+"""Prefetches clips of planned steps, and drops unreadable ones on all ranks.
 
 Start with `StepClips.begin`; `ClipOrder` maps a planner's samples to table rows.
 """
@@ -110,7 +110,7 @@ class StepClips:
         self.lost: frozenset[int] = frozenset()
 
     def begin(self, rank: int, plan: StepPlan, upcoming: StepPlan | None) -> None:
-        """Reads a step, exchanges its lost clips with all ranks, and starts to read the next."""
+        """Reads a step, shares its lost clips with all ranks, and prefetches the next."""
         now = self._asked(plan, rank)
         self._clips = {index: future.result() for (_, index), future in now.items()}
         lost = [n for n, clip in self._clips.items() if isinstance(clip, BrokenClip)]
@@ -120,7 +120,7 @@ class StepClips:
         self._coming = {} if upcoming is None else self._asked(upcoming, rank)
 
     def _asked(self, plan: StepPlan, rank: int) -> dict[tuple[int, int], Future[Read]]:
-        """This rank's clips of a step; clips that were read for nothing are dropped."""
+        """This rank's clips of a step; unneeded ones are dropped."""
         groups = plan.groups_of(rank)
         keys = [
             (plan.epoch, index)
@@ -151,7 +151,7 @@ class StepClips:
         return float(index not in self.lost)
 
     def close(self) -> None:
-        """Stops reading ahead."""
+        """Stops prefetching."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
@@ -299,7 +299,7 @@ def _measured(
     extra: float,
     world: World,
 ) -> SampleFit:
-    """Fits measurements of this rank; all ranks measure at once, as busy as in training."""
+    """Fits measurements of this rank; all ranks measure at once, under the load of training."""
     ordered = sorted(shapes.buckets, key=lambda shape: shape.tokens)
     run = partial(_point, model, shapes, losses, extra, world)
     states = float(STATE_BYTES * sum(p.numel() for p in model.parameters()))

@@ -63,11 +63,11 @@ class PlannedTrainer(Trainer):
     _running: TrainingStep
 
     def _place(self, plugin: Plugin) -> tuple[tuple[int, int], int]:
-        """Every rank handles all samples, and all ranks share the sequences of a validation."""
+        """Returns position 0 of 1 (samples are not split), and the ranks per validation sample."""
         return (0, 1), self.world.size
 
     def _sampler(self, dataset: Any, model: nn.Module, autoencoder: Autoencoder) -> PlannedOrder:
-        """Plans the work of all ranks with the costs of this model."""
+        """Creates the planned order of all ranks, with the costs of this model."""
         config, order = self.config, ClipOrder(dataset, derive(self.config.seed, 14))
         if not dataset.encoded:
             autoencoder = autoencoder.to(self.world.device).eval()

@@ -1,7 +1,7 @@
 """Sampling of each public transformer: diffusion, conditioning and text encoders.
 
-A sampler calls all models alike: ``denoiser(x, timestep, **inputs)`` with latents [B, C, T, H, W]
-and levels from 0 to 1000. `Denoiser` passes an STDiT the inputs that its forward takes;
+A sampler calls all models in the same way: ``denoiser(x, timestep, **inputs)`` with latents [B, C,
+T, H, W] and levels from 0 to 1000. `Denoiser` passes an STDiT the inputs that its forward takes;
 `PackedDenoiser` packs latents to MMDiT tokens, and negates its velocity, which points to the noise.
 `Release` is the table of everything else.
 """
@@ -116,7 +116,7 @@ def patch_of(model: Any) -> tuple[int, int, int]:
 
 
 def told(bucket: Bucket, fps: float, ones: Tensor) -> dict[str, Tensor]:
-    """Returns the possible conditioning values for clips of a shape, [B] each."""
+    """Returns all conditioning values known for clips of a shape, [B] each."""
     values = {
         "fps": fps,
         "height": bucket.height,
@@ -142,7 +142,7 @@ class Denoiser:
 
     @property
     def nothing(self) -> Tensor | None:
-        """Returns the embedding without caption, [L, D]; None if the empty caption is used."""
+        """Returns the embedding for no caption, [L, D]; None if the empty caption is used."""
         return self.model.y_embedder.y_embedding  # type: ignore[union-attr, return-value]
 
     def __call__(self, x: Tensor, timestep: Tensor, **inputs: Tensor | None) -> Tensor:
@@ -165,7 +165,7 @@ class PackedDenoiser(Denoiser):
 
     @property
     def nothing(self) -> Tensor | None:
-        """Returns None: the empty caption is encoded like others."""
+        """Returns None: the empty caption is encoded like any other."""
         return None
 
     def __call__(self, x: Tensor, timestep: Tensor, **inputs: Tensor | None) -> Tensor:
@@ -549,7 +549,7 @@ def _config(path: Path) -> dict[str, Any]:
 
 
 def _check_scaling(path: Path, kind: str, fields: dict[str, Any]) -> None:
-    """Raises an error for a picture autoencoder without a known latent scaling."""
+    """Raises an error for an image autoencoder without a known latent scaling."""
     # Those with 4 channels use Stable Diffusion's unless a configuration overrides it.
     if kind != "FrameAutoencoder" or "scaling_factor" in fields or fields["latent_channels"] == 4:
         return

@@ -185,7 +185,7 @@ def _start_in(what: str, size: int, start: int, rule: MaskRule, align: int | Non
 
 def _aligned(start: int, align: int, size: int) -> int:
     """Returns the nearest multiple of `align` to `start` at which a whole block fits."""
-    # Ties, and starts beyond the last whole block, are rounded down, as in the public code.
+    # Ties, and starts beyond the last whole block, are rounded down, as in the reference code.
     block = start // align
     if start % align > align / 2 and block < size // align - 1:
         block += 1
@@ -582,7 +582,7 @@ def check_frames(request: Request, autoencoder: VideoAutoencoder) -> None:
 
 
 def _check_head(piece: ClipPiece, placements: Sequence[FramePlacement], loop: int) -> None:
-    """Raises an error for rules that would silently replace the frames a piece begins with."""
+    """Raises an error for rules that would silently replace the first frames of a piece."""
     *placed, head = placements
     for rule, p in zip(piece.rules, placed, strict=True):
         if p.target_start < head.length:

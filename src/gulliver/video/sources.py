@@ -180,7 +180,7 @@ TRAINED = ("STDiT2", "STDiT3")
 
 
 def check_start(config: TrainConfig) -> None:
-    """Raises an error for an invalid start, before anything else is loaded."""
+    """Raises an error for invalid initial weights, before anything else is loaded."""
     model = config.model
     if model.weights is None:
         sizes = [*STDIT3_SIZES, *CONFIGURATIONS]
@@ -287,7 +287,7 @@ def _frozen(model: nn.Module) -> nn.Module:
 
 
 def flow_of(model: nn.Module, otherwise: RectifiedFlow) -> Flow:
-    """Returns the training diffusion of a model, for most of them the run's own."""
+    """Returns the training diffusion of a model, usually the run's own."""
     return IDDPM(guided_channels=GUIDED) if isinstance(model, STDiT2) else otherwise
 
 
@@ -302,7 +302,7 @@ def make_text(config: TrainConfig, model: nn.Module) -> TextEncoder:
 def ready_texts(
     config: TrainConfig, run: Run, model: nn.Module, datasets: Sequence[Any], world: World
 ) -> TextEncoder:
-    """Returns the caption embeddings of a run; one rank encodes those of tables."""
+    """Returns the run's text encoder; one rank caches the embeddings of the tables' captions."""
     if config.model.text_encoder is None:
         return make_text(config, model)
     folder, captions = run.folder / "texts", _captions(datasets)
@@ -513,7 +513,7 @@ def train_autoencoder(
 
 
 def ready_autoencoder(config: TrainConfig, run: Run, dataset: Any, world: World) -> Autoencoder:
-    """The run's autoencoder: the one in its folder, the given one, or one trained now."""
+    """The run's autoencoder: from its folder, from the options, or trained now."""
     kept = own_autoencoder(run) if config.resume else None
     if kept is not None:
         return kept

@@ -288,7 +288,7 @@ def _read_kept(file: Path) -> dict[str, Tensor]:
 
 
 def encoding_of(text: EncodedText) -> dict[str, Tensor]:
-    """Returns the encoding of one caption in stored form."""
+    """Returns the encoding of one caption in the format of the cache."""
     said = {"embeddings": text.embeddings[0, 0], "mask": text.mask[0]}
     return said if text.vector is None else {**said, "vector": text.vector[0]}
 
@@ -412,7 +412,7 @@ def words_of(prompt: str) -> list[str]:
 
 
 class WordEncoder:
-    """Each word is a Gaussian vector seeded by a hash of its letters, plus a code of its position.
+    """Encodes each word as a Gaussian vector seeded by its hash, plus a position code.
 
     A stand-in for a large text encoder: frozen, the same in every process, no weights to load.
     """

@@ -44,7 +44,7 @@ CHUNK_MB = 1.0
 
 
 def check_ranks(config: TrainConfig, ranks: int) -> None:
-    """Raises an error if the ranks do not make whole models."""
+    """Raises an error if the ranks cannot be divided into complete models."""
     size_axes(ranks, config.pp_size, config.sp_size, config.tp_size)
 
 
@@ -98,7 +98,7 @@ def run_stages(
     micro_batches: int,
     scale: float,
 ) -> Tensor:
-    """Runs a share through the pipeline; called on every rank of the model."""
+    """Runs this rank's share through the pipeline; called on every rank of the model."""
     held = len(batch.latents)
     # Each micro-batch needs a sample: if there are too few, some are repeated with weight zero.
     number = torch.arange(max(held, micro_batches), device=batch.latents.device)
@@ -111,7 +111,7 @@ def run_stages(
 
 
 def stage_inputs(flow: RectifiedFlow, batch: VideoBatch, rows: Tensor) -> dict[str, Any]:
-    """Inputs of the stages and of the loss: some clips of a batch, by index."""
+    """Inputs of the stages and of the loss for some clips of a batch, by index."""
     shown = flow.point(batch.latents, batch.noise, batch.timesteps, batch.generate)
     return {
         "x": shown[rows],
@@ -236,13 +236,13 @@ class Trainer(TrainingLoop):
         return Outcome(self.step_number, over, self.seconds)
 
     def _agree(self, kept: list[int]) -> list[int]:
-        """Returns the samples that all ranks with this share could read; a collective call."""
+        """Returns the samples that all ranks with this share could read (collective)."""
         if not isinstance(self.maker.dataset, ClipTable):
             return kept
         return common_samples(self.place, kept)
 
     def _list_unreadable(self) -> None:
-        """Lists clips that are unreadable or differ from the table; a collective call."""
+        """Lists clips that are unreadable or differ from the table (collective)."""
         dataset = self.maker.dataset
         if not isinstance(dataset, ClipTable):
             return
@@ -256,7 +256,7 @@ class Trainer(TrainingLoop):
             console().print(listing(misdescribed, "used despite a mismatch with the table"))
 
     def _refuse_lost_data(self, problem: str) -> None:
-        """Stops a run with too many lost clips, after saving its state. A collective call."""
+        """Stops a run with too many lost clips, after saving its state (collective)."""
         self.save()
         kept = self.kept()
         self.booster.close()  # the folder is free for another run in this process
@@ -330,7 +330,7 @@ class Trainer(TrainingLoop):
         return self._losses(batch, slice(None)).sum() * batch.weight
 
     def begin(self) -> bool:
-        """Makes missing samples of the last checkpoint of an interrupted run."""
+        """Creates missing samples for the last checkpoint of an interrupted run."""
         return self.step_number > 0 and not self._show_samples()
 
     def evaluate(self) -> None:
@@ -342,11 +342,11 @@ class Trainer(TrainingLoop):
                 validation.report(found, step, self.run, self.display, self.scalars)
 
     def after_saving(self, stopping: bool) -> bool:
-        """Makes samples when due."""
+        """Creates samples when due."""
         return not stopping and not self._show_samples()
 
     def _show_samples(self) -> bool:
-        """Makes samples when due; False if a signal ended it. A collective call."""
+        """Creates samples when due; False if stopped by a signal (collective)."""
         samples, step = self.samples, self.step_number
         if samples is None or not samples.due(step, self.is_over):
             return True
@@ -372,7 +372,7 @@ class Trainer(TrainingLoop):
 
     @property
     def _shares(self) -> tuple[RankGroup, Callable[[str, Tensor], bool] | None]:
-        """Rank group with the same parts of the model, and those that this rank saves."""
+        """Rank group with the same shards of the model, and a function for the shards it saves."""
         boosted = self.optimizer
         if not isinstance(boosted, HybridOptimizer):
             return ALONE, None

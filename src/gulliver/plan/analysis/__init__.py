@@ -1,4 +1,4 @@
-"""FLOPs, bytes and memory of a training step, found before it runs.
+"""FLOPs, bytes and memory of a training step, analyzed before it runs.
 
 For example:
 

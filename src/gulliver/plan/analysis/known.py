@@ -1,8 +1,8 @@
 """Values of small tensors, computed alongside their fake tensors.
 
-Positions, masks and token counts steer many models: an empty mask is dropped, a caption's length is
-read. Such tensors are small and computed from the batch and constants, so their real values are
-computed as well and returned when the model asks. What depends on parameters is never known.
+Positions, masks and token counts control many models: an empty mask is dropped, a caption's length
+is read. Such tensors are small and computed from the batch and constants, so their real values are
+computed as well and returned when the model asks. Values that depend on parameters are never known.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ KEPT = "_gulliver_known"
 
 
 class Known:
-    """Computes the values of small tensors alongside their fakes."""
+    """Computes the values of small tensors alongside their fake tensors."""
 
     def __init__(self) -> None:
         self._lost = dict[int, Any]()  # storages, so that no other gets the address
@@ -84,7 +84,7 @@ class Known:
 
     @contextmanager
     def readable_values(self) -> Iterator[None]:
-        """Lets transformers read known values, as it does outside of a trace."""
+        """Lets transformers read known values, as it does when not tracing."""
         module = sys.modules.get("transformers.utils.import_utils")
         if module is None or not hasattr(module, "is_fake_tensor"):
             yield
@@ -121,7 +121,7 @@ ALIGNED = 16
 
 
 def kernels_of(name: str) -> AbstractContextManager[Any]:
-    """Context in which operators dispatch as on a kind of device."""
+    """Context in which operators dispatch as on a given kind of device."""
     if name not in KERNELS:
         raise GulliverError(f"unknown kernels {name!r}: {nearest(name, KERNELS)}")
     return _on_cuda() if name == "cuda" else nullcontext()
@@ -150,7 +150,7 @@ def _in_steps(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _CudaKernels(TorchFunctionMode):
-    """Calls the operators of CUDA."""
+    """Dispatches the operators that CUDA would call."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -195,7 +195,7 @@ def _attention(
 
 
 def _bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """A mask in the layout that memory-efficient attention takes."""
+    """A mask in the layout that memory-efficient attention expects."""
     if mask.dtype == torch.bool:
         zeros = torch.zeros_like(mask, dtype=query.dtype)
         mask = zeros.masked_fill_(mask.logical_not(), float("-inf"))

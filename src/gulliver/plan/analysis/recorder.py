@@ -86,7 +86,7 @@ class ModuleCall:
 
 @dataclass
 class Packed:
-    """Memory that was saved."""
+    """A saved storage."""
 
     # Number of the memory.
     serial: int
@@ -103,7 +103,7 @@ class Recorder(StorageCounter):
         super().__init__()
         self.known = known
         self.operators: list[Operator] = []
-        # Memory, in the order of what happened.
+        # Memory, in order of events.
         self.moments: list[Moment] = []
         # Calls of modules.
         self.calls: list[ModuleCall] = []
@@ -140,7 +140,7 @@ class Recorder(StorageCounter):
 
     @contextmanager
     def following(self) -> Iterator[None]:
-        """Records what runs inside the context."""
+        """Records operators that run inside the context."""
         handles: list[Any] = [
             register_module_forward_pre_hook(self._enter),
             register_module_forward_hook(self._leave),
@@ -157,7 +157,7 @@ class Recorder(StorageCounter):
 
     @property
     def phase(self) -> str:
-        """The phase that the step is in."""
+        """Current phase of the step."""
         if not self.backward:
             return FORWARD
         # Backward runs without recording; recomputation enables it and installs its own hooks.
@@ -166,19 +166,19 @@ class Recorder(StorageCounter):
 
     @property
     def saves(self) -> bool:
-        """Whether this recorder's hooks receive what autograd saves now."""
+        """Whether this recorder's hooks receive the tensors that autograd saves now."""
         hooks = saving_hooks()
         return hooks is not None and hooks[0] == self.pack
 
     @property
     def running(self) -> ModuleCall | None:
-        """The innermost call of a module that runs."""
+        """The innermost running module call."""
         return self._running[-1] if self._running else None
 
     # Storages.
 
     def add(self, tensors: Any) -> int:
-        """Counts storages from now on; returns the bytes that were new."""
+        """Starts counting storages; returns the bytes of new ones."""
         for tensor in tensors:
             key = tensor.untyped_storage()._cdata
             if key not in self._held:
@@ -187,7 +187,7 @@ class Recorder(StorageCounter):
         return super().add(tensors)
 
     def serial(self, tensor: Tensor) -> int:
-        """The number of a tensor's memory."""
+        """The number of a tensor's storage."""
         key = tensor.untyped_storage()._cdata
         if key not in self._serials:
             self._serials[key] = self._next
@@ -202,11 +202,11 @@ class Recorder(StorageCounter):
         super().drop(key)
 
     def name(self, serial: int) -> str:
-        """Name of the tensor that owned a memory before the step; empty for new memory."""
+        """Name of the tensor that owned a storage before the step; empty for new storages."""
         return self._names.get(serial, "")
 
     def existed_before(self, tensor: Tensor) -> bool:
-        """Whether a tensor's memory existed before the step."""
+        """Whether a tensor's storage existed before the step."""
         return tensor.untyped_storage()._cdata not in self._held
 
     # Operators.
@@ -220,7 +220,7 @@ class Recorder(StorageCounter):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def begins(self, func: Any) -> None:
-        """Notes memory before an operation."""
+        """Records memory before an operation."""
         self._before = self.live
 
     def ran(
@@ -284,7 +284,7 @@ class Recorder(StorageCounter):
         return owner
 
     def _spans(self, owner: ModuleCall | None, phase: str) -> None:
-        """Extends the backward span of a call and its parents to this moment."""
+        """Extends the backward span of a call and its parents to the current moment."""
         if phase == FORWARD:
             return
         at = len(self.moments) - 1
@@ -336,7 +336,7 @@ class Recorder(StorageCounter):
         return Value(tuple(tensor.shape), dtype, storage, producer, self.name(storage))
 
     def _written(self, tensor: Tensor, index: int, changed: bool) -> None:
-        """Records the producer of a tensor, or the last writer of its memory."""
+        """Records the producer of a tensor, or the last writer of its storage."""
         storage = self.serial(tensor)
         if changed or storage not in self._writers:
             # Existing views show what is written now.
@@ -351,13 +351,13 @@ class Recorder(StorageCounter):
         return tuple(self._value(tensor) for tensor in tensors)
 
     def producer(self, tensor: Tensor) -> int:
-        """Index of the operator that gave a tensor."""
+        """Index of the operator that produced a tensor."""
         return self._value(tensor).producer
 
     # What is saved.
 
     def pack(self, value: Tensor) -> Tensor:
-        """Records what autograd saves."""
+        """Records a tensor that autograd saves."""
         serial, nbytes = self.serial(value), value.untyped_storage().nbytes()
         if not self.backward:
             self._saved(value, serial, nbytes)
@@ -397,7 +397,7 @@ class Recorder(StorageCounter):
             call.taken = frozenset((t.shape, t.dtype) for t in args if isinstance(t, Tensor))
 
     def enter(self, path: str) -> ModuleCall:
-        """Begins the call of a module."""
+        """Begins a module call."""
         call = ModuleCall(path, self.running, self.phase, len(self.moments), self.live, self.saved)
         call.open = torch.is_grad_enabled() and self.saves
         if call.parent is None:
@@ -415,7 +415,7 @@ class Recorder(StorageCounter):
             self.leave(self._paths[module], output)
 
     def leave(self, path: str, output: Any) -> None:
-        """Ends the call of a module."""
+        """Ends a module call."""
         while self._running:  # what an exception ended is not left by itself
             call = self._running.pop()
             if call.path == path:
@@ -453,5 +453,5 @@ def _view_of(tensor: Tensor) -> tuple[Any, ...]:
 
 @cache
 def _changed(func: Any) -> bool:
-    """Whether an operator writes into what it takes."""
+    """Whether an operator writes to its inputs."""
     return any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments)

@@ -1,4 +1,4 @@
-"""Results of an analysis: operators, calls of modules, and sums over them.
+"""Results of an analysis: operators, module calls, and sums over them.
 
 For example:
 
@@ -36,9 +36,9 @@ class Value:
     Attributes:
         shape: sizes of its dimensions.
         dtype: name of its element type, such as ``bfloat16``.
-        storage: number of its memory, which views share.
-        producer: index of the operator that wrote it last; -1 for what was there before.
-        name: path of a parameter or buffer, ``input`` for the batch; empty for what is computed.
+        storage: number of its storage, which views share.
+        producer: index of the operator that wrote it last; -1 if it existed before.
+        name: path of a parameter or buffer, ``input`` for the batch; empty if computed.
     """
 
     shape: tuple[int, ...]
@@ -55,21 +55,21 @@ class Operator:
     Attributes:
         name: name with its overload, such as ``aten::addmm``.
         phase: "forward", "recompute" (a forward inside backward) or "backward".
-        path: path of the module that it belongs to.
-        inputs: tensors that it takes.
-        outputs: tensors that it gives.
-        arguments: positional arguments, with the number n of an input as ``Value`` has it in place
-            of a tensor: ``("%0", "%1", -1)``.
-        options: keyword arguments, alike.
-        flops: FLOPs of products of matrices, convolutions and attention.
-        read: bytes that it reads.
-        written: bytes that it writes; none of a view.
-        saved: bytes that its node of autograd's graph keeps, which nothing before kept.
+        path: path of its module.
+        inputs: input tensors.
+        outputs: output tensors.
+        arguments: positional arguments, with input number n in place of a tensor: ``("%0", "%1",
+            -1)``.
+        options: keyword arguments, in the same form.
+        flops: FLOPs of matrix products, convolutions and attention.
+        read: bytes read.
+        written: bytes written; 0 for a view.
+        saved: bytes newly saved by its autograd node.
         forward: index of the forward operator whose gradient it computes; -1 for none.
-        in_place: whether it writes into what it takes.
-        view: whether what it gives is memory that it was given.
-        live: bytes that are there after it, of all that the step has made but gradients.
-        count: number of times that it runs in the step, as itself or in calls that it represents.
+        in_place: whether it writes to an input.
+        view: whether its output is a view of an input.
+        live: bytes allocated by the step and alive after it, without gradients.
+        count: number of runs in the step, including the calls that it represents.
     """
 
     name: str
@@ -117,7 +117,7 @@ class Cost:
     operators: int = 0
 
     def plus(self, operator: Operator, times: int) -> Cost:
-        """The cost plus some calls of an operator."""
+        """Adds the cost of some calls of an operator."""
         return Cost(
             self.flops + times * operator.flops,
             self.read + times * operator.read,
@@ -138,7 +138,7 @@ class ModuleCosts:
     calls: int = 0
     # Work of the forward.
     forward: Cost = Cost()
-    # Work of what backward recomputes.
+    # Work of recomputation in backward.
     recompute: Cost = Cost()
     # Work of the backward.
     backward: Cost = Cost()
@@ -164,7 +164,7 @@ class ModuleCosts:
 
 @dataclass(frozen=True)
 class Saved:
-    """Bytes that autograd saves for the backward, each memory counted once."""
+    """Bytes that autograd saves for backward; each storage counts once."""
 
     # What the step computes.
     activations: int = 0
@@ -176,7 +176,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class UntracedModule:
-    """A module that could not be followed."""
+    """A module that could not be traced."""
 
     # Path of the module; empty for the model.
     path: str
@@ -239,13 +239,13 @@ class Analysis:
         return sum(o.flops * o.count for o in self.operators)
 
     def seconds(self, device: Device, phase: str | None = None, path: str = "") -> float:
-        """Seconds of the step on a device, or of a part of it, operators one at a time."""
+        """Seconds of the step, or a part of it, on a device, running one operator at a time."""
         chosen = self.operators if not path else self.graph(path)
         every = ((o, 1 if path else o.count) for o in chosen if phase in (None, o.phase))
         return sum(count * o.seconds_on(device) for o, count in every)
 
     def module(self, path: str) -> ModuleCosts:
-        """Costs of a module, or of the equal one that was followed in its place."""
+        """Costs of a module, or of the equal one that was traced in its place."""
         stands = self.followed(path)
         found = self.modules.get(stands)
         if found is None:
@@ -257,7 +257,7 @@ class Analysis:
         return found if stands == path else replace(found, path=path, alike=stands)
 
     def followed(self, path: str) -> str:
-        """Path of the module that was followed in place of another."""
+        """Path of the module that was traced in place of another."""
         parts = path.split(".")
         for end in range(len(parts), 0, -1):
             head = ".".join(parts[:end])
@@ -266,13 +266,13 @@ class Analysis:
         return path
 
     def graph(self, path: str, phase: str | None = None) -> tuple[Operator, ...]:
-        """Operators of a module, or of the one followed in its place, in order."""
+        """Operators, in order, of a module or of the one traced in its place."""
         own = self.module(path).alike or path
         inside = (o for o in self.operators if not own or f"{o.path}.".startswith(f"{own}."))
         return tuple(o for o in inside if phase in (None, o.phase))
 
     def stacks(self) -> Iterator[tuple[str, Sequence[str]]]:
-        """Yields each followed module with the equal ones that it represents."""
+        """Yields each traced module with the equal ones that it represents."""
         found: dict[str, list[str]] = {}
         for path, stands in self.alike.items():
             found.setdefault(stands, []).append(path)

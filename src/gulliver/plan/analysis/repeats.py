@@ -1,8 +1,8 @@
-"""Replays calls of modules without running them: recreates what an equal call left behind.
+"""Replays module calls without running them: recreates the effects of an equal call.
 
-A replay creates the outputs, one block of memory for everything saved inside, keeps the inputs that
-the call kept, and makes the gradients of the inputs in backward. So the bytes before and after the
-call are right, and its peak is known from the call that was followed.
+A replay creates the outputs and one storage for everything saved inside, keeps the inputs that the
+call kept, and creates the gradients of the inputs in backward. So the bytes before and after the
+call are right, and its peak is known from the traced call.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class CallOutput:
 
 @dataclass
 class Template:
-    """What a call leaves behind."""
+    """Effects of a call, to be replayed."""
 
     # Path of its module.
     path: str
@@ -95,7 +95,7 @@ def replay(recorder: Recorder, template: Template, tensors: Sequence[Tensor]) ->
 
 
 class _Replay(torch.autograd.Function):
-    """A call in autograd's graph; the anchor attaches it even if no input needs a gradient."""
+    """A call in the autograd graph; the anchor attaches it even if no input requires grad."""
 
     @staticmethod
     def forward(
@@ -170,7 +170,7 @@ class CallKind:
 
 @dataclass
 class Repeats:
-    """Follows the first two calls of each kind and replays the others."""
+    """Traces the first two calls of each kind and replays the others."""
 
     model: nn.Module
     # Paths of replayed modules, and of those followed in their place.
@@ -231,7 +231,7 @@ class Repeats:
         return forms[module]
 
     def _cached(self, path: str, why: str) -> str:
-        """Names the configurations that enable a cache, if that prevented the replay."""
+        """Names the configurations that enable a cache, if that prevented replay."""
         if not why.startswith("something keeps"):
             return ""
         parts = path.split(".")
@@ -271,7 +271,7 @@ class Repeats:
     def _followed(
         self, kind: CallKind, module: nn.Module, path: str, leaves: list[Any], run: Any
     ) -> Any:
-        """Follows a call, and keeps a template of the second of its kind."""
+        """Traces a call, and makes a template of the second one of each kind."""
         recorder = self._recorder
         assert recorder is not None
         operators, packed, live = len(recorder.operators), len(recorder.packed), recorder.live
@@ -309,7 +309,7 @@ class Repeats:
 def _left(
     recorder: Recorder, path: str, leaves: list[Any], output: Any, made: list[Any], packed: int
 ) -> Template | str:
-    """What a call leaves behind, or why it cannot be replayed."""
+    """Effects of a call, or why it cannot be replayed."""
     given, spec = pytree.tree_flatten(output)
     tensors = _distinct(leaves)
     storages = {recorder.serial(t): n for n, t in reversed(list(enumerate(tensors)))}
@@ -374,7 +374,7 @@ def _through(call: Any, kind: type) -> Any:
 
 
 def _signature(leaves: list[Any]) -> tuple[Any, ...]:
-    """The form of arguments; objects count as themselves."""
+    """The form of arguments; objects are compared by identity."""
     numbers = dict[int, int]()
     found = list[Any]()
     for leaf in leaves:
@@ -388,7 +388,7 @@ def _signature(leaves: list[Any]) -> tuple[Any, ...]:
 
 
 def _distinct(leaves: list[Any]) -> list[Tensor]:
-    """The tensors of a list, each once."""
+    """The distinct tensors of a list."""
     return list({id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}.values())
 
 
@@ -398,12 +398,12 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _is_number(name: str) -> bool:
-    """Whether an attribute only numbers a module among its kind."""
+    """Whether an attribute only numbers a module among others of its kind."""
     return any(part in name for part in ("idx", "index", "layer_id", "layer_number"))
 
 
 def _comparable(value: Any) -> Any:
-    """A value that compares equal for equal attributes; other objects equal only themselves."""
+    """A value that compares equal for equal attributes; other objects by identity."""
     if isinstance(value, PLAIN):
         return value
     if isinstance(value, list | tuple | set | frozenset):

@@ -1,8 +1,8 @@
-"""Follows a step with fake tensors and sums up its costs.
+"""Runs a step with fake tensors and sums up its costs.
 
     analyse(model, {"input_ids": ids, "labels": ids}).peak
 
-It does not know how a model will be sharded, nor what kernels allocate and free inside.
+It knows neither how a model will be sharded nor the memory that kernels use internally.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from gulliver.plan.analysis.repeats import CallOutput, Repeats, Template, calls_
 # requires that the repeated call's backward is contiguous, with no operator of another module in
 # between. If it is not, the step must be followed without replays.
 def summed(model: nn.Module, recorder: Recorder, repeats: Repeats | None) -> Analysis | None:
-    """Sums up a step; None if what was replayed cannot be known."""
+    """Sums up a step; None if the replayed part cannot be known."""
     templates = [t for t in repeats.templates if t.forwards] if repeats is not None else []
     operators, moments = recorder.operators, recorder.moments
     for template in templates:
@@ -78,7 +78,7 @@ def summed(model: nn.Module, recorder: Recorder, repeats: Repeats | None) -> Ana
 
 
 class Peaks:
-    """Peak bytes between moments; a replayed call adds the peak of the call that it repeats."""
+    """Peak bytes between moments; a replayed call adds the peak of the traced call."""
 
     def __init__(self, moments: Sequence[Moment]) -> None:
         self._moments = moments
@@ -86,16 +86,16 @@ class Peaks:
         self._above = [self._most_of(moment) for moment in moments]
 
     def most(self, first: int, end: int) -> tuple[int, int]:
-        """Most bytes from one moment to before another, without and with gradients."""
+        """Peak bytes from one moment until before another, without and with gradients."""
         part = self._above[first:end]
         return max((p[0] for p in part), default=0), max((p[1] for p in part), default=0)
 
     def forward(self, call: ModuleCall) -> int:
-        """Most bytes of the forward of a call above what was there as it began."""
+        """Peak bytes of a call's forward above those at its start."""
         return max(0, self.most(call.begun, call.ended)[0] - call.before)
 
     def backward(self, call: ModuleCall) -> int:
-        """Most bytes of the backward of a call above what was there as it began."""
+        """Peak bytes of a call's backward above those at its start."""
         if not call.span:
             return 0
         first, last = call.span
@@ -137,7 +137,7 @@ def _extend(call: ModuleCall, moments: Sequence[Moment], operators: Sequence[Ope
 
 
 def _added_up(operator: Operator) -> bool:
-    """Whether an operator was run by the autograd engine itself."""
+    """Whether the autograd engine itself ran an operator."""
     return operator.phase == BACKWARD and operator.forward < 0
 
 
@@ -184,7 +184,7 @@ def _modules(
     peaks: Peaks,
     templates: Sequence[str],
 ) -> Iterator[tuple[str, ModuleCosts]]:
-    """Yields the costs of the modules that were called, in the order of their first call."""
+    """Yields the costs of the modules that were called, in order of first call."""
     work = _work(operators, templates)
     calls = dict[str, list[ModuleCall]]()
     for call in recorder.calls:
@@ -236,7 +236,7 @@ OURS = Path(__file__).parents[2]
 def widened(
     model: nn.Module, known: Mapping[str, UntracedModule], error: Exception, running: str
 ) -> dict[str, UntracedModule]:
-    """Adds the module that made a step fail to those that are not followed."""
+    """Adds the module that failed to those that are not traced."""
     where, line = _where(error), str(error).strip().split("\n")[0]
     if needs_data(error):
         path = running
@@ -257,7 +257,7 @@ def widened(
 
 
 def _around(running: str, known: Mapping[str, UntracedModule]) -> str:
-    """The innermost module that contains the running module and one that is not followed."""
+    """The innermost module that contains both the running module and an untraced one."""
     parts = running.split(".") if running else []
     for end in range(len(parts), 0, -1):
         path = ".".join(parts[:end])
@@ -334,7 +334,7 @@ def _stand_in(recorder: Recorder, module: nn.Module, path: str, given: Any) -> A
 def operators_of(
     module: nn.Module, path: str, tensors: list[Tensor], first: Tensor
 ) -> tuple[Operator, Operator]:
-    """Forward and backward operators of a module of which only parameters and input are known."""
+    """Forward and backward operators of a module with only parameters and input known."""
     parameters = list(module.parameters())
     weights = sum(p.numel() for p in parameters if p.ndim > 1)
     rows = first.numel() // max(1, first.shape[-1] if first.ndim else 1)
@@ -365,19 +365,19 @@ def analyse(
 ) -> Analysis:
     """Finds the FLOPs, bytes and memory of a training step, operator by operator.
 
-    Forward and backward are followed with shapes alone, so that nothing of the model's size is
-    allocated; equal blocks are followed once. The model is afterwards as it was.
+    Forward and backward run with fake tensors, so nothing of the model's size is allocated; equal
+    blocks are traced once. The model is not changed.
 
     Args:
         model: model in the mode in which it will run, real or on meta.
-        batch: keyword arguments, a tuple of arguments, or one; real or on meta.
+        batch: keyword arguments, a tuple of positional ones, or a single one; real or on meta.
         criterion: loss of the output; None takes the output's own ``loss``, or the cross entropy of
             its floating-point tensors.
         autocast: dtype of autocast.
-        kernels: kind of device whose operators are taken: "cpu" or "cuda".
-        prepare: called with the model before it runs, such as to have blocks recomputed; what it
-            changes of modules is put back.
-        repeats: whether equal calls of equal modules are followed once.
+        kernels: device type whose operators are used: "cpu" or "cuda".
+        prepare: called with the model before it runs, for example to enable recomputation; its
+            changes to modules are undone.
+        repeats: whether equal calls of equal modules are traced once.
 
     Raises:
         GulliverError: the model does not run on this batch.
@@ -406,7 +406,7 @@ class _NotContiguous(Exception):
 
 
 class _Ran:
-    """Finds the module that ran when a step failed."""
+    """Finds the module that was running when a step failed."""
 
     recorder: Recorder | None = None
 
@@ -417,7 +417,7 @@ class _Ran:
 
 
 class _Step:
-    """A step to analyse; arguments as of `analyse`."""
+    """A step to analyze; arguments as in `analyse`."""
 
     def __init__(
         self,
@@ -435,7 +435,7 @@ class _Step:
         self.batch: tuple[tuple[Any, ...], dict[str, Any]] = (args, {} if plain else dict(batch))
 
     def followed(self, ran: _Ran, opaque: Mapping[str, UntracedModule], repeats: bool) -> Analysis:
-        """Follows the step with fake tensors."""
+        """Runs the step with fake tensors."""
         with without_traces(self.model, hooks=False), fake_mode(), kernels_of(self.kernels):
             fakes = FakeTensors("cpu")
             for module in self.model.modules():

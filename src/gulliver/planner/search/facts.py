@@ -1,7 +1,7 @@
 """The grids of a search: every combination of axes and choices that a plugin can run.
 
-No grid is left out by a rule of thumb: `grids_of` yields all that divide, and the search skips what
-a bound proves to be no better.
+No heuristic drops a grid: `grids_of` yields all that divide, and the search skips only those that a
+bound proves to be no better.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def divisors(number: int) -> list[int]:
 
 
 def axes_of(ranks: int, batch: int, blocks: int, modes: Sequence[str]) -> Iterator[Axes]:
-    """Every mesh that divides the batch and the blocks."""
+    """Every mesh whose axes divide the batch and the blocks."""
     apart = [mode for mode in modes if mode in SHARED_BY_SEQUENCE]
     for pipeline in divisors(ranks):
         if pipeline > max(1, blocks):
@@ -128,7 +128,7 @@ FORWARD_ONLY = ("gpipe", "interleaved")
 
 
 def grids_of(axes: Axes, batch: int, blocks: int, trains: bool = True) -> Iterator[Grid]:
-    """Every grid on a mesh, nothing recomputed."""
+    """Every grid on a mesh, without recomputation."""
     stages = STAGES if axes.data * axes.sequence > 1 else (0,)
     for micro in divisors(batch // axes.data):
         if axes.pipeline == 1:
@@ -153,7 +153,7 @@ def _ordered(schedule: str, stages: int, ranks: int, micro_batches: int) -> bool
     return True
 
 
-# Costs of a model's blocks for one sample, and what tensor ranks share of them.
+# Costs of a model's blocks for one sample, and the parts that tensor ranks split.
 #
 # The numbers are sums over the operators of an analysis, so that a model of a hundred blocks costs
 # no more to look at than one of three.
@@ -161,15 +161,15 @@ def _ordered(schedule: str, stages: int, ranks: int, micro_batches: int) -> bool
 
 @dataclass(frozen=True)
 class ModelPart:
-    """Costs of a block, or of everything outside of blocks, for one sample on one device."""
+    """Costs of a block, or of everything outside blocks, for one sample on one device."""
 
     # Seconds of its forward, but for launching operators.
     forward_s: float = 0.0
-    # Seconds of its backward, alike.
+    # Seconds of its backward, on the same terms.
     backward_s: float = 0.0
     # Bytes that it keeps for the backward.
     saved: int = 0
-    # Bytes of what it hands on.
+    # Bytes of its output.
     output: int = 0
     # Most bytes of its forward or backward beyond what it keeps and those before it.
     working: int = 0
@@ -201,7 +201,7 @@ class TensorShares:
     outside: float = 0.0
     # Elements of a rank's parameters of each block, in order.
     sizes: tuple[tuple[int, ...], ...] = ()
-    # Those of what runs before all blocks, of head and loss, and of both without the first.
+    # Before all blocks, of head and loss, and of both without the first.
     ends: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]] = ((), (), ())
 
 
@@ -223,7 +223,7 @@ class Facts:
     states: int
     # Bytes of a parameter as it computes.
     item: int
-    # Whether the optimizer steps float32 copies.
+    # Whether the optimizer updates float32 master weights.
     copied: bool
     # Elements of the parameters that learn.
     trained: int
@@ -233,7 +233,7 @@ class Facts:
     cached: int = 0
     # Number of their heads, over which tensor ranks can share them.
     cached_heads: int = 1
-    # Optimizer of the parameters; None where none learns.
+    # Optimizer of the parameters; None if none are trained.
     optimizer: torch.optim.Optimizer | None = None
     refused: dict[int, str] = field(default_factory=dict)
     _shared: dict[int, TensorShares | None] = field(default_factory=dict)
@@ -272,7 +272,7 @@ class Facts:
 
     @cached_property
     def parts(self) -> tuple[ModelPart, ...]:
-        """Costs of the blocks in order; equal ones are computed once."""
+        """Costs of the blocks in order; equal blocks are computed once."""
         known: dict[str, ModelPart] = {}
         found = []
         for path in self.blocks:
@@ -284,7 +284,7 @@ class Facts:
 
     @cached_property
     def outside(self) -> ModelPart:
-        """Costs outside of blocks: embeddings, head and loss."""
+        """Costs outside blocks: embeddings, head and loss."""
         whole, n = self.analysis, self.samples
 
         def rest(of_all: float, name: str) -> float:
@@ -306,12 +306,12 @@ class Facts:
         )
 
     def _each(self, seconds: float, operators: int) -> float:
-        """Seconds of one sample without launches, from those of the followed batch."""
+        """Seconds of one sample without launches, from those of the analyzed batch."""
         return max(0.0, seconds - self.device.launch_s * operators) / self.samples
 
     @cached_property
     def ends(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Names of parameters outside of blocks on the first and the last pipeline rank."""
+        """Names of parameters outside blocks on the first and the last pipeline rank."""
         # Those of modules that every rank keeps are in both; without a pipeline the first has all.
         inside = {f"{path}." for path in self.blocks}
 
@@ -359,7 +359,7 @@ class Facts:
     def _before(self, path: str) -> int:
         """Bytes that exist when a block starts and that backward does not need.
 
-        The caller holds what it gave, and perhaps more, such as embeddings.
+        The caller holds the block's inputs, and perhaps more, such as embeddings.
         """
         own = _within(self.analysis, [path])
         first = next(operator for operator in self.analysis.operators if own(operator))
@@ -377,7 +377,7 @@ class Facts:
 
     @cached_property
     def launches(self) -> tuple[float, float]:
-        """Seconds spent launching the operators of a forward, and of a backward."""
+        """Seconds to launch the operators of a forward, and of a backward."""
         parts = (*self.parts, self.outside)
         forward, backward = (sum(part.operators[n] for part in parts) for n in (0, 1))
         return self.device.launch_s * forward, self.device.launch_s * backward
@@ -413,7 +413,7 @@ class Facts:
         return update_seconds(self.device, 4 * self.trained, self.states)
 
     def shared(self, size: int) -> TensorShares | None:
-        """The parts that `size` tensor ranks split; None if unsupported (see `refused`)."""
+        """The parts split over `size` tensor ranks; None if unsupported (see `refused`)."""
         if size not in self._shared:
             try:
                 self._shared[size] = self._shares(plan_tensor(self.model, size, None, True, True))
@@ -444,7 +444,7 @@ class Facts:
         )
 
     def _elements(self, tensor: TensorPlan) -> tuple[Any, Any]:
-        """Elements of a rank's parameters: of each block, and outside of blocks."""
+        """Elements of a rank's parameters: per block, and outside blocks."""
         named, known = dict(self.model.named_parameters()), dict[str, tuple[int, ...]]()
         # A tied parameter counts at each of its names.
         every = dict(self.model.named_parameters(remove_duplicate=False))
@@ -464,7 +464,7 @@ class Facts:
         return tuple(found), (counts(before), counts(after), counts(rest))
 
     def _divided(self, tensor: TensorPlan) -> tuple[float, float]:
-        """Shares of the activations of blocks, and of head and loss, that tensor ranks divide."""
+        """Shares of the activations of blocks, and of head and loss, that tensor ranks split."""
         analysis, kept = self.analysis, self.analysis.kept
         own, apart = _within(analysis, self.blocks), _apart(analysis, tensor)
         cut, seen = [0, 0], set[int]()
@@ -485,7 +485,7 @@ class Facts:
         return operator.count * operator.seconds_on(self.device)
 
     def _bytes(self, path: str, side: str) -> int:
-        """Bytes of the first input, or the last output, of a module for one sample."""
+        """Bytes of a module's first input or last output for one sample."""
         try:
             own = [o for o in self.analysis.graph(path, FORWARD) if not o.in_place]
         except GulliverError:
@@ -509,7 +509,7 @@ def _within(analysis: Analysis, paths: Iterable[str]) -> Callable[[Operator], bo
 
 
 def _apart(analysis: Analysis, tensor: TensorPlan) -> set[int]:
-    """Memories of a forward that are sharded over tensor ranks."""
+    """Storages of a forward that are sharded over tensor ranks."""
     # Outputs of row-parallel modules and of expert modules are replicated again.
     cut = {analysis.followed(path): placed for path, placed in tensor.modules.items()}
     found = dict[int, str]()
@@ -552,7 +552,7 @@ def facts_of(
     precision: str = "bf16",
     on_cpu: bool = False,
 ) -> Facts:
-    """Analyses a model."""
+    """Analyzes a model."""
     check_shapes(model)
     batch = dict(batch) if isinstance(batch, Mapping) else batch
     half = HALVES.get(precision)
@@ -619,7 +619,7 @@ def _tensors(batch: Any) -> list[torch.Tensor]:
 
 
 def _trained(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple[int, int]:
-    """Trained elements, and their numbers of optimizer states."""
+    """Trained elements, and their number of optimizer states."""
     if optimizer is None:
         return 0, 0
     count = most = 0

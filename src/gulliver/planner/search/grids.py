@@ -3,8 +3,8 @@
     found = search_grids(model, optimizer, batch, cluster, samples=512, memory="70GiB")
     print(found)
 
-Meshes are visited in the order of a lower bound. The search ends when the bound of the next mesh is
-no better than the worst of the grids kept, so none of the best is missed under the cost formulas.
+Meshes are visited in the order of a lower bound. The search ends when the next bound is no better
+than the worst grid kept, so it is exact under the cost formulas.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Found:
     looked: int
     # Number of meshes, and how many the bound left out.
     meshes: tuple[int, int]
-    # Why meshes were left out that the model cannot be run on, by what was asked.
+    # Why the model cannot run on some meshes, by request.
     refused: dict[str, str]
     # Seconds that analysis and search took.
     seconds: tuple[float, float]
@@ -92,7 +92,7 @@ class Found:
         )
 
     def _off_load(self) -> str:
-        """The requirements with offloading."""
+        """Requirements with offloading."""
         if self.offloaded is None or self.offloaded.bytes >= self.least.bytes:
             return f"; off-load to {self.behind} does not help" if self.behind else ""
         where = "the host" if self.cluster.device.to_device_rate is not None else "a disk"
@@ -119,21 +119,21 @@ def search_grids(
     """Searches all grids that a plugin can run.
 
     Args:
-        model: whole model, perhaps on meta; it is left as it was.
-        optimizer: optimizer of its parameters; None where it is not trained.
+        model: whole model, perhaps on meta; it is not changed.
+        optimizer: optimizer of its parameters; None if it is not trained.
         batch: one sample or a few, as the model takes them; real or on meta.
         cluster: machines, one rank for each device.
-        samples: samples of a step, of all ranks together.
-        memory: bytes that a rank may hold; None for what the device has, less what is not planned.
+        samples: samples per step over all ranks.
+        memory: limit per rank; None for the device's memory minus a reserve.
         precision: ``fp32``, ``bf16`` or ``fp16``.
         best: number of grids to return.
-        facts: what an earlier search found out about the model, to be used again.
-        behind: memory behind that of each rank, which state that does not fit may leave for.
-        explain: whether to find, where nothing fits, the least memory that off-load can do with.
+        facts: facts from an earlier search over the same model.
+        behind: slower tiers of each rank, for offloading state that does not fit.
+        explain: whether to find, if nothing fits, the minimum memory with offloading.
 
     Raises:
-        GulliverError: the model does not run on this batch, fewer samples than can be dealt out,
-            no mesh that it can be cut over, or memory behind that the machines do not have.
+        GulliverError: the model does not run on this batch, there are too few samples, no mesh is
+            possible, or the machines lack the tiers.
     """
     behind.check(cluster)
     on_cpu = cluster.device.to_device_rate is None
@@ -187,7 +187,7 @@ class _Looked(NamedTuple):
 
 
 def _view_of(scorer: Scorer, possible: Sequence[Axes], limit: int, best: int) -> _Looked:
-    """Prices the grids of meshes in the order of their bounds, and keeps the fastest of each."""
+    """Prices the grids of meshes in bound order, and keeps the fastest of each."""
     facts, tie = scorer.facts, itertools.count()
     chosen: list[tuple[float, int, Scored]] = []
     least: tuple[int, Grid] | None = None
@@ -240,7 +240,7 @@ def _with_offloaded(
 
 
 def _order(scored: Scored) -> tuple[float, int, int]:
-    """Sort key: faster first; of equals to four digits fewer micro-batches, then fewer bytes."""
+    """Sort key: faster first; ties (to four digits) by fewer micro-batches, then fewer bytes."""
     step = float(f"{scored.seconds.step:.4g}")
     return step, scored.grid.micro_batches, scored.bytes
 
@@ -289,7 +289,7 @@ class Price:
 
     # Bytes that a rank may hold.
     limit: int
-    # The grid; None where none fits.
+    # The grid; None if none fits.
     scored: Scored | None
 
 
@@ -336,7 +336,7 @@ def prices_of_memory(found: Found, samples: int) -> tuple[Price, ...]:
 
 
 def _priced_one_by_one(limits: Sequence[int], search: Callable[..., Found]) -> tuple[Price, ...]:
-    """Prices of limits with offloading, where every byte changes what moves."""
+    """Prices of limits with offloading, where every byte changes the traffic."""
     # What runs under a limit also runs under a larger one, whose chunk size may be chosen worse.
     found, best = list[Price](), None
     for at in limits:
@@ -368,7 +368,7 @@ def _under(
 
 
 def saved_by_a_gib(prices: Sequence[Price], limit: int) -> float:
-    """Seconds of a step that one GiB more saves."""
+    """Step time saved by one more GiB."""
     steps = {p.limit: p.scored.seconds.step for p in prices if p.scored is not None}
     return steps[limit] - steps[limit + GIB]
 
@@ -419,7 +419,7 @@ def _enough(found: Found, samples: int, least: int, grid: Grid) -> MinimumResour
 
 
 def _fewest(found: Found) -> int:
-    """A lower bound of the ranks that can hold the state."""
+    """A lower bound on the ranks that can hold the state."""
     facts = found.facts
     master = WIDE if facts.copied else facts.item
     # What the optimizer works with: its numbers, what it steps, and the gradients of that.
@@ -437,7 +437,7 @@ def _fits(found: Found, samples: int, ranks: int) -> bool:
 
 
 def least_bytes(facts: Facts, cluster: Cluster, samples: int, limit: int = 0) -> tuple[int, Grid]:
-    """The grid with the smallest fullest rank, every block recomputed."""
+    """The grid whose fullest rank is smallest, with every block recomputed."""
     scorer, meshes = _scorer(facts, cluster, samples)
     again, trains = len(facts.recomputable), facts.optimizer is not None
     best: tuple[int, Grid] | None = None

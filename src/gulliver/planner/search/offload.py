@@ -1,7 +1,7 @@
-"""Grids that offload state to the host's memory or to a disk.
+"""Grids that offload state to host memory or disk.
 
-Traffic and waiting times come from the replay of the memory engine, for the very plan that the
-grid's plugin makes; only a bound is computed here.
+Traffic and waiting times come from the replay of the memory engine, for the plan that the grid's
+plugin makes; only a bound is computed here.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ MICRO_BATCHES = 16
 # [Note: few replays] A replay takes from 10 ms to some seconds, and there are thousands of grids.
 # State that does not fit must be read in every step, and written if it is trained, and moving it
 # never makes a step faster. That gives a cheap lower bound of each grid's seconds; grids are
-# replayed in its order until it is no better than what was found.
+# replayed in its order until it is no better than the best result.
 @dataclass(frozen=True)
 class MinimumOffload:
     """The least memory that suffices with offloading."""
@@ -62,7 +62,7 @@ class MinimumOffload:
 
 
 def offloaded_grids(scorer: Scorer, axes: Axes, behind: OffloadTiers) -> Iterator[Grid]:
-    """Every offloading grid of a mesh, with all of its blocks recomputed or none."""
+    """Every offloading grid of a mesh, with all or none of its blocks recomputed."""
     # State is offloaded in chunks of ZeRO stage 3. Gradient accumulation is not replayed and left
     # out, as are pipelines with more than `MICRO_BATCHES`.
     facts = scorer.facts
@@ -105,7 +105,7 @@ class Offloader:
         return max(seconds.step, seconds.step - compute + busy)
 
     def score(self, grid: Grid) -> Scored | None:
-        """Replays a grid; None if the limit, or the memory behind it, is too small."""
+        """Replays a grid; None if the limit or the slower tiers are too small."""
         self._count(grid, grid.axes.pipeline * grid.axes.tensor)
         facts, cluster = self.scorer.facts, self.scorer.cluster
         try:
@@ -121,7 +121,7 @@ class Offloader:
         return Scored(known.grid, seconds, memory, 0, known.samples, moved)
 
     def _fullest(self, grid: Grid, resolved: ResolvedPlan) -> MemoryPlan:
-        """Bytes of state and of everything else at the fullest moment."""
+        """Bytes of state and of everything else at the peak."""
         facts, plan = self.scorer.facts, resolved.plan
         assert plan.tiers is not None, "what off-loads has a limit"
         # Cached: `tiered_step` has asked for the same.
@@ -199,7 +199,7 @@ class Offloader:
 def with_offload(
     offloader: Offloader, meshes: Sequence[Axes], found: Sequence[Scored], best: int
 ) -> tuple[tuple[Scored, ...], int]:
-    """The fastest grids, one per mesh, offloading ones included; and how many were skipped."""
+    """The fastest grids, one per mesh, including offloading ones; and how many were skipped."""
     scorer, fastest = offloader.scorer, {scored.grid.axes: scored for scored in found}
     grids = [g for axes in meshes for g in offloaded_grids(scorer, axes, offloader.behind)]
     bounds = sorted(

@@ -1,7 +1,7 @@
-"""Closed form of the peak bytes of a rank on a grid.
+"""Closed form of a rank's peak bytes on a grid.
 
-State as ZeRO holds it (Rajbhandari et al. 2020), activations of the micro-batches in flight. A plan
-predicts its bytes chunk by chunk; this form compares thousands of grids.
+State as in ZeRO (Rajbhandari et al. 2020), activations of the micro-batches in flight. A plan
+predicts its bytes chunk by chunk; this form is fast enough to compare thousands of grids.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ class RankBlocks:
 
 @dataclass(frozen=True)
 class _Moment:
-    """Bytes of one sample at a moment of the backward of one micro-batch."""
+    """Bytes of one sample at a moment in the backward of one micro-batch."""
 
-    # Bytes that are kept for what follows.
+    # Bytes kept for later operations.
     kept: float
     # Bytes of working memory.
     working: float
@@ -77,13 +77,13 @@ class _Moment:
 
     @cached_property
     def all(self) -> float:
-        """Bytes that are kept or used as workspace."""
+        """Bytes kept or used as workspace."""
         return self.kept + self.working
 
 
 @dataclass(frozen=True)
 class _Gradients:
-    """Bytes of gradients over the last backward of a step."""
+    """Bytes of gradients during the last backward of a step."""
 
     # Bytes as it begins.
     begin: float
@@ -158,13 +158,13 @@ class RankBytes:
         return grads, kept + micro * fullest.kept, micro * fullest.working
 
     def other(self, grid: Grid, stage: RankBlocks, flying: float, waiting: int = 0) -> int:
-        """Peak bytes of a rank that are not state: inputs, activations, working memory."""
+        """Peak bytes of a rank other than state: inputs, activations, working memory."""
         none = _Gradients(0.0, 0.0, 0.0, 0.0, 0.0)
         held = sum(self._fullest(grid, stage, none, flying - 1, waiting))
         return int(max(held, self._inputs(grid, stage) + self._embedded(grid, stage)))
 
     def moments(self, grid: Grid, stage: RankBlocks) -> list[tuple[float, int]]:
-        """Bytes that are not state, through a backward of a whole batch and the update."""
+        """Bytes other than state, through the backward of a whole batch and the update."""
         # Each with the elements whose gradients are there by then; in their order.
         axes, inputs = grid.axes, self._inputs(grid, stage)
         by_tensor = axes.mode in SHARED_BY_TENSOR
@@ -186,7 +186,7 @@ class RankBytes:
     def _backwards(
         self, grid: Grid, stage: RankBlocks, flying: float
     ) -> Iterator[tuple[_Gradients, float]]:
-        """Yields backwards of a step, with the number of other micro-batches in flight."""
+        """Yields the backwards of a step, with the number of other micro-batches in flight."""
         several, ranks = grid.micro_batches > 1, grid.axes.pipeline
         if grid.schedule == "dualpipev" and stage.first and grid.micro_batches == 2 * ranks:
             # The first rank runs all forwards of its first stage before its first backward of it;
@@ -226,13 +226,13 @@ class RankBytes:
         state = learned * (WIDE * facts.states + copies) / parts
         if grid.stage < 3:
             return facts.item * own, 0.0, state
-        # Trained 16-bit parameters have no shards besides their float32 copies.
+        # Trained 16-bit parameters have no shards besides their float32 master weights.
         shards = own - learned if facts.copied else own
         window = self._windows(stage, grid.axes.tensor, _chunk_bytes(self.facts, grid))[0]
         return facts.item * shards / parts, window, state
 
     def _gradients(self, grid: Grid, stage: RankBlocks, backwards: int = 0) -> _Gradients:
-        """Bytes of gradients over the last of `backwards`."""
+        """Bytes of gradients during the last of `backwards`."""
         facts, parts = self.facts, self._parts(grid)
         learned = self._learns * self._sums(stage, grid.axes.tensor)[0]
         master = WIDE if facts.copied else facts.item
@@ -285,7 +285,7 @@ class RankBytes:
         return shared
 
     def _sizes_of(self, stage: RankBlocks, tensor: int) -> tuple[int, ...]:
-        """Elements of the rank's parameters, in order, before they are sharded."""
+        """Elements of the rank's parameters, in order, before sharding."""
         shared = self._shared(tensor)
         before, after, both = shared.ends
         found = list(before) if stage.first else []
@@ -304,7 +304,7 @@ class RankBytes:
         return sum(sizes), max(sizes, default=0)
 
     def _windows_of(self, stage: RankBlocks, tensor: int, capacity: int) -> tuple[int, int]:
-        """Most bytes of gathered chunks at stage 3, and of gradients in flight from stage 2."""
+        """Peak bytes of gathered chunks at stage 3, and of gradients in flight from stage 2."""
         chunks = _chunks(self._sizes(stage, tensor), capacity // self.facts.item)
         gathered, collected = (_most_together(chunks, n) for n in (GATHERED, COLLECTED))
         return self.facts.item * gathered, self.facts.item * collected
@@ -337,7 +337,7 @@ class RankBytes:
     ) -> tuple[tuple[_Moment, ...], float, float]:
         """Candidate peaks, activation bytes of a micro-batch, and bytes of deferred gradients.
 
-        Where a backward is in two `parts` of so many stages each, nothing goes in the first one.
+        If `parts` splits the backward in two, the first part frees nothing.
         """
         facts, number = self.facts, len(self.facts.blocks)
         inside, outside = self._divided(tensor, sequence)
@@ -378,7 +378,7 @@ class RankBytes:
         return tuple(_undominated(found)), total, sum(noted)
 
     def _noted_of(self, block: int) -> int:
-        """Bytes of output gradients that a block keeps for its weight gradients, for a sample."""
+        """Bytes per sample of output gradients that a block keeps for its weight gradients."""
         facts = self.facts
         path = facts.analysis.followed(facts.blocks[block])
         try:
@@ -391,7 +391,7 @@ class RankBytes:
 
 
 def _undominated(moments: Sequence[_Moment]) -> Iterator[_Moment]:
-    """Yields the moments, in order, that hold more than every later one."""
+    """Yields, in order, the moments that hold more than every later one."""
     most, found = -1.0, []
     for moment in reversed(moments):
         if moment.all > most:

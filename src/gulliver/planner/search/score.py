@@ -1,6 +1,6 @@
-"""Seconds and bytes of a grid, by the formulas of a plan's prediction, without making the plan.
+"""Seconds and bytes of a grid, by the formulas that predict a plan, without creating the plan.
 
-Bytes are those of the fullest rank: parameters, gradients and optimizer state of its stage,
+Bytes refer to the fullest rank: parameters, gradients and optimizer state of its stage,
 activations of the micro-batches in flight, and the working memory of one block.
 """
 
@@ -101,7 +101,7 @@ class Scorer:
         self._bytes = RankBytes(facts, batch)
 
     def shared(self, axes: Axes) -> TensorShares | None:
-        """What the tensor ranks of a mesh share; None if they cannot."""
+        """How tensor ranks share the model on a mesh; None if they cannot."""
         return self.facts.shared(axes.tensor)
 
     def why_unsupported(self, axes: Axes) -> str:
@@ -191,13 +191,13 @@ class Scorer:
         return sum(vars(memory).values()) + working
 
     def other_bytes(self, grid: Grid) -> int:
-        """Most bytes of a rank that are not state."""
+        """Peak bytes of a rank other than state."""
         ends = self._ends(grid.axes.pipeline, grid.chunks, self._folded(grid))
         count = self._bytes.other
         return max(count(grid, stage, under_way(grid, n), put_off(grid, n)) for n, stage in ends)
 
     def moments(self, grid: Grid) -> list[tuple[float, int]]:
-        """Bytes that are not state through a step without a pipeline."""
+        """Bytes other than state through a step without a pipeline."""
         (stage,) = self._stages(grid)
         return self._bytes.moments(grid, stage)
 
@@ -262,7 +262,7 @@ class Scorer:
         return min(CHUNKS_MB, key=shown)
 
     def _part(self, grid: Grid) -> float:
-        """Share of the model that the busiest rank of a pipeline has."""
+        """Share of the model on the busiest rank of a pipeline."""
         if grid.axes.pipeline == 1:
             return 1.0
         return min(1.0, max(self._dealt(grid.axes.pipeline * grid.chunks)[1]) * grid.chunks)
@@ -343,7 +343,7 @@ class Scorer:
         return attention_sends(plan, self.facts.model)
 
     def _dealt_of(self, stages: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
-        """Blocks and share of the work of each stage; the head and the loss are on the last."""
+        """Blocks and share of the work of each stage; head and loss are on the last."""
         parts, outside = self.facts.parts, self.facts.outside
         costs = [part.forward_s + part.backward_s for part in parts]
         costs[-1] += outside.forward_s + outside.backward_s
@@ -372,7 +372,7 @@ class Scorer:
         return max(every, key=lambda found: sum(vars(found[0]).values()) + found[1])
 
     def _ends_of(self, ranks: int, chunks: int, folded: bool) -> list[tuple[int, RankBlocks]]:
-        """The ranks of a pipeline that may be fullest: both ends, and the one with most blocks."""
+        """Ranks of a pipeline that may be fullest: both ends, and the one with most blocks."""
         stages = self._summed(ranks, chunks, folded)
         fullest = max(range(len(stages)), key=lambda n: stages[n].count)
         return [(n, stages[n]) for n in sorted({0, len(stages) - 1, fullest})]
@@ -396,7 +396,7 @@ class Scorer:
 
 
 def quick_cut(costs: Sequence[float], parts: int) -> list[int]:
-    """Cuts a chain into consecutive parts with the smallest possible maximum, by bisection."""
+    """Splits a chain into consecutive parts with the smallest possible maximum, by bisection."""
     # `partition_chain` also finds the most even cut, in quadratic time.
     low, high = max(costs), sum(costs)
     best = _filled(costs, parts, high)
@@ -412,7 +412,7 @@ def quick_cut(costs: Sequence[float], parts: int) -> list[int]:
 
 
 def _filled(costs: Sequence[float], parts: int, limit: float) -> list[int] | None:
-    """Bounds of parts filled greedily up to a limit; None if they do not hold everything."""
+    """Bounds of parts filled greedily up to a limit; None if elements are left over."""
     bounds, held = [0], 0.0
     for number, cost in enumerate(costs):
         left = len(costs) - number  # each part that is still empty needs one

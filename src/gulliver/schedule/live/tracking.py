@@ -1,8 +1,8 @@
 """Submitted jobs, and the folder through which scheduler, commands and jobs communicate.
 
-All communication goes through files in one folder that all nodes can see, as they must see the
-checkpoints: a job is submitted, reports its progress, and is asked to leave through files. So a
-scheduler that is killed can be replaced by a new one.
+All communication goes through files in one folder that all nodes can see, like the checkpoints: a
+job is submitted, reports its progress, and is asked to stop through files. So a scheduler that is
+killed can be replaced by a new one.
 
     scheduler.json, scheduler.log    process, host and slots of the scheduler
     schedule.json, schedule.html     history and its chart
@@ -223,7 +223,7 @@ class LiveJob:
     stopping: bool = False
     # Whether the attempt has reported a step.
     heard: bool = False
-    # Whether it was flagged as silent: then it is left alone.
+    # Whether it was flagged as silent: then it is not flagged again.
     silent: bool = False
     progress: dict[str, Any] = field(default_factory=dict)
     # Measured seconds of its resizes.

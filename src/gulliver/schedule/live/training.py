@@ -107,7 +107,7 @@ class Elastic:
 
     @property
     def leaving(self) -> bool:
-        """Whether the scheduler asked it to save and leave."""
+        """Whether the scheduler asked the job to save and stop."""
         return self._leaving
 
     def share(self, part: int | None = None, parts: int | None = None) -> range:

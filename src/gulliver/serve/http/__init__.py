@@ -1,10 +1,10 @@
-"""A server of OpenAI's interface over the engine, and a generator of load for any such server.
+"""OpenAI-compatible server for the engine, and a load generator for any such server.
 
     from gulliver.serve.http import Server, ServerOptions
     with Server(LLM("folder"), ServerOptions(port=0)) as server:
         print(server.url)
 
-Names are imported when the first of them is used: the generator of load needs httpx alone.
+Names are imported lazily: the load generator only needs httpx.
 """
 
 from typing import TYPE_CHECKING

@@ -1,7 +1,7 @@
-"""Events as the JSON of OpenAI's interface: whole answers, pieces of a stream, probabilities.
+"""Events as JSON of the OpenAI API: complete responses, stream chunks, log-probabilities.
 
-A token's text is what it decodes to alone. Where that is no whole character it is written as
-``token_id:17``: its number is all that can be said of it without loss.
+A token's text is its decoding on its own. Tokens that are not whole characters are written as
+``token_id:17``, since only the id is lossless.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Names = Callable[[int], str]
 
 
 def names_of(tokenizer: Any) -> Names:
-    """Returns the function that writes a token."""
+    """Returns the function that formats a token."""
 
     def name(token: int) -> str:
         text = tokenizer.decode(
@@ -35,9 +35,9 @@ def names_of(tokenizer: Any) -> Names:
 
 @dataclass
 class AnswerChoice:
-    """One answer so far."""
+    """One completion so far."""
 
-    # Number of the answer in the request.
+    # Index of the completion in the request.
     index: int
     text: str = ""
     tokens: list[Token] = field(default_factory=list)
@@ -46,12 +46,12 @@ class AnswerChoice:
 
 @dataclass
 class Usage:
-    """Numbers of tokens of a request."""
+    """Token counts of a request."""
 
     prompt: int = 0
     # Those of them that were found in the cache.
     prefix_cached: int = 0
-    # Tokens of the answers, the ones that ended them included.
+    # Tokens of the completions, including their last ones.
     answer: int = 0
 
     @property
@@ -66,7 +66,7 @@ class Usage:
 
 
 class AnswerFormat(ABC):
-    """How the answers of a request are written."""
+    """How the response to a request is formatted."""
 
     prefix = ""
     whole_object = ""
@@ -74,7 +74,7 @@ class AnswerFormat(ABC):
 
     def __init__(self, body: RequestBody, model: str, names: Names) -> None:
         self.body, self._model, self._names = body, model, names
-        # Name of the answer.
+        # Id of the response.
         self.id = f"{self.prefix}-{uuid.uuid4().hex}"
         self._created = int(time.time())
 
@@ -83,30 +83,30 @@ class AnswerFormat(ABC):
         return {**made, "system_fingerprint": None}
 
     def whole(self, choices: Sequence[AnswerChoice], usage: Usage) -> dict[str, Any]:
-        """Answers at their end."""
+        """The complete response."""
         content = [self._written(choice) for choice in choices]
         return {**self._head(self.whole_object), "choices": content, "usage": usage.json}
 
     def piece(self, choice: dict[str, Any]) -> bytes:
-        """A piece of a stream."""
+        """A chunk of a stream."""
         made = {**self._head(self.piece_object), "choices": [choice]}
         if self.body.tells_usage:
             made["usage"] = None
         return event(made)
 
     def usage(self, usage: Usage) -> bytes:
-        """Last piece of a stream, the numbers of tokens."""
+        """The last chunk of a stream, with token counts."""
         return event({**self._head(self.piece_object), "choices": [], "usage": usage.json})
 
     @abstractmethod
     def first(self, index: int) -> dict[str, Any] | None:
-        """Writes what comes before the first token of an answer, if anything."""
+        """Formats the part before the first token of a completion, if any."""
 
     @abstractmethod
     def next(
         self, index: int, text: str, tokens: Sequence[Token], finish: str | None
     ) -> dict[str, Any]:
-        """Writes new tokens of an answer as a choice of a piece."""
+        """Formats new tokens of a completion as a choice of a chunk."""
 
     @abstractmethod
     def _written(self, choice: AnswerChoice) -> dict[str, Any]: ...
@@ -116,7 +116,7 @@ class AnswerFormat(ABC):
 
 
 class CompletionFormat(AnswerFormat):
-    """Answers of /v1/completions."""
+    """Responses of /v1/completions."""
 
     prefix, whole_object, piece_object = "cmpl", "text_completion", "text_completion"
 
@@ -130,13 +130,13 @@ class CompletionFormat(AnswerFormat):
         return self._echo[index] if self._echo else ""
 
     def first(self, index: int) -> dict[str, Any] | None:
-        """The prompt, where it is part of the answer."""
+        """The prompt, if it is part of the response."""
         return self.next(index, self._front(index), (), None) if self._echo else None
 
     def next(
         self, index: int, text: str, tokens: Sequence[Token], finish: str | None
     ) -> dict[str, Any]:
-        """New text of an answer."""
+        """New text of a completion."""
         made = {"index": index, "text": text, "finish_reason": finish}
         return {**made, "logprobs": self._logprobs(index, tokens), **self._ids(tokens)}
 
@@ -159,7 +159,7 @@ class CompletionFormat(AnswerFormat):
 
 
 class ChatFormat(AnswerFormat):
-    """Answers of /v1/chat/completions."""
+    """Responses of /v1/chat/completions."""
 
     prefix, whole_object, piece_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
@@ -171,7 +171,7 @@ class ChatFormat(AnswerFormat):
     def next(
         self, index: int, text: str, tokens: Sequence[Token], finish: str | None
     ) -> dict[str, Any]:
-        """New text of an answer."""
+        """New text of a completion."""
         made = {"index": index, "delta": {"content": text} if text else {}, "finish_reason": finish}
         return {**made, "logprobs": self._logprobs(tokens), **self._ids(tokens)}
 
@@ -199,7 +199,7 @@ class ChatFormat(AnswerFormat):
 
 
 def _finite(logprob: float | None) -> float | None:
-    """A log-probability that JSON can hold: -9999 for none at all, as OpenAI's interface has it."""
+    """A log-probability that JSON can represent: -9999 for minus infinity, as in the OpenAI API."""
     return None if logprob is None else max(logprob, -9999.0)
 
 

@@ -1,8 +1,8 @@
-"""`Reply`: the answer to one client, from the gate to the last byte.
+"""`Reply`: the response to one client, from admission to the last byte.
 
-Two tasks run: one computes and sends, the other listens for the client's leave; the first to end
-ends the other. Whatever happens, what the engine still has of the request is cancelled and the gate
-is left, in the one `finally` of `__call__`.
+Two tasks run: one computes and sends, the other waits for the client to disconnect; the first to
+end cancels the other. The one `finally` of `__call__` always cancels the rest of the request and
+releases its admission.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ ALIVE_S = 15.0
 
 @dataclass(frozen=True)
 class PromptJob:
-    """A prompt and how its answers are drawn."""
+    """A prompt and its sampling parameters."""
 
     tokens: Sequence[int]
     sampling: SamplingParams
@@ -67,7 +67,7 @@ class PromptJob:
 
 @dataclass(frozen=True)
 class ServerContext:
-    """What all replies share."""
+    """State shared by all responses."""
 
     worker: EngineThread
     # How much is taken on.
@@ -76,7 +76,7 @@ class ServerContext:
 
 
 class Reply(Response):
-    """Answers a client, as a whole or as a stream."""
+    """Responds to a client, with a complete response or a stream."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class Reply(Response):
         self._started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers (an ASGI application)."""
+        """Responds (an ASGI application)."""
         gate, metrics = self._context.gate, self._context.metrics
         count = len(self._choices)
         try:
@@ -167,7 +167,7 @@ class Reply(Response):
     async def _next_events(
         self, send: Send | None = None
     ) -> list[tuple[int, AnswerChoice, str, list[Token]]]:
-        """Waits for events; those of one answer that have come meanwhile are joined."""
+        """Waits for events; events of one completion that arrived meanwhile are merged."""
         while self._inbox.empty():
             try:
                 news = await asyncio.wait_for(self._inbox.get(), ALIVE_S if send else None)
@@ -194,7 +194,7 @@ class Reply(Response):
         return [(index, self._choices[index], *pair) for index, pair in found.items()]
 
     def _note(self, choice: AnswerChoice, one: Event) -> None:
-        """Notes times, numbers of tokens and the end."""
+        """Records times, token counts and the end."""
         if one.finish == "error":
             message = one.error or "the answer ended in an error"
             raise ApiError(500, message, code="engine_error")
@@ -232,7 +232,7 @@ async def _send_part(send: Send, part: bytes, more: bool = True) -> None:
 
 
 def response_of(error: ApiError) -> JSONResponse:
-    """The answer that says an error."""
+    """The response for an error."""
     return JSONResponse(error.body, error.status, error.headers)
 
 
@@ -244,7 +244,7 @@ PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/m
 
 
 class Routes:
-    """What the routes share: limits, the key, and the tokenizer's thread."""
+    """State shared by the routes: limits, the API key, and the tokenizer's thread."""
 
     def __init__(
         self,
@@ -267,7 +267,7 @@ class Routes:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def authorise(self, request: Request) -> None:
-        """Refuses a client without the key."""
+        """Rejects a client without the key."""
         key = self._options.key
         if key is None:
             return
@@ -279,7 +279,7 @@ class Routes:
             raise ApiError(401, message, code="invalid_api_key")
 
     async def completion(self, request: Request) -> Response:
-        """Answers /v1/completions."""
+        """Handles /v1/completions."""
 
         async def jobs(body: CompletionBody) -> tuple[AnswerFormat, list[PromptJob]]:
             prompts = prompts_of(body)
@@ -301,7 +301,7 @@ class Routes:
         return await self._reply(request, CompletionBody, jobs)
 
     async def chat(self, request: Request) -> Response:
-        """Answers /v1/chat/completions."""
+        """Handles /v1/chat/completions."""
 
         async def jobs(body: ChatBody) -> tuple[AnswerFormat, list[PromptJob]]:
             messages = messages_of(body)
@@ -338,7 +338,7 @@ class Routes:
         return ApiError(413, message, code="body_too_large")
 
     async def _read(self, request: Request) -> bytes:
-        """Reads the body, as much as is allowed."""
+        """Reads the body, up to the limit."""
         held = bytearray()
         seconds = self._options.body_seconds
         try:
@@ -370,12 +370,12 @@ class Routes:
         return PromptJob(tokens, sampling_of(body, tokens, self.limits, many))
 
     async def models(self, request: Request) -> Response:
-        """Answers /v1/models."""
+        """Handles /v1/models."""
         self.authorise(request)
         return JSONResponse({"object": "list", "data": [self._model()]})
 
     async def model(self, request: Request) -> Response:
-        """Answers /v1/models/NAME."""
+        """Handles /v1/models/NAME."""
         self.authorise(request)
         name = request.path_params["name"]
         if name != self.limits.name:
@@ -388,7 +388,7 @@ class Routes:
         return {**made, "owned_by": "gulliver", "max_model_len": self.limits.facts.longest}
 
     async def health(self, request: Request) -> Response:
-        """Answers /health: 200 while requests are taken."""
+        """Handles /health: 200 while requests are accepted."""
         del request
         worker, gate = self.context.worker, self.context.gate
         state = "dead" if worker.dead else "draining" if gate.draining else "ok"
@@ -396,14 +396,14 @@ class Routes:
         return JSONResponse(answer, 200 if state == "ok" else 503)
 
     async def metrics(self, request: Request) -> Response:
-        """Answers /metrics."""
+        """Handles /metrics."""
         self.authorise(request)
         kind = "text/plain; version=0.0.4; charset=utf-8"
         return Response(self.context.metrics.text(), media_type=kind)
 
 
 def make_app(routes: Routes) -> ASGIApp:
-    """Makes the application: routes, errors as clients expect them, and a count of requests."""
+    """Creates the application: routes, OpenAI-style errors, and request counts."""
     # Without pages of documentation: they load scripts from elsewhere, and ask for no key.
     app = FastAPI(title="gulliver serve", openapi_url=None)
     app.add_api_route("/v1/completions", routes.completion, methods=["POST"])

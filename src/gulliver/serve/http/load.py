@@ -1,4 +1,4 @@
-"""`Measured`: what a load has shown, as numbers, as a table and as JSON. No network here."""
+"""`Measured`: results of a load, as numbers, as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from gulliver.serve.http.options import Load
 
 @dataclass
 class RequestTiming:
-    """One request of a load; times are seconds on one clock."""
+    """Timing of one request; times are seconds on one clock."""
 
     # When it was to be sent.
     due: float
     sent: float = 0.0
     # Times at which text or tokens came.
     heard: list[float] = field(default_factory=list)
-    # When its answer was whole, or failed.
+    # When its response was complete, or failed.
     ended: float = 0.0
     # Tokens of the prompt, as the server counts them.
     prompt: int = 0
-    # Tokens of the answer, likewise.
+    # Tokens of the completion, likewise.
     tokens: int = 0
-    # Short name of what went wrong; None where nothing did.
+    # Short name of the error; None if there was none.
     error: str | None = None
 
     @property
@@ -44,17 +44,17 @@ class RequestTiming:
 
     @property
     def gaps(self) -> list[float]:
-        """Seconds between one piece of text and the next."""
+        """Seconds between consecutive chunks of text."""
         return [b - a for a, b in zip(self.heard, self.heard[1:], strict=False)]
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A load and what became of it.
+    """A load and its results.
 
     Attributes:
-        samples: requests that were sent.
-        rate: requests a second that were asked for; infinite for all at once.
+        samples: sent requests.
+        rate: requested requests per second; infinite for all at once.
         seed: seed of arrivals and prompts.
     """
 
@@ -64,19 +64,19 @@ class Measured:
 
     @property
     def errors(self) -> dict[str, int]:
-        """Numbers of requests that failed, by what went wrong."""
+        """Numbers of failed requests, by error."""
         return dict(Counter(s.error for s in self.samples if s.error is not None).most_common())
 
     @property
     def seconds(self) -> float:
-        """Seconds from the first request to the last answer."""
+        """Seconds from the first request to the last response."""
         if not self.samples:
             return 0.0
         return max(s.ended for s in self.samples) - min(s.sent for s in self.samples)
 
     @property
     def json(self) -> dict[str, Any]:
-        """All figures; seconds throughout, null for what was not seen."""
+        """All results; times in seconds, null if not measured."""
         good = [s for s in self.samples if s.error is None]
         gaps = [gap for s in good for gap in s.gaps]
         seconds = self.seconds
@@ -99,7 +99,7 @@ class Measured:
         }
 
     def lines(self) -> list[str]:
-        """The figures for people."""
+        """The results as a human-readable table, one string per line."""
         known = self.json
         asked = "all at once" if math.isinf(self.rate) else f"{self.rate:g} a second, Poisson"
         made = [
@@ -145,7 +145,7 @@ def _number(value: float | None, factor: float = 1.0) -> str:
 
 # `generate_load`: requests that arrive as people do, at any server of OpenAI's interface.
 #
-# Arrivals are a Poisson process: they do not wait for answers, so that a server that falls behind
+# Arrivals are a Poisson process: they do not wait for responses, so that a server that falls behind
 # is seen to. All that is random, times, lengths and words, follows from the seed. What is measured
 # is when pieces of text come; numbers of tokens are those that the server tells.
 
@@ -160,16 +160,16 @@ WORDS = _COMMON.split()
 
 @dataclass(frozen=True)
 class Arrival:
-    """A request that will be sent."""
+    """A request to be sent."""
 
     at: float
     prompt: str
-    # Most tokens of the answer.
+    # Maximum tokens of the completion.
     max_tokens: int
 
 
 def arrivals(load: Load) -> list[Arrival]:
-    """Draws all requests of a load."""
+    """Generates all requests of a load."""
     random_ = random.Random(load.seed)
     at, made = 0.0, []
     for number in range(load.requests):
@@ -186,17 +186,17 @@ def arrivals(load: Load) -> list[Arrival]:
 def generate_load(
     load: Load, progress: Callable[[RequestTiming], None] = lambda _: None
 ) -> Measured:
-    """Sends a load and waits for its answers.
+    """Sends a load and waits for the responses.
 
     Args:
-        load: what to ask.
+        load: load to send.
         progress: called after each request.
 
     Returns:
-        What was seen; of what was sent so far where Ctrl+C ended it.
+        The results; only of requests sent so far after Ctrl+C.
 
     Raises:
-        GulliverError: the server is not there, or tells no model.
+        GulliverError: the server is unreachable, or lists no model.
     """
     samples: list[RequestTiming] = []
     try:

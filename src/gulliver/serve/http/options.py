@@ -1,4 +1,4 @@
-"""Options of a server and of a load. Neither torch nor FastAPI nor httpx is imported here."""
+"""Options of the server and the load generator; imports neither torch nor FastAPI nor httpx."""
 
 from __future__ import annotations
 
@@ -59,18 +59,18 @@ class ServerOptions(Options):
     drain_seconds: Annotated[float, Range(0, 86400)] = 30.0
 
     def check_combinations(self) -> None:
-        """Refuses a key that no client could send."""
+        """Rejects a key that no client could send."""
         super().check_combinations()
         if self.api_key is not None and not (self.api_key.isascii() and self.api_key.strip()):
             raise GulliverError("the API key is empty or not ASCII: give letters and digits")
 
     @property
     def key(self) -> str | None:
-        """Key that clients must send: the option's, else the environment's."""
+        """Key that clients must send: from the option, else the environment."""
         return self.api_key or os.environ.get(KEY_VARIABLE) or None
 
     def body_limit(self, context: int) -> int:
-        """Largest body in bytes, for sequences of up to `context` tokens."""
+        """Maximum body bytes, for sequences of up to `context` tokens."""
         if self.body_bytes is not None:
             return byte_size("body_bytes", self.body_bytes)
         return BODY_BASE + BODY_TOKEN * context
@@ -79,7 +79,7 @@ class ServerOptions(Options):
         """Binds the port; no connection is accepted yet.
 
         Raises:
-            GulliverError: it is taken, or the address is not one of this machine.
+            GulliverError: the port is in use, or the address is not one of this machine.
         """
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         made = socket.socket(family, socket.SOCK_STREAM)
@@ -143,7 +143,7 @@ class Load(Options):
     timeout: Annotated[float, Range(0.1, 86400)] = 120.0
 
     def check_combinations(self) -> None:
-        """Refuses malformed addresses and empty ranges."""
+        """Rejects malformed addresses and empty ranges."""
         super().check_combinations()
         if not self.url.startswith(("http://", "https://")):
             raise GulliverError(f"url={self.url!r}: give an address such as http://127.0.0.1:8000")
@@ -160,5 +160,5 @@ class Load(Options):
 
     @property
     def key(self) -> str | None:
-        """Key of the server: the option's, else the environment's."""
+        """Key of the server: from the option, else the environment."""
         return self.api_key or os.environ.get(KEY_VARIABLE) or None

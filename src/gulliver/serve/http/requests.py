@@ -1,4 +1,4 @@
-"""`ApiError`: an error as clients of OpenAI's interface read it."""
+"""`ApiError`: an error in the format of the OpenAI API."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gulliver.serve.sampling import SamplingParams
 
 
 class ApiError(Exception):
-    """Ends a request with a status and a body that says why."""
+    """Ends a request with a status and a body that explains why."""
 
     def __init__(
         self,
@@ -34,14 +34,14 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """JSON of the answer."""
+        """JSON of the response."""
         kind = _KINDS.get(self.status, "server_error" if self.status >= 500 else _WRONG)
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         return {"error": error}
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers of the answer."""
+        """Headers of the response."""
         made = {}
         if self.retry_after is not None:
             made["retry-after"] = str(max(1, math.ceil(self.retry_after)))
@@ -59,18 +59,18 @@ _KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_
 
 
 def wrong(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """Makes the error of a request that cannot be answered as it is."""
+    """The error for an invalid request."""
     return ApiError(400, message, param, code)
 
 
 def overloaded(message: str, seconds: float) -> ApiError:
-    """Makes the error of a request that comes at a bad time."""
+    """The error for an overloaded server."""
     return ApiError(429, message, code="overloaded", retry_after=seconds)
 
 
 # What a client may ask: bodies of completions and chats, checked field by field.
 #
-# A field is honoured, or has no influence on the answer (`user`), or is refused by its name. One
+# A field is supported, or has no effect on the response (`user`), or is rejected by name. One
 # that is unknown is refused too: mostly it is a slip, and an answer drawn otherwise than was meant
 # looks like any other.
 
@@ -89,7 +89,7 @@ class StreamOptions(BaseModel):
 
 
 class RequestBody(BaseModel, ABC):
-    """Fields that completions and chats have in common."""
+    """Fields common to completions and chats."""
 
     # Further fields are refused by `read`, which knows those that may stand there.
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
@@ -113,7 +113,7 @@ class RequestBody(BaseModel, ABC):
     return_token_ids: bool | None = None
     """Return the numbers of tokens next to texts."""
 
-    # Without influence on an answer.
+    # Without effect on the response.
     user: str | None = None
     metadata: dict[str, Any] | None = None
     safety_identifier: str | None = None
@@ -121,22 +121,22 @@ class RequestBody(BaseModel, ABC):
 
     @property
     def streamed(self) -> bool:
-        """Whether the answer comes in pieces."""
+        """Whether the response is streamed."""
         return bool(self.stream)
 
     @property
     def tells_usage(self) -> bool:
-        """Whether a stream ends with the numbers of tokens."""
+        """Whether a stream ends with token counts."""
         return self.stream_options is not None and self.stream_options.include_usage
 
     def most(self, room: int, limit: int | None) -> int:
-        """Most tokens of an answer where the request gives no number."""
+        """Maximum tokens of a completion if the request has no limit."""
         return max(1, min(room, limit or room))
 
     @property
     @abstractmethod
     def likeliest(self) -> int | None:
-        """Number of alternatives of which log-probabilities are wanted; None for none."""
+        """Number of alternatives with log-probabilities; None for no log-probabilities."""
 
 
 class CompletionBody(RequestBody):
@@ -149,11 +149,11 @@ class CompletionBody(RequestBody):
 
     @property
     def likeliest(self) -> int | None:
-        """Number of alternatives; 0 for the tokens taken only."""
+        """Number of alternatives; 0 for sampled tokens only."""
         return self.logprobs
 
     def most(self, room: int, limit: int | None) -> int:
-        """Most tokens of an answer where the request gives no number."""
+        """Maximum tokens of a completion if the request has no limit."""
         return min(COMPLETION_TOKENS, super().most(room, limit))
 
 
@@ -167,7 +167,7 @@ class ChatBody(RequestBody):
 
     @property
     def likeliest(self) -> int | None:
-        """Number of alternatives; 0 for the tokens taken only."""
+        """Number of alternatives; 0 for sampled tokens only."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
@@ -191,22 +191,22 @@ Kind = TypeVar("Kind", CompletionBody, ChatBody)
 
 @dataclass(frozen=True)
 class Limits:
-    """What a request may not exceed."""
+    """Limits of a request."""
 
     # Name of the model.
     name: str
-    # Vocabulary, and most tokens of prompt and answer.
+    # Vocabulary, and maximum tokens of prompt and completion.
     facts: Facts
-    # Most answers to a prompt.
+    # Maximum completions of a prompt.
     n: int
-    # Most answers of a request, prompts times `n`.
+    # Maximum completions of a request, prompts times `n`.
     answers: int
-    # Most tokens of an answer; None for no limit of its own.
+    # Maximum tokens of a completion; None for no separate limit.
     max_tokens: int | None
 
 
 def read(kind: type[Kind], data: bytes, limits: Limits) -> Kind:
-    """Reads a body."""
+    """Parses a body."""
     try:
         body = kind.model_validate_json(data)
     except ValidationError as error:
@@ -247,7 +247,7 @@ def _check_completion(body: CompletionBody) -> None:
 
 
 def prompts_of(body: CompletionBody) -> list[str | list[int]]:
-    """Prompts of a completion: texts, or lists of tokens."""
+    """Prompts of a completion request: texts, or lists of tokens."""
     prompt = body.prompt
     several: list[Any] = prompt if isinstance(prompt, list) else [prompt]
     if several and all(_is_token(one) for one in several):
@@ -266,7 +266,7 @@ def _are_tokens(value: Any) -> bool:
 
 
 def messages_of(body: ChatBody) -> list[dict[str, Any]]:
-    """Messages of a chat, their contents joined to one text each."""
+    """Messages of a chat; the parts of each are joined into one text."""
     if not isinstance(body.messages, list) or not body.messages:
         raise wrong("messages must be a list of at least one message", "messages")
     return [_message(one, f"messages[{place}]") for place, one in enumerate(body.messages)]
@@ -300,7 +300,7 @@ def _content(content: Any, where: str) -> str:
 def sampling_of(
     body: RequestBody, tokens: Sequence[int], limits: Limits, many: int = 1
 ) -> SamplingParams:
-    """How the answers to one of `many` prompts are drawn; refuses what is out of range."""
+    """Sampling parameters for one of `many` prompts; rejects values out of range."""
     prompt = "prompt" if isinstance(body, CompletionBody) else "messages"
     sampling, name = _sampling(body, max(1, limits.facts.longest - len(tokens)), limits)
     # By the names that clients know.
@@ -325,7 +325,7 @@ def sampling_of(
 
 
 def _sampling(body: RequestBody, room: int, limits: Limits) -> tuple[SamplingParams, str]:
-    """Sampling parameters, and the name by which the client knows their most tokens."""
+    """Sampling parameters, and the request's name for their token limit."""
     name, wanted = "max_tokens", body.max_tokens
     if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
         name, wanted = "max_completion_tokens", body.max_completion_tokens
@@ -371,7 +371,7 @@ def _unknown(name: str, known: Collection[str]) -> ApiError:
 
 
 def _first(error: ValidationError) -> ApiError:
-    """The first thing that is wrong with a body, as a client reads it."""
+    """The first error in a body, in the client's terms."""
     found = error.errors(include_url=False, include_input=False, include_context=False)[0]
     if found["type"] in ("json_invalid", "json_type") or not found["loc"]:
         return wrong(f"the body is not a JSON object: {found['msg']}", code="invalid_json")

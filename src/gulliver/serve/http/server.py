@@ -28,7 +28,7 @@ HEAD_BYTES = 32 * 1024
 
 
 def _protocol(header_seconds: float) -> type[H11Protocol]:
-    """HTTP/1.1 of uvicorn, which would wait for the first request of a connection forever."""
+    """Uvicorn's HTTP/1.1, with a timeout for the first request of a connection."""
 
     class Protocol(H11Protocol):
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -41,7 +41,7 @@ def _protocol(header_seconds: float) -> type[H11Protocol]:
 
         def send_400_response(self, msg: str) -> None:
             cycle = self.cycle
-            # Where an answer has gone out already, uvicorn's own would fail.
+            # If a response was already sent, uvicorn's own would fail.
             if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
                 super().send_400_response(msg)
             else:
@@ -55,7 +55,7 @@ def _protocol(header_seconds: float) -> type[H11Protocol]:
 
 
 class _Uvicorn(uvicorn.Server):
-    """uvicorn with signals that start the drain."""
+    """uvicorn with signals that start draining."""
 
     def __init__(self, config: uvicorn.Config, signalled: Callable[[], None]) -> None:
         super().__init__(config)
@@ -72,7 +72,7 @@ class Server:
 
     Attributes:
         options: limits of connections and requests.
-        url: address that clients are given, with ``/v1``.
+        url: address for clients, with ``/v1``.
         limits: limits of requests.
     """
 
@@ -83,16 +83,16 @@ class Server:
         name: str | None = None,
         listener: socket.socket | None = None,
     ) -> None:
-        """Makes a server; `run` serves until a signal, ``with`` in the background.
+        """Creates a server; `run` serves until a signal, ``with`` serves in the background.
 
         Args:
-            llm: model; nobody else may use it while it is served.
+            llm: model; it must not be used otherwise while it is served.
             options: limits.
-            name: name of the model, where the options give none.
-            listener: socket of `ServerOptions.listen`; None takes one by the options.
+            name: name of the model, if the options have none.
+            listener: socket of `ServerOptions.listen`; None opens one.
 
         Raises:
-            GulliverError: the model has no tokenizer, or the port is taken.
+            GulliverError: the model has no tokenizer, or the port is in use.
         """
         if llm.tokenizer is None:
             raise GulliverError("a server needs a tokenizer: give the model's own")
@@ -121,21 +121,21 @@ class Server:
         self._thread: threading.Thread | None = None
 
     def counts(self) -> dict[str, int]:
-        """The engine's numbers after its last step, and those of the server."""
+        """Counts of the engine after its last step, and of the server."""
         own = {"answers": self._gate.inside, "failures": self._worker.failures}
         own["connections"] = len(self._uvicorn.server_state.connections)
         return {**self._worker.counts, **own}
 
     @property
     def dead(self) -> str | None:
-        """Why the engine could not go on; None where it could."""
+        """Why the engine could not continue; None if it could."""
         return self._worker.dead
 
     def run(self) -> int:
         """Serves until a signal, and drains.
 
         Returns:
-            Exit code: 1 where the engine could not go on.
+            Exit code: 1 if the engine could not continue.
         """
         asyncio.run(self._serve())
         return 1 if self._worker.dead else 0
@@ -151,7 +151,7 @@ class Server:
             self._routes.close()
 
     def _signalled(self) -> None:
-        """Logs what a signal does, and does it."""
+        """Logs and performs the action of a signal."""
         if self._draining is None:
             _log.warning(
                 "signal: %d answers run or wait and get %g seconds, new ones are refused; a second "
@@ -181,7 +181,7 @@ class Server:
             self._uvicorn.should_exit = self._uvicorn.force_exit = True
 
     async def _ended(self) -> None:
-        """Waits for what runs, and ends what does not end."""
+        """Waits for running requests, and cancels those that do not end."""
         await self._emptied(self.options.drain_seconds)
         if self._gate.inside:
             self._worker.end_all(_ENDING)

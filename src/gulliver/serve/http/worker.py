@@ -1,4 +1,4 @@
-"""`Gate`: how many answers a server has taken on, and how many more it takes."""
+"""`Gate`: limits the completions that a server has accepted."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from gulliver.serve.sampling import Event, SamplingParams
 
 
 class Gate:
-    """Counts answers from their request to their end."""
+    """Counts completions from request to end."""
 
     def __init__(self, most: int) -> None:
         self.most, self.inside = most, 0
         self.draining = False
 
     def check(self) -> None:
-        """Refuses new work while the server drains."""
+        """Rejects new work while the server drains."""
         if self.draining:
             raise ApiError(503, "the server is shutting down", code="draining", retry_after=5)
 
     def enter(self, answers: int) -> None:
-        """Admits answers."""
+        """Admits completions."""
         self.check()
         if self.inside + answers > self.most:
             raise overloaded(
@@ -40,7 +40,7 @@ class Gate:
         self.inside += answers
 
     def leave(self, answers: int) -> None:
-        """Counts answers out."""
+        """Releases completions."""
         self.inside -= answers
 
 
@@ -95,7 +95,7 @@ class Metrics:
         self._registry.register(self)  # type: ignore[arg-type]
 
     def collect(self) -> Iterable[Metric]:
-        """The engine's own numbers, read when they are asked for."""
+        """The engine's own counts, read at collection."""
         counts = self._counts()
         for name, what in GAUGES.items():
             if name in counts:
@@ -105,11 +105,11 @@ class Metrics:
                 yield CounterMetricFamily(f"gulliver_{name}", what, counts[name])
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing: what an engine counts is known when it is asked."""
+        """Nothing: counts of the engine are only known at collection."""
         return ()
 
     def text(self) -> bytes:
-        """The page."""
+        """The text of the metrics page."""
         return generate_latest(self._registry)
 
 
@@ -129,7 +129,7 @@ Inbox = asyncio.Queue["tuple[int, Event | ApiError]"]
 
 @dataclass(eq=False)
 class EngineTicket:
-    """A request that the engine has."""
+    """A request in the engine."""
 
     # Number of the request in the engine.
     number: int
@@ -164,14 +164,14 @@ class EngineThread:
         """The engine's numbers after its last step."""
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Starts; events go to this loop."""
+        """Starts the thread; events go to this loop."""
         self._loop = loop
         self._thread.start()
 
     async def add(
         self, tokens: Sequence[int], sampling: SamplingParams, place: int, inbox: Inbox
     ) -> EngineTicket:
-        """Takes a request in."""
+        """Adds a request."""
         assert self._loop is not None
         if self.dead is not None:
             raise ApiError(503, self.dead, code="engine_dead")
@@ -204,7 +204,7 @@ class EngineThread:
             taken.set_result(ticket)
 
     def cancel(self, ticket: EngineTicket) -> None:
-        """Ends a request, whose further events are dropped."""
+        """Cancels a request; its later events are dropped."""
 
         def cancel() -> None:
             if self._tickets.pop(ticket.number, None) is not None:
@@ -217,7 +217,7 @@ class EngineThread:
         self._commands.put(lambda: self._end_all(error))
 
     def close(self) -> None:
-        """Ends the thread after the step that runs; requests are ended."""
+        """Ends the thread after the current step; requests are cancelled."""
         self._closing.set()
         self._commands.put(lambda: None)
         if self._thread.is_alive():
@@ -275,7 +275,7 @@ class EngineThread:
 
     def _deliver(self, wanted: Sequence[tuple[EngineTicket, Event]]) -> None:
         # Before the delivery: what is bounded is the loop's backlog, which this step has just left.
-        # Inboxes of single clients are bounded by their answers' tokens.
+        # Each client's inbox is bounded by the tokens of its completions.
         self._credits.release()
         for ticket, event in wanted:
             ticket.put(event)
@@ -303,7 +303,7 @@ class EngineThread:
         try:
             self._loop.call_soon_threadsafe(function, *args)
         except RuntimeError:
-            # The loop has ended, so no client is left.
+            # The loop has ended, so there are no clients.
             self._closing.set()
 
 

@@ -1,4 +1,4 @@
-"""A rank, as `controller.py` starts it: what it must know comes through standard input."""
+"""A rank, started by `controller.py`; its order arrives on standard input."""
 
 import pickle
 import sys

@@ -1,4 +1,4 @@
-"""`RanksRunner`: sends batches to the ranks, collects their logits, notices who is late or lost."""
+"""`RanksRunner`: sends batches to ranks, collects logits, detects late and lost ranks."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ class Crew(Protocol):
 
     @property
     def links(self) -> Sequence[Any]:
-        """Connections to the ranks, in their order."""
+        """Connections to the ranks, in order."""
         ...
 
     def fate(self, rank: int) -> str:
-        """Describes how a rank ended whose connection has closed."""
+        """Describes how a rank ended after its connection closed."""
         ...
 
     def close(self) -> None:
@@ -62,7 +62,7 @@ class Crew(Protocol):
 
 
 class RanksRunner:
-    """A model that runs on several ranks."""
+    """Runs a model on several ranks."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class RanksRunner:
 
     @property
     def max_in_flight(self) -> int:
-        """Batches that should be in flight: one for each stage, and one that is being drawn."""
+        """Batches to keep in flight: one for each stage, and one being sampled."""
         # The stages are balanced and on one machine, so that links take next to nothing. More
         # batches would be smaller ones, each of which reads all weights.
         return self._fixed or (1 if self.layout.stages == 1 else self.layout.stages + 1)
@@ -122,7 +122,7 @@ class RanksRunner:
         return self._logits.pop(ticket)
 
     def restarted(self) -> RanksRunner:
-        """Ends the ranks and starts others in their place; their caches are empty."""
+        """Ends the ranks and starts replacements with empty caches."""
         self.close()
         return self._crew.restarted()
 
@@ -164,7 +164,7 @@ class RanksRunner:
             one.put(value)
 
     def _all(self, what: str, timeout_s: float) -> list[Any]:
-        """Waits for a message of each rank."""
+        """Waits for a message from each rank."""
         found: dict[int, Any] = {}
         while len(found) < self.layout.ranks:
             missing = next(r for r in range(self.layout.ranks) if r not in found)
@@ -196,7 +196,7 @@ class RanksRunner:
         return rank, message
 
     def _failure(self, rank: int, message: RankMessage | None) -> str:
-        """Describes the first failure: an error of a rank's own rather than a broken connection."""
+        """Describes the first failure, preferring a rank's own error to a broken connection."""
         found = [(rank, message)]
         end = time.monotonic() + GRACE_S
         while (left := end - time.monotonic()) > 0 and _rank(*found[-1]) > 0:
@@ -210,14 +210,14 @@ class RanksRunner:
         return f"{self.layout.named(rank)} failed: {message.value}"
 
     def _note(self, rank: int, message: RankMessage) -> None:
-        """Notes that a rank has computed a batch."""
+        """Records that a rank has computed a batch."""
         ranks = self._done.setdefault(message.ticket, set())
         ranks.add(rank)
         if len(ranks) == self.layout.ranks:
             del self._done[message.ticket]
 
     def _late(self) -> str:
-        """Names the first rank that has not done the oldest batch."""
+        """Names the first rank that has not finished the oldest batch."""
         ticket = self._in_flight[0]
         done = self._done.get(ticket, set())
         rank = next((r for r in range(self.layout.ranks) if r not in done), self.layout.ranks - 1)
@@ -240,7 +240,7 @@ def _hang_up(link: Any) -> None:
 
 
 def _rank(rank: int, message: RankMessage | None) -> int:
-    """0 for an error of its own, 1 for a death, 2 for a connection that broke."""
+    """0 for the rank's own error, 1 for a death, 2 for a broken connection."""
     del rank
     if message is None:
         return 1
@@ -265,7 +265,7 @@ START_S = 600.0
 
 @dataclass(frozen=True)
 class RankOrder:
-    """What a rank receives as it starts."""
+    """Settings that a rank receives at the start."""
 
     address: str
     secret: bytes
@@ -274,7 +274,7 @@ class RankOrder:
     rank: int
     folder: Path
     options: ModelOptions
-    # Ranks of the model, and what each has.
+    # Ranks of the model, and the shard of each.
     layout: Layout
     # Sequences that run at a time.
     sequences: int
@@ -287,7 +287,7 @@ class RankOrder:
 def start_ranks(
     folder: Path, options: ModelOptions, sequences: int, max_in_flight: int | None = None
 ) -> RanksRunner:
-    """Starts the ranks of a folder's model, which `check_options` has looked at."""
+    """Starts the ranks of a folder's model, after `check_options`."""
     if options.limit is None:
         check_memory(folder, options.dtype, options.quantize)
     layout = plan_ranks(folder, options.dtype, options.tp_size, options.pp_size, options.speeds)
@@ -295,7 +295,7 @@ def start_ranks(
 
 
 class Processes:
-    """The ranks as processes of this machine."""
+    """The ranks as processes on this machine."""
 
     def __init__(
         self,
@@ -396,7 +396,7 @@ class Processes:
         return [process.pid for process in self._processes]
 
     def close(self) -> None:
-        """Ends the ranks: they are asked to, and killed where they do not."""
+        """Asks the ranks to end, and kills those that do not."""
         if self._closed:
             return
         self._closed = True
@@ -413,13 +413,13 @@ class Processes:
         self._meeting.cleanup()
 
     def restarted(self) -> RanksRunner:
-        """Starts other ranks in the place of these."""
+        """Starts replacements of these ranks."""
         self.close()
         return Processes(*self._given).runner()
 
 
 def serve_rank(order: Any) -> None:
-    """Runs a rank: loads its part and works until the controller ends it."""
+    """Runs a rank: loads its shard and works until the controller ends it."""
     import torch
     import torch.distributed as dist
 

@@ -1,7 +1,7 @@
-"""`StageModel`: one rank's part of a model, over its own pages.
+"""`StageModel`: one rank's shard of a model, with its own pages.
 
-The training side cuts the model (`make_stage`, `apply_tensor`); its own forward runs, in which
-blocks of other stages do nothing. Keys and values of a rank are those of its layers and its heads.
+`make_stage` and `apply_tensor` shard the model as in training; in its own forward, blocks of other
+stages do nothing. A rank caches keys and values of its own layers and heads.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from gulliver.serve.weights import (
 
 @dataclass(frozen=True)
 class RankPlace:
-    """A rank's place."""
+    """A rank's stage and tensor index."""
 
     stage: int
     # Number of the rank among the tensor ranks of its stage.
@@ -57,7 +57,7 @@ class RankPlace:
 class Layout:
     """The ranks of a model."""
 
-    # Ranks that each layer is cut over.
+    # Ranks that each layer is sharded over.
     tensor: int
     # Stage k has the blocks from ``bounds[k]`` up to, without, ``bounds[k + 1]``.
     bounds: tuple[int, ...]
@@ -75,7 +75,7 @@ class Layout:
         return self.tensor * self.stages
 
     def place(self, rank: int) -> RankPlace:
-        """Stage and tensor number of a rank."""
+        """Stage and tensor index of a rank."""
         return RankPlace(rank // self.tensor, rank % self.tensor)
 
     def members(self, stage: int) -> tuple[int, ...]:
@@ -83,7 +83,7 @@ class Layout:
         return tuple(range(stage * self.tensor, (stage + 1) * self.tensor))
 
     def named(self, rank: int) -> str:
-        """Names a rank for messages."""
+        """Description of a rank for messages."""
         place = self.place(rank)
         return f"rank {rank} (stage {place.stage}, tensor rank {place.tensor})"
 
@@ -91,7 +91,7 @@ class Layout:
 def plan_ranks(
     folder: Path, dtype: str | None, tensor: int, pipeline: int, speeds: Sequence[float] | None
 ) -> Layout:
-    """Deals a folder's model to ranks; no weight is loaded."""
+    """Assigns a folder's model to ranks, without loading weights."""
     if speeds is not None and (len(speeds) != pipeline or min(speeds) <= 0):
         raise GulliverError(f"speeds={list(speeds)}: give {pipeline} numbers above 0, one a stage")
     if is_quantised(folder) and tensor > 1:
@@ -125,18 +125,18 @@ def _in_our_words(text: str) -> str:
 
 @dataclass(frozen=True)
 class RankSizes:
-    """What a rank reports before it takes memory for its cache."""
+    """Sizes that a rank reports before it allocates its cache."""
 
     # Columns of the logits; 0 on a stage without them.
     vocabulary: int
-    # Most tokens of a sequence; None where positions have no end.
+    # Maximum tokens of a sequence; None if unlimited.
     context: int | None
     # Most blocks of the cache that this rank has memory for.
     blocks: int
 
 
 class StageModel:
-    """A rank's part of a folder's model."""
+    """A rank's shard of a folder's model."""
 
     def __init__(
         self,
@@ -151,7 +151,7 @@ class StageModel:
         self._model: Any = build_on_meta(folder, dtype)
         self.width, self.dtype = int(self._model.config.hidden_size), dtype
         self._forward = None
-        # The first forward of a stage looks for what leaks past the carry.
+        # The first forward of a stage checks for values that bypass the carry.
         self._looks = True
         paths, quantised = unit_paths(self._model), is_quantised(folder)
         with Source(folder, self._model) as source:
@@ -169,7 +169,7 @@ class StageModel:
         self._paged.end_step()
 
     def _cut(self, group: RankGroup, stack: Stack) -> dict[str, Tensor]:
-        """Cuts the model on meta to this rank's part; returns the slopes of its heads."""
+        """Shards the model on meta for this rank; returns the ALiBi slopes of its heads."""
         layout, slopes = self.layout, _slopes(self._model)
         plan = plan_tensor(self._model, layout.tensor) if layout.tensor > 1 else None
         found = None
@@ -196,11 +196,11 @@ class StageModel:
 
     @property
     def last(self) -> bool:
-        """Whether logits come from this stage."""
+        """Whether this stage computes logits."""
         return self.place.stage == self.layout.stages - 1
 
     def sizes(self, options: ModelOptions, block_size: int, sequences: int) -> RankSizes:
-        """What this rank has memory for."""
+        """Sizes that fit in this rank's memory."""
         context = context_of(self._model.config, options.seq_length)
         blocks = cache_blocks(
             *(self.shape.token_bytes, torch.device("cpu"), context, sequences, options),
@@ -209,14 +209,14 @@ class StageModel:
         return RankSizes(self.shape.vocabulary, context, blocks)
 
     def take_cache(self, blocks: int, block_size: int) -> None:
-        """Takes memory for the cache; from now on batches can be run."""
+        """Allocates the cache; afterwards batches can run."""
         self._paged.take_cache(blocks, block_size)
 
     @torch.no_grad()
     def run(self, batch: Batch, carry: Tensor | None) -> Tensor:
         """Runs a batch through this rank's layers."""
         # No inference mode: sums over ranks are finished in place by a thread of `gulliver.comm`,
-        # and what was made in inference mode on one thread cannot be changed on another.
+        # and tensors created in inference mode on one thread cannot be changed on another.
         pages = self._paged.pages
         assert pages is not None, "the cache has been taken"
         pages.begin(batch)
@@ -239,7 +239,7 @@ class StageModel:
 
     @torch.no_grad()
     def _measure(self) -> ModelShape:
-        """Shapes of this rank's keys and values, by a forward of one token."""
+        """Shapes of this rank's keys and values, from a forward of one token."""
         one = torch.zeros(1, dtype=torch.int64)
         # A stage behind the first is given hidden states of zeros.
         carry = None if self.place.stage == 0 else torch.zeros(1, 1, self.width, dtype=self.dtype)
@@ -252,7 +252,7 @@ class StageModel:
 
 
 def _slopes(model: Any) -> dict[str, Tensor]:
-    """Slopes of ALiBi by attention module: those of a rank are its heads' of the whole."""
+    """ALiBi slopes by attention module, with those of the rank's heads from the full model."""
     found = {}
     for path, module in model.named_modules():
         if type(module).__name__ == "BloomAttention":

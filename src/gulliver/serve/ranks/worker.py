@@ -1,4 +1,4 @@
-"""`work`: what a rank does: commands in, carries from stage to stage, logits out."""
+"""`work`: the loop of a rank: commands in, activations between stages, logits out."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CARRY_TAG = 310
 
 @dataclass(frozen=True, slots=True)
 class RankMessage:
-    """What a rank tells the controller."""
+    """A message from a rank to the controller."""
 
     # ``sizes``, ``ready``, ``done``, ``logits`` or ``failed``.
     what: str
@@ -41,7 +41,7 @@ class RankMessage:
 
 
 class Runs(Protocol):
-    """A stage as the worker sees it: `StageModel`, or a stand-in."""
+    """Interface of a stage for the worker: `StageModel`, or a stand-in."""
 
     width: int
     dtype: torch.dtype
@@ -53,7 +53,7 @@ class Runs(Protocol):
 
 @dataclass
 class _Waiting:
-    """A batch that this rank knows and has not run."""
+    """A batch that this rank has received and not run."""
 
     batch: Batch
     carry: Tensor | None
@@ -101,7 +101,7 @@ class _Worker:
             self._run(self._waiting.popleft())
 
     def _listen(self) -> bool:
-        """Takes all commands that have come; waits for one where there is nothing to do."""
+        """Receives all commands that have arrived; waits for one if there is nothing to do."""
         while self._link.poll(None if not self._waiting else 0.0):
             try:
                 batch = self._link.recv()
@@ -116,7 +116,7 @@ class _Worker:
         # The controller sends each batch to all ranks, several ahead. The receive of a carry is
         # posted as soon as its batch is known, which says how many tokens come: so a stage's send
         # never waits for its receiver, and a link carries one batch while the stages compute
-        # others. Ticket order is that of EnergonAI (arXiv 2209.02341); its endless wait for a lost
+        # others. Ticket order follows EnergonAI (arXiv 2209.02341); its endless wait for a lost
         # command is an error here.
         if self._ticket is not None and batch.ticket != self._ticket:
             raise GulliverError(
@@ -168,7 +168,7 @@ def serve(
     block_size: int,
     before: Callable[[Batch], None] | None = None,
 ) -> None:
-    """Runs a rank until the controller ends it; errors are sent to the controller."""
+    """Runs a rank until the controller ends it; sends errors to the controller."""
     # Every rank of the layout calls it, in a world whose first ranks are those of the layout.
     try:
         group = tensor_group(layout, rank)
@@ -191,7 +191,7 @@ def serve(
 
 
 def tensor_group(layout: Layout, rank: int) -> RankGroup:
-    """The tensor ranks of a rank's stage; every rank of the layout calls it."""
+    """Tensor group of a rank's stage; every rank of the layout must call it."""
     if layout.tensor == 1:
         return ALONE
     mine = layout.members(layout.place(rank).stage)

@@ -1,8 +1,8 @@
-"""Speculative decoding: tokens are guessed cheaply, and several are verified in one forward.
+"""Speculative decoding: several cheaply drafted tokens are verified in one forward.
 
     gulliver.LLM("folder", speculation="ngram").generate(...)
 
-The output distribution does not depend on the guesses. Start with `proposers.py` and
+The output distribution does not depend on the drafts. Start with `proposers.py` and
 `speculator.py`.
 """
 

@@ -1,9 +1,8 @@
-"""`Glide`: a draft of one or a few layers that looks at the target's cached keys and values.
+"""`Glide`: a draft model of one or a few layers that attends to the target's cached keys.
 
-GliDe with a CaPE (Du and others, ICML 2024, arXiv 2402.02082): each layer has attention over its
-own tokens, attention over keys and values that a layer of the target has cached, as they are, and a
-feed-forward part. Unlike there, the second attention has a normalization before and
-after it.
+GliDe with a CaPE (Du and others, ICML 2024, arXiv 2402.02082): each layer has self-attention,
+attention to the cached keys and values of a layer of the target, and a feed-forward part. Unlike in
+the paper, the second attention has a normalization before and after it.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ Glimpse = Callable[[int, Tensor], Tensor]
 
 # [Note: sizes] The target's values are of the target's size (a root mean square of 2 to 3 was
 # seen), and embeddings that begin at 0.02 are a hundred times smaller: an optimizer that moves all
-# weights alike then moves what was seen far more than what was read, and the draft learns worse
+# weights equally then moves what was seen far more than what was read, and the draft learns worse
 # than one that sees nothing. So each head of what was seen is normalized, with a gain that is
 # learnt, and embeddings are multiplied by the root of the width.
 #
@@ -50,7 +49,7 @@ Glimpse = Callable[[int, Tensor], Tensor]
 # The layers know no cache: what attends is handed to them.
 @dataclass(frozen=True)
 class GlideConfig(Options):
-    """Sizes of a draft, and what it must know of its target."""
+    """Sizes of a draft model, and facts about its target."""
 
     vocabulary: int
     hidden: int
@@ -70,15 +69,14 @@ class GlideConfig(Options):
 
     @property
     def dim(self) -> int:
-        """Size of a head of its own attention."""
+        """Head size of its self-attention."""
         return self.hidden // self.heads
 
 
 class GlideLayer(nn.Module):
-    """Attention over its own tokens, over the target's, and a feed-forward part."""
+    """Self-attention, attention to the target's tokens, and a feed-forward part."""
 
     def __init__(self, config: GlideConfig, number: int) -> None:
-        """Makes a layer."""
         super().__init__()
         self.config, self.number = config, number
         width, wide = config.hidden, config.feed_forward
@@ -95,7 +93,7 @@ class GlideLayer(nn.Module):
             self.glimpse_out = nn.Linear(theirs, width, bias=False)
 
     def attend(self, x: Tensor, positions: Tensor, own: Tensor, attend: Attend) -> Tensor:
-        """Adds the attention over its own tokens to x [B, S, C]."""
+        """Adds the self-attention to x [B, S, C]."""
         config = self.config
         shape = (*x.shape[:2], 3, config.heads, config.dim)
         query, key, value = self.qkv(self.own_norm(x)).view(shape).permute(2, 0, 3, 1, 4)
@@ -103,7 +101,7 @@ class GlideLayer(nn.Module):
         return x + self.own_out(attend(self.number, query, key, value).flatten(2))
 
     def look(self, x: Tensor, positions: Tensor, theirs: Tensor | None, glimpse: Glimpse) -> Tensor:
-        """Adds the attention over the target's tokens, and the feed-forward part."""
+        """Adds the attention to the target's tokens, and the feed-forward part."""
         if self.config.glimpses:
             shape = (*x.shape[:2], self.config.target_heads, self.config.target_dim)
             query = self.glimpse_query(self.glimpse_norm(x)).view(shape).transpose(1, 2)
@@ -116,13 +114,13 @@ class GlideLayer(nn.Module):
 
 
 class Glide(nn.Module):
-    """A draft: embedding, layers and a head that shares the embedding's weights."""
+    """A draft model: embedding, layers and a head that shares the embedding's weights."""
 
     frequencies: Tensor
     target_frequencies: Tensor
 
     def __init__(self, config: GlideConfig, target_frequencies: Sequence[float] = ()) -> None:
-        """Makes a draft with random weights."""
+        """Initializes random weights."""
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocabulary, config.hidden)
@@ -153,7 +151,7 @@ class Glide(nn.Module):
             assert isinstance(layer, GlideLayer)
             x = layer.attend(x, positions, self.frequencies, attend)
             if last is not None:
-                # Of a single layer: keys and values are there, and nobody reads what follows.
+                # For a single layer: keys and values exist, and no one needs later outputs.
                 x, positions = x[:, last], positions[:, last]
             x = layer.look(x, positions, theirs, glimpse)
         return self.norm(x)
@@ -171,7 +169,7 @@ class Glide(nn.Module):
         values: Sequence[Tensor] = (),
         teacher: Tensor | None = None,
     ) -> Tensor:
-        """Mean cross-entropy of the next tokens, or with the target's distributions of them."""
+        """Mean cross-entropy of the next tokens, or against the target's distributions."""
 
         def attend(number: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             del number
@@ -204,13 +202,13 @@ class Glide(nn.Module):
 
 
 def seen_keys(length: int, block: int, offset: int) -> Tensor:
-    """How many of the target's keys each position sees: those of blocks before its own."""
+    """Number of the target's keys that each position attends to: those of earlier blocks."""
     places = torch.arange(length)
     return ((places + offset) // block * block - offset).clamp(min=0)
 
 
 def rotate(x: Tensor, positions: Tensor, frequencies: Tensor) -> Tensor:
-    """Turns pairs of halves of x [B, H, S, D] by positions [B, S] (RoPE, as Llama has it)."""
+    """Rotates halves of x [B, H, S, D] by positions [B, S] (RoPE, as in Llama)."""
     angles = positions[:, None, :, None] * frequencies.to(x.device, torch.float32)
     cos, sin = (part.to(x.dtype) for part in (angles.cos(), angles.sin()))
     one, other = x.chunk(2, -1)
@@ -225,7 +223,7 @@ KIND = "gulliver_glide"
 
 
 def is_draft(folder: Path) -> bool:
-    """Whether a folder has a draft that `save_draft` wrote."""
+    """Whether a folder has a draft model written by `save_draft`."""
     file = folder / "config.json"
     return file.is_file() and read_json(file).get("model_type") == KIND
 
@@ -233,7 +231,7 @@ def is_draft(folder: Path) -> bool:
 def save_draft(
     folder: Path, config: GlideConfig, weights: dict[str, Tensor], facts: dict[str, Any]
 ) -> None:
-    """Writes a draft."""
+    """Writes a draft model."""
     folder.mkdir(parents=True, exist_ok=True)
     write_tensors(folder / "model.safetensors", weights)
     # Last: a folder with a configuration is whole.
@@ -242,7 +240,7 @@ def save_draft(
 
 
 def load_draft(folder: Path) -> Glide:
-    """Reads a draft."""
+    """Reads a draft model."""
     if not is_draft(folder):
         raise GulliverError(f"{folder} has no draft: gulliver speculate train makes one")
     values = read_json(folder / "config.json")
@@ -266,7 +264,7 @@ def load_draft(folder: Path) -> Glide:
 
 
 class Glimpses:
-    """Attention over keys and values that the target has cached; nothing is written."""
+    """Read-only attention to keys and values that the target has cached."""
 
     def __init__(self, pages: Pages, layers: Sequence[int]) -> None:
         """Keeps the target's pages."""
@@ -277,7 +275,7 @@ class Glimpses:
         self._native: NativeAttention | None = kernel if fits else None
 
     def begin(self, looks: Sequence[PagedSpan], tokens: int) -> None:
-        """Takes the tokens that look, among so many packed ones."""
+        """Sets the tokens that attend, among `tokens` packed ones."""
         self._looks = [look for look in looks if look.count > 0]
         self._all = sum(look.count for look in looks) == tokens
         self._prepared = None
@@ -308,17 +306,17 @@ class Glimpses:
 
 
 class GlideDraft(ModelDraft):
-    """Guesses by a `Glide`."""
+    """Drafts with a `Glide`."""
 
     name = "glide"
 
     def __init__(self, model: Glide, beside: int = 3) -> None:
-        """Keeps the model; memory is taken when the target's runner is known."""
+        """Stores the model; memory is allocated once the target's runner is known."""
         self._model = model.eval().requires_grad_(False)
         super().__init__(DraftCache(0, 1), None, beside)
 
     def begin(self, runner: Runner) -> None:
-        """Takes as many blocks as the target has."""
+        """Allocates as many blocks as the target has."""
         facts, config = runner.facts, self._model.config
         if facts.vocabulary != config.vocabulary:
             raise GulliverError(
@@ -345,7 +343,7 @@ class GlideDraft(ModelDraft):
     @torch.inference_mode()
     def _run(self, news: Sequence[New], rows: bool) -> Tensor:
         spans, looks, ends, first = [], [], [], 0
-        # Nobody reads what the only layer makes of other tokens than the last.
+        # The only layer's outputs are needed for the last token only.
         only_last = self._model.config.layers == 1
         for index, new in enumerate(news):
             count = len(new.tokens)
@@ -383,13 +381,13 @@ class GlideDraft(ModelDraft):
         return self._model.logits(x).float() if rows else torch.empty(0)
 
     def close(self) -> None:
-        """Lets go of the pages."""
+        """Releases the pages."""
         self._pages.keys.clear()
         self._pages.values.clear()
 
 
 def check_pages(layers: Sequence[int], dim: int, pages: Pages) -> None:
-    """Refuses a target that has other keys than the draft was trained with."""
+    """Rejects a target whose keys differ from those in the draft's training."""
     if max(layers) >= len(pages.keys) or pages.keys[max(layers)].shape[-1] != dim:
         raise GulliverError(
             f"the draft looks at layer {max(layers)}, with heads of {dim}, and this model has "

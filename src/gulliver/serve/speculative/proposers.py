@@ -1,7 +1,7 @@
-"""`Proposal` and `Proposer`: guesses with how sure they are, before any is chosen.
+"""`Proposal` and `Proposer`: candidate draft tokens with their confidence.
 
-A `Proposer` knows texts or a draft model, and nothing of costs; `Speculator` (`speculator.py`)
-chooses among what it proposes.
+A `Proposer` knows texts or a draft model, but no costs; `Speculator` (`speculator.py`) chooses
+among its proposals.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from gulliver.serve.batch import Runner, Wanted
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """Tokens that may follow a sequence, a tree that begins with its first path."""
+    """Tokens that may follow a sequence: a tree whose first path comes first."""
 
     # Guessed tokens; parents precede their children.
     tokens: Sequence[int]
@@ -35,12 +35,12 @@ class Proposal:
 
 
 def chain(tokens: Sequence[int], sure: Sequence[float]) -> Proposal:
-    """Makes a proposal whose tokens follow one another."""
+    """Creates a proposal whose tokens follow one another."""
     return Proposal(tokens, list(range(-1, len(tokens) - 1)), sure)
 
 
 class Proposer(ABC):
-    """Guesses what follows sequences; subclasses write `propose`, the rest as they need."""
+    """Proposes continuations; subclasses implement `propose`, and other methods if needed."""
 
     name: str
     """Name in what is said to the user."""
@@ -51,17 +51,17 @@ class Proposer(ABC):
     """Seconds of the last `propose` that are spent once for a sequence, such as on its prompt."""
 
     def begin(self, runner: Runner) -> None:  # noqa: B027 - optional
-        """Learns which runner verifies."""
+        """Receives the runner that verifies."""
 
     @abstractmethod
     def propose(self, wanted: Sequence[Wanted], depth: int) -> Mapping[int, Proposal]:
         """Returns proposals by sequence number, none deeper than `depth` or its sequence's room."""
 
     def dropped(self, sequence: int) -> None:  # noqa: B027 - optional
-        """Learns that a sequence has ended."""
+        """Frees the state of a sequence that has ended."""
 
     def close(self) -> None:  # noqa: B027 - optional
-        """Lets go of memory."""
+        """Frees memory."""
 
 
 # Look-up drafts, without training: what followed the same tokens before.
@@ -80,16 +80,16 @@ A token takes about a kilobyte."""
 
 
 class Followers:
-    """What followed contexts of `shortest` to `longest` tokens, and how often."""
+    """Counts the tokens that followed contexts of `shortest` to `longest` tokens."""
 
     def __init__(self, longest: int = LONGEST, shortest: int = SHORTEST) -> None:
-        """Makes an empty table."""
+        """Creates an empty table."""
         self.longest, self.shortest = longest, shortest
         self.size = 0
         self._after: dict[tuple[int, ...], dict[int, int]] = {}
 
     def read(self, tokens: Sequence[int], begin: int) -> None:
-        """Reads tokens from an index on; those before are contexts only."""
+        """Reads tokens starting at an index; earlier ones are contexts only."""
         for place in range(max(begin, self.shortest), len(tokens)):
             token = tokens[place]
             front = tuple(tokens[max(0, place - self.longest) : place])
@@ -100,7 +100,7 @@ class Followers:
         self.size += len(tokens) - begin
 
     def next(self, context: tuple[int, ...]) -> tuple[int, float, int] | None:
-        """The most frequent token after the longest end of a context that is known."""
+        """The most frequent token after the longest known suffix of the context."""
         for size in range(min(self.longest, len(context)), self.shortest - 1, -1):
             counts = self._after.get(context[-size:])
             if counts:
@@ -117,14 +117,14 @@ class LookUp(Proposer):
     free = True
 
     def __init__(self, shared: bool = False, longest: int = LONGEST, kept: int = KEPT) -> None:
-        """Makes a proposer that has read nothing."""
+        """Creates a proposer that has read nothing."""
         self.name = "suffix" if shared else "ngram"
         self._longest, self._kept = longest, kept
         self._own: dict[int, tuple[Followers, int]] = {}
         self._all = [Followers(longest), Followers(longest)] if shared else []
 
     def propose(self, wanted: Sequence[Wanted], depth: int) -> Mapping[int, Proposal]:
-        """Proposes chains, as long as what follows is known."""
+        """Proposes chains, as long as the continuation is known."""
         found = {}
         for one in wanted:
             tables = [self._read(one), *self._all]
@@ -144,7 +144,7 @@ class LookUp(Proposer):
         return found
 
     def _read(self, one: Wanted) -> Followers:
-        """Reads what is new of a sequence."""
+        """Reads the new tokens of a sequence."""
         own, read = self._own.get(one.sequence) or (Followers(self._longest), 0)
         if read < len(one.tokens):
             own.read(one.tokens, read)
@@ -156,10 +156,10 @@ class LookUp(Proposer):
         return own
 
     def dropped(self, sequence: int) -> None:
-        """Forgets a sequence's own table."""
+        """Drops a sequence's own table."""
         self._own.pop(sequence, None)
 
     def close(self) -> None:
-        """Forgets all texts."""
+        """Drops all texts."""
         self._own.clear()
         self._all = [Followers(self._longest) for _ in self._all]

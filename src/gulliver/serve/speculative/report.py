@@ -1,4 +1,4 @@
-"""`report`: what drafts of a model are worth here, measured, and predicted from costs."""
+"""`report`: the speedup from drafts on this machine, measured and predicted."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from gulliver.serve.weights import load
 
 # [Note: what is predicted] A round of n guesses gives E tokens, of which one is the model's own,
 # and takes t(n + 1) + d seconds instead of t(1): speed is E t(1) / (t(n + 1) + d). Seconds t are
-# measured by forwards over an empty cache, d and E are those of the run.
+# measured by forwards over an empty cache, d and E are taken from the run.
 @dataclass(frozen=True)
 class SpeculationReport:
-    """What drafts are worth."""
+    """Speedup and costs of drafts."""
 
     draft: str
     # Share of guesses that were right, by depth, where those before them were.
@@ -102,12 +102,12 @@ def measure_draft(
     Args:
         model: causal language model of transformers.
         tokenizer: tokenizer of the model.
-        draft: name or folder, as `make_speculator` takes it, or what makes a proposer.
-        texts: beginnings.
-        asked: how they are continued.
-        depth: guesses of a round.
-        rounds: runs of each way, alternating; medians are reported.
-        sequences: texts that are continued at a time.
+        draft: name or folder, as in `make_speculator`, or a function that creates a proposer.
+        texts: prompts.
+        asked: sampling parameters.
+        depth: draft tokens per round.
+        rounds: alternating runs with and without drafts; medians are reported.
+        sequences: concurrent sequences.
     """
 
     def made_of(options: SpeculationOptions) -> Speculator:
@@ -159,7 +159,7 @@ def measure_draft(
 def _continued(
     engine: Engine, texts: Sequence[Sequence[int]], asked: SamplingParams
 ) -> tuple[float, list[list[int]]]:
-    """Seconds of all tokens but the first of each group of texts, and the tokens."""
+    """Seconds of all tokens except the first of each group of texts, and the tokens."""
     spent, made = 0.0, dict[int, list[int]]()
     group = engine.options.sequences
     for at in range(0, len(texts), group):
@@ -176,7 +176,7 @@ def _continued(
 
 
 def step(runner: LocalRunner, tokens: int, wide: int, before: int = 64) -> float:
-    """Seconds of one forward of so many tokens, `wide` of a sequence, after others in the cache."""
+    """Seconds of a forward of `tokens` tokens, `wide` per sequence, after `before` cached ones."""
     facts = runner.facts
     wide = min(wide, tokens, facts.longest)
     start = max(0, min(before, facts.longest - wide))

@@ -1,8 +1,7 @@
-"""`DraftCache`: which keys and values of sequences a draft model has in its own pages.
+"""`DraftCache`: tracks the sequences cached in a draft model's own pages.
 
-A draft model runs ahead of the text; what it computed for tokens that did not come is forgotten by
-moving a sequence's length back. Where blocks run out, the sequences that waited longest lose theirs
-and are computed again.
+A draft model runs ahead of the text; rejected tokens are dropped by reducing a sequence's length.
+When blocks run out, the least recently used sequences are evicted and recomputed later.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from gulliver.serve.speculative.proposers import Proposal, Proposer
 
 @dataclass
 class Cached:
-    """Tokens whose keys and values lie in blocks."""
+    """Tokens whose keys and values are in blocks."""
 
     tokens: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
@@ -37,12 +36,12 @@ class DraftCache:
     """Sequences and their blocks."""
 
     def __init__(self, blocks: int, size: int) -> None:
-        """Makes an empty cache."""
+        """Creates an empty cache."""
         self.pool = BlockPool(blocks, size)
         self._kept: OrderedDict[int, Cached] = OrderedDict()
 
     def valid(self, sequence: int, tokens: Sequence[int], known: int) -> int:
-        """Length of the beginning of a text that is cached; what differs is forgotten."""
+        """Length of the cached prefix of a text; everything after it is dropped."""
         kept = self._kept.setdefault(sequence, Cached())
         self._kept.move_to_end(sequence)
         end = min(len(kept.tokens), len(tokens) - 1)
@@ -53,7 +52,7 @@ class DraftCache:
         return same
 
     def extend(self, sequence: int, tokens: Sequence[int], others: Collection[int]) -> bool:
-        """Makes room for more tokens of a sequence."""
+        """Allocates blocks for more tokens of a sequence."""
         kept = self._kept[sequence]
         lacking = -(-(len(kept.tokens) + len(tokens)) // self.pool.size) - len(kept.blocks)
         while lacking > self.pool.free:
@@ -70,7 +69,7 @@ class DraftCache:
         return self._kept[sequence].blocks
 
     def drop(self, sequence: int) -> None:
-        """Forgets a sequence."""
+        """Drops a sequence."""
         kept = self._kept.pop(sequence, None)
         if kept is not None:
             self.pool.release(kept.blocks)
@@ -88,12 +87,12 @@ SHORT = 16
 """Tokens that are run with the last one of a text, not before it."""
 
 
-# [Note: sampled requests] A draft is drawn from the draft model's own distribution as the model's
+# [Note: sampled requests] A draft is sampled from the draft model's own distribution as the model's
 # token will be, with the same parameters and the same noise of each token, so that the two meet as
 # often as their distributions allow without changing a draw: see `serve/sampling.py`.
 @dataclass
 class _Path:
-    """Guesses of a sequence on the way: its first path, and alternatives to each token of it."""
+    """An unfinished proposal: its first path, and alternatives to each token of it."""
 
     one: Wanted
     tokens: list[int] = field(default_factory=list)
@@ -101,7 +100,7 @@ class _Path:
     beside: list[tuple[list[int], list[float]]] = field(default_factory=list)
 
     def proposal(self) -> Proposal:
-        """The first path, and behind it the other children of its nodes."""
+        """The first path, followed by the other children of its nodes."""
         parents = list(range(-1, len(self.tokens) - 1))
         tokens, sure = list(self.tokens), list(self.sure)
         for parent, (others, chances) in enumerate(self.beside, -1):
@@ -113,7 +112,7 @@ class _Path:
 
 @dataclass(frozen=True, slots=True)
 class New:
-    """Tokens of a sequence that a draft model runs."""
+    """New tokens of a sequence for a draft model to run."""
 
     one: Wanted
     # Tokens before them in the draft's cache.
@@ -124,13 +123,13 @@ class New:
 
 
 class ModelDraft(Proposer):
-    """Guesses by a model that has its own cache."""
+    """Drafts with a model that has its own cache."""
 
     free = False
     name = "model"
 
     def __init__(self, cache: DraftCache, context: int | None, beside: int = 0) -> None:
-        """Keeps the cache."""
+        """Stores the cache."""
         self._cache, self._context, self.beside = cache, context, beside
         self._known: dict[int, int] = {}
 
@@ -166,7 +165,7 @@ class ModelDraft(Proposer):
         return {number: path.proposal() for number, path in paths.items() if path.tokens}
 
     def _caught_up(self, news: Sequence[New]) -> list[New]:
-        """Runs what the model has not seen of long texts in chunks; what is left is short."""
+        """Runs long unseen texts in chunks; returns the short remainder."""
         begun, left, chunk, size = perf_counter(), [], [], 0
         for new in news:
             start, tokens = new.start, new.tokens
@@ -186,7 +185,7 @@ class ModelDraft(Proposer):
     def _drawn(
         self, logits: Tensor, news: Sequence[New], paths: Mapping[int, _Path], number: int
     ) -> list[int]:
-        """Draws the next token of each path, and notes it with its alternatives."""
+        """Samples the next token of each path, and records it with its alternatives."""
         drawn = draw(logits, [self._row(new.one, paths, number) for new in news])
         tokens = [token.id if token is not None else 0 for token in drawn]
         chances = logits.softmax(-1)
@@ -204,7 +203,7 @@ class ModelDraft(Proposer):
         return tokens
 
     def alternatives(self, sure: float) -> int:
-        """Number of alternatives to a token of the path that the model is so sure of."""
+        """Number of alternatives to a token, by the model's confidence in it."""
         del sure
         return self.beside
 
@@ -216,7 +215,7 @@ class ModelDraft(Proposer):
         return DrawRow(one.sampling, one.seed, one.sample, place, history, one.prompt)
 
     def dropped(self, sequence: int) -> None:
-        """Forgets a sequence."""
+        """Drops a sequence."""
         self._known.pop(sequence, None)
         self._cache.drop(sequence)
 
@@ -225,7 +224,7 @@ class ModelDraft(Proposer):
 
 
 class SmallModel(ModelDraft):
-    """Guesses by a model of its own, with its own pages."""
+    """Drafts with a separate model, with its own pages."""
 
     name = "small model"
 
@@ -236,7 +235,7 @@ class SmallModel(ModelDraft):
         sequences: int = 64,
         beside: int = 3,
     ) -> None:
-        """Takes memory for the model's cache."""
+        """Allocates the model's cache."""
         self._runner = LocalRunner(model, cache_tokens=cache_tokens, sequences=sequences)
         facts = self._runner.facts
         super().__init__(DraftCache(facts.blocks, facts.block_size), facts.longest, beside)
@@ -263,12 +262,12 @@ class SmallModel(ModelDraft):
         return logits if rows else torch.empty(0)
 
     def close(self) -> None:
-        """Gives the model back, and the memory of its cache."""
+        """Restores the model and frees the memory of its cache."""
         self._runner.close()
 
 
 def check_tokenizers(draft: Any | None, target: Any | None) -> None:
-    """Refuses a draft that writes texts with other tokens."""
+    """Rejects a draft model with a different tokenizer."""
     if draft is None or target is None:
         return
     mine, theirs = draft.get_vocab(), target.get_vocab()

@@ -1,11 +1,11 @@
-"""`Speculator`: drafts where it makes serving faster, and nothing elsewhere.
+"""`Speculator`: drafts only when it makes serving faster.
 
-Read `draft`. The rule: a guess is as likely to be right as guesses like it have been lately
-(`AcceptanceRate`). With s sequences and n guesses, the likeliest of all sequences, with chances p,
-tokens per second are (1 + sum(p) / s) t(s) / (t(s + n) + d) times those without drafts; t are
-seconds of a forward, d those of making the guesses, both measured. The n with the most is verified
-(`best`). If the mean of the last rounds is below 1.02, drafting is off at this number of sequences,
-until a trial on a few of them is less than a hundredth of the time since the last one.
+Read `draft`. A guess is accepted about as often as similar ones were recently (`AcceptanceRate`).
+For s sequences and the n likeliest guesses of all, with probabilities p, the speedup over no drafts
+is (1 + sum(p) / s) t(s) / (t(s + n) + d), where t is the time of a forward and d that of drafting,
+both measured. The best n is verified (`best`). If the recent mean is below 1.02, drafting is off
+for this number of sequences, except for trials on a few of them that take less than a hundredth of
+the time.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ LOOKED_AT = 16
 
 @dataclass(frozen=True)
 class SpeculationOptions(Options):
-    """Limits of what is drafted.
+    """Limits of drafting.
 
     Attributes:
-        depth: most tokens of a path.
-        nodes: most guesses of a sequence; attention over pages is slower for more than 15.
-        fixed: whether `depth` guesses are made and verified at all times, whatever they cost: for
+        depth: maximum tokens of a path.
+        nodes: maximum draft tokens of a sequence; attention over pages is slower above 15.
+        fixed: whether to always draft and verify `depth` tokens, whatever the cost; for
             measurements.
     """
 
@@ -59,7 +59,7 @@ class SpeculationOptions(Options):
 
 @dataclass
 class Mean:
-    """Moving mean of what is measured; the first values count in full."""
+    """Moving average of measurements; the first values count in full."""
 
     value: float = 0.0
     count: int = field(default=0, repr=False)
@@ -81,7 +81,7 @@ class StepCost:
         self._scale = 1.0
 
     def note(self, tokens: int, seconds: float) -> None:
-        """Learns what a forward took."""
+        """Records the duration of a forward."""
         # While nothing is drafted only small batches are seen. Longer contexts or another process
         # slow all sizes down, so each measurement moves a scale that all of them share.
         if self._points:
@@ -93,7 +93,7 @@ class StepCost:
         size.add(tokens)
 
     def seconds(self, tokens: Any) -> Any:
-        """Seconds of a forward of so many tokens, a number or an array; 0 if nothing is known."""
+        """Seconds of a forward by number of tokens, a scalar or an array; 0 if unknown."""
         if not self._points:
             return 0.0 * np.asarray(tokens)
         points = sorted((size.value, mean.value) for size, mean in self._points.values())
@@ -102,7 +102,7 @@ class StepCost:
 
 
 class AcceptanceRate:
-    """How often guesses were right, of those that the proposer was as sure of."""
+    """Acceptance rate of guesses by the proposer's confidence."""
 
     # Guesses are counted by kind and by tenths of how sure the proposer was. Its own word counts as
     # four guesses.
@@ -113,21 +113,21 @@ class AcceptanceRate:
         self._counts: dict[tuple[object, int], tuple[float, float]] = {}
 
     def learn(self, kind: object, sure: float, right: bool) -> None:
-        """Counts a guess whose parent was right."""
+        """Counts a guess whose parent was accepted."""
         seen, rights = self._counts.get((kind, int(sure * 10)), (0.0, 0.0))
         if seen >= self.REMEMBERED:  # older ones count half, a quarter ...
             seen, rights = seen / 2, rights / 2
         self._counts[kind, int(sure * 10)] = seen + 1, rights + right
 
     def chance(self, kind: object, sure: float) -> float:
-        """How likely a guess is to be right if its parent is."""
+        """Probability that a guess is accepted if its parent is."""
         seen, rights = self._counts.get((kind, int(sure * 10)), (0.0, 0.0))
         return (rights + 4 * sure) / (seen + 4)
 
 
 @dataclass(frozen=True)
 class GuessChoice:
-    """Guesses that are worth verifying, and what is expected of them."""
+    """Guesses worth verifying, and their expected outcome."""
 
     # Number of guesses, the likeliest first.
     taken: int = 0
@@ -140,7 +140,7 @@ class GuessChoice:
 
 
 def best(chances: Sequence[float], sequences: int, cost: StepCost, drafting: float) -> GuessChoice:
-    """Chooses how many guesses to verify: those with the most tokens per second."""
+    """Chooses how many guesses to verify for the most tokens per second."""
     # With s sequences and n guesses, whose chances of being accepted are p, tokens per second are
     # (s + p_1 + ... + p_n) / (t(s + n) + d); without drafts s / t(s).
     if not len(chances):
@@ -157,7 +157,7 @@ def best(chances: Sequence[float], sequences: int, cost: StepCost, drafting: flo
 
 @dataclass
 class _Pending:
-    """A proposal whose tokens have not come yet."""
+    """A proposal whose tokens are not known yet."""
 
     # Tokens that the sequence had.
     length: int
@@ -185,22 +185,22 @@ class SpeculationStats:
     right: dict[int, int] = field(default_factory=dict)
 
     def acceptance(self) -> list[float]:
-        """Share of first guesses that were right, by depth from 1, where their parents were."""
+        """Acceptance rate of first guesses by depth, starting at 1, given accepted parents."""
         return [self.right.get(depth, 0) / self.seen[depth] for depth in sorted(self.seen)]
 
 
 class Speculator(Drafter):
-    """A drafter that drafts as much as pays.
+    """A drafter that drafts only as much as pays off.
 
     Args:
-        proposer: what guesses.
+        proposer: proposer of draft tokens.
         options: limits.
 
     Attributes:
         cost: seconds of forwards.
         stats: counts.
-        choice: what was chosen in the last round that was considered.
-        why: why nothing is drafted; empty while something is.
+        choice: choice of the last round considered.
+        why: why nothing is drafted; empty otherwise.
     """
 
     def __init__(self, proposer: Proposer, options: SpeculationOptions | None = None) -> None:
@@ -217,20 +217,20 @@ class Speculator(Drafter):
         self._clock = 0.0
         # Seconds of guesses by the number of sequences, of one depth where a model makes them.
         self._guessing = StepCost()
-        # Chance that a path is right down to a depth, of what was proposed.
+        # Probability that a proposed path is right down to a depth.
         self._reach = [Mean(0.7 ** (depth + 1), 5) for depth in range(self.options.depth)]
 
     def begin(self, runner: Runner) -> None:
-        """Tells the proposer which runner verifies."""
+        """Passes the runner that verifies to the proposer."""
         self.proposer.begin(runner)
 
     def pays(self, sequences: int) -> bool:
-        """Whether drafting has paid in the last rounds with about so many sequences."""
+        """Whether drafting has paid off recently with about this many sequences."""
         gain = self._gains.get(_level(sequences))
         return self.options.fixed or (gain is not None and gain.value >= LEAST_GAIN)
 
     def rests(self, sequences: int) -> bool:
-        """Whether nothing will be drafted for so many sequences: asked before they are gathered."""
+        """Whether nothing will be drafted for this many sequences; called before gathering them."""
         if self._pending or not self._resting(sequences):
             return False
         self.stats.rounds += 1
@@ -242,7 +242,7 @@ class Speculator(Drafter):
         return not self.pays(sequences) and self._clock < until
 
     def draft(self, wanted: Sequence[Wanted], budget: int) -> Mapping[int, Draft]:
-        """Drafts what pays."""
+        """Drafts as much as pays off."""
         begun, sequences = perf_counter(), len(wanted)
         self._compare(wanted)
         self.stats.rounds += 1
@@ -273,7 +273,7 @@ class Speculator(Drafter):
         return {number: _part(proposals[number], sorted(of)) for number, of in chosen.items()}
 
     def _choose(self, chances: Sequence[float], sequences: int, depth: int) -> int:
-        """How many guesses are verified, the likeliest first; learns whether drafting pays."""
+        """Number of guesses to verify, likeliest first; records whether drafting pays off."""
         if self.options.fixed:
             self.choice = GuessChoice(len(chances), sum(chances))
             return len(chances)
@@ -287,7 +287,7 @@ class Speculator(Drafter):
         return choice.taken if choice.gain >= LEAST_GAIN else 0
 
     def _note_why(self, sequences: int) -> None:
-        """Notes why nothing is drafted, and logs when that changes."""
+        """Records why nothing is drafted, and logs changes."""
         before, choice = self.why, self.choice
         if self.pays(sequences):
             self.why = ""
@@ -304,7 +304,7 @@ class Speculator(Drafter):
             log.info("speculation (%s) is %s", self.proposer.name, state)
 
     def _depth(self, sequences: int) -> int:
-        """Depth with the most tokens per second, by how far guesses have been right lately."""
+        """Depth with the most tokens per second, given recent acceptance."""
         plain = float(self.cost.seconds(sequences))
         if self.options.fixed or self.proposer.free or plain <= 0:
             return self.options.depth
@@ -316,14 +316,14 @@ class Speculator(Drafter):
         return 1 + rates.index(max(rates))
 
     def drafting(self, sequences: int, depth: int) -> float:
-        """Seconds of making guesses for so many sequences, as they were lately."""
+        """Recent seconds of drafting for this many sequences."""
         each = float(self._guessing.seconds(sequences))
         return each if self.proposer.free else each * depth
 
     def _ranked(
         self, proposals: Mapping[int, Proposal], asked: Sequence[Wanted]
     ) -> list[tuple[float, int, int]]:
-        """Guesses as (minus the chance of being accepted, sequence, node), the likeliest first."""
+        """Guesses as (minus the acceptance probability, sequence, node), likeliest first."""
         # Parents come before their children: they have no smaller chance, and a smaller index.
         ranked: list[tuple[float, int, int]] = []
         for one in asked:
@@ -343,7 +343,7 @@ class Speculator(Drafter):
         return sorted(ranked, key=lambda one: (one[0], one[2]))
 
     def ran(self, batch: Batch, seconds: float) -> None:
-        """Learns what a forward took; parts of prompts have other costs, and are not counted."""
+        """Records the duration of a forward; prompt chunks cost differently and are skipped."""
         # While it rests a few are enough to follow the machine: learning from one takes 15 to 30
         # microseconds, where a step of a small model takes 2000.
         if batch.outputs == batch.tokens and self._rested % LOOKED_AT == 0:
@@ -351,19 +351,19 @@ class Speculator(Drafter):
         self._clock += seconds
 
     def verified(self, sequence: int, draft: Draft, path: Sequence[int], tokens: int) -> None:
-        """Counts; what is learnt of guesses is learnt when the next ones are made."""
+        """Counts; acceptance rates are updated at the next draft."""
         self.stats.guesses += len(draft.tokens)
         self.stats.accepted += tokens - 1
 
     def _compare(self, wanted: Sequence[Wanted]) -> None:
-        """Learns from the tokens that came which guesses were right, verified or not."""
+        """Updates acceptance rates from new tokens, for verified and unverified guesses."""
         for one in wanted:
             pending = self._pending.get(one.sequence)
             if pending is not None and self._settled(pending, one.tokens):
                 del self._pending[one.sequence]
 
     def _settled(self, pending: _Pending, tokens: Sequence[int]) -> bool:
-        """Compares a proposal, unless more tokens must come first."""
+        """Compares a proposal, unless more tokens are needed first."""
         proposal, came = pending.proposal, tokens[pending.length :]
         depths = proposal.depths
         right: set[int] = {-1}
@@ -387,12 +387,12 @@ class Speculator(Drafter):
         return True
 
     def dropped(self, sequence: int) -> None:
-        """Forgets a sequence."""
+        """Drops a sequence."""
         self._pending.pop(sequence, None)
         self.proposer.dropped(sequence)
 
     def close(self) -> None:
-        """Lets go of the proposer's memory."""
+        """Frees the proposer's memory."""
         self._pending.clear()
         self.proposer.close()
 
@@ -410,12 +410,12 @@ class Speculator(Drafter):
 
 
 def _level(sequences: int) -> int:
-    """Loads of one level cost about the same."""
+    """Level of a load; loads of one level cost about the same."""
     return int(math.log2(sequences))
 
 
 def _kind(one: Wanted) -> object:
-    """Guesses of requests that are drawn alike are counted together."""
+    """Key of requests with the same sampling, which are counted together."""
     sampling = one.sampling
     return "greedy" if sampling.greedy else round(sampling.temperature * 4)
 
@@ -426,7 +426,7 @@ def _is_first(proposal: Proposal, node: int) -> bool:
 
 
 def _part(proposal: Proposal, nodes: Sequence[int]) -> Draft:
-    """The nodes of a proposal that are verified, as a draft."""
+    """The verified nodes of a proposal, as a draft."""
     index = {-1: -1, **{node: place for place, node in enumerate(nodes)}}
     parents = [index[proposal.parents[node]] for node in nodes]
     tokens = [proposal.tokens[node] for node in nodes]
@@ -446,18 +446,18 @@ def make_speculator(
     tokenizer: Any | None = None,
     sequences: int = 64,
 ) -> Speculator:
-    """Makes a drafter.
+    """Creates a drafter.
 
     Args:
-        kind: ``"ngram"`` looks up what followed the same tokens in the same text, ``"suffix"`` in
-            any text; otherwise the folder of a draft: of a small model that transformers wrote, or
-            one that ``gulliver speculate train`` made.
+        kind: ``"ngram"`` looks up continuations in the same text, ``"suffix"`` in any text;
+            otherwise the folder of a small transformers model, or of a draft model from ``gulliver
+            speculate train``.
         options: limits.
-        tokenizer: tokenizer of the target, with which that of a small model is compared.
-        sequences: sequences that run at a time.
+        tokenizer: tokenizer of the target, to compare with a small model's.
+        sequences: concurrent sequences.
 
     Raises:
-        GulliverError: the folder is none of a draft.
+        GulliverError: the folder has no draft model.
     """
     return Speculator(_proposer(kind, tokenizer, sequences), options)
 

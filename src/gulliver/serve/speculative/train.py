@@ -1,4 +1,4 @@
-"""What a draft reads of its target: keys and values of texts, and how positions are in them."""
+"""Trains a draft model on its target's keys and values."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ UNROTATED = ("gpt2", "gpt_bigcode", "opt", "bloom")
 
 
 def target_frequencies(model: Any) -> list[float]:
-    """Frequencies of a model's rotary positions; empty where it has none."""
+    """Frequencies of a model's rotary positions; empty if it has none."""
     kind = model.config.model_type
     if kind in UNROTATED:
         return []
@@ -56,7 +56,7 @@ def target_frequencies(model: Any) -> list[float]:
 
 
 class _KeptKeys:
-    """Attention of equally long texts packed one after another, which keeps some layers' keys."""
+    """Attention of packed texts of equal length, which keeps the keys of some layers."""
 
     def __init__(self, texts: int, layers: Sequence[int]) -> None:
         self._texts, self._layers = texts, set(layers)
@@ -99,7 +99,7 @@ class _KeptKeys:
 def glimpses_of(
     model: Any, tokens: Tensor, layers: Sequence[int]
 ) -> tuple[list[Tensor], list[Tensor], int]:
-    """Keys and values that a model has of texts, as serving caches them."""
+    """A model's keys and values of texts, as cached in serving."""
     kept, _ = _read(model, tokens, layers, False)
     return [kept.keys[n] for n in layers], [kept.values[n] for n in layers], kept.heads
 
@@ -107,7 +107,7 @@ def glimpses_of(
 def lesson_of(
     model: Any, tokens: Tensor, layers: Sequence[int]
 ) -> tuple[list[Tensor], list[Tensor], Tensor]:
-    """What a draft learns from: a model's keys and values of texts, and its logits."""
+    """Training data of a draft: the target's keys and values of texts, and its logits."""
     kept, logits = _read(model, tokens, layers, True)
     keys, values = ([of[n] for n in layers] for of in (kept.keys, kept.values))
     return keys, values, logits.unflatten(0, tokens.shape)
@@ -117,7 +117,7 @@ def lesson_of(
 def _read(
     model: Any, tokens: Tensor, layers: Sequence[int], rows: bool
 ) -> tuple[_KeptKeys, Tensor]:
-    """Runs a model on texts; of logits one row is computed where none are wanted."""
+    """Runs a model on texts; computes one row of logits if none are needed."""
     count, length = tokens.shape
     kept = _KeptKeys(count, layers)
     positions = torch.arange(length, device=tokens.device).repeat(count)
@@ -145,7 +145,7 @@ FINGERPRINTS = {
 
 @dataclass(frozen=True)
 class Trained:
-    """What a training came to."""
+    """Result of a training run."""
 
     # Optimizer steps so far.
     steps: int
@@ -162,7 +162,7 @@ def train_draft(
     target: tuple[Any, Any] | None = None,
     say: Callable[[str], None] = print,
 ) -> Trained:
-    """Trains a draft and writes its folder; every rank calls it."""
+    """Trains a draft model and writes its folder (collective)."""
     check_train_draft(config)
     assert config.target is not None
     world = init_world()
@@ -188,7 +188,7 @@ def train_draft(
 
 
 class DraftTrainer(TrainingLoop):
-    """A draft that learns what its target says of texts."""
+    """Trains a draft model to predict its target's tokens."""
 
     def __init__(
         self,
@@ -247,7 +247,7 @@ class DraftTrainer(TrainingLoop):
         return {"loss": loss.detach() / self.world.size}
 
     def run_to_end(self, stop: StopRequest) -> Trained:
-        """Steps until the last, or until a signal; judges the draft at the end and writes it."""
+        """Trains until the last step or a signal, then evaluates and writes the draft."""
         if not self.train(stop):
             return Trained(self.step_number, math.nan, self.parameters, False)
         loss = self._held_out()
@@ -262,7 +262,7 @@ class DraftTrainer(TrainingLoop):
         return Trained(self.step_number, loss, self.parameters)
 
     def _loss(self, batch: Any, step: int) -> Tensor:
-        """Mean loss of a batch; the blocks of the mask begin anywhere, drawn for each step."""
+        """Mean loss of a batch; the mask's block boundaries are random in each step."""
         device, sizes = self.world.device, self.sizes
         tokens = batch["input_ids"].to(device)
         labels = tokens.masked_fill(batch["attention_mask"].to(device) == 0, -100)
@@ -279,7 +279,7 @@ class DraftTrainer(TrainingLoop):
 
     @torch.no_grad()
     def _held_out(self) -> float:
-        """Mean loss of held-out texts, of all ranks alike."""
+        """Mean loss on held-out texts, equal on all ranks."""
         if not self.data.held_out:
             return math.nan
         self.model.eval()
@@ -293,7 +293,7 @@ class DraftTrainer(TrainingLoop):
 
 
 def glide_config(config: TrainDraftConfig, model: Any) -> GlideConfig:
-    """Sizes of a draft for a target."""
+    """Sizes of a draft model for a target."""
     device = next(model.parameters()).device
     count = model.config.num_hidden_layers
     layers = config.glimpses or tuple(range(max(0, count - config.layers), count))

@@ -64,7 +64,7 @@ MAY_CHANGE = frozenset(
 
 
 def check_train_draft(config: TrainDraftConfig) -> None:
-    """Refuses options that nothing can be trained with."""
+    """Rejects options that cannot train anything."""
     if config.target is None:
         raise GulliverError(
             "no target is given: gulliver speculate train FOLDER, a Hugging Face folder"

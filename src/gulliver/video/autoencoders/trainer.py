@@ -150,7 +150,7 @@ class Passes:
         return stream_trained(network, x.split(sizes, dim=2))
 
     def off(self) -> None:
-        """Removes the sharing from the autoencoder."""
+        """Stops sharing the autoencoder."""
         if self.shared is not None:
             self.shared.off()
 
@@ -292,7 +292,7 @@ class AutoencoderTrainer(TrainingLoop):
         return model, boosted, scheduler
 
     def restore(self, folder: Path) -> None:
-        # The saved cycle is that of the run's length before; an extended run has another one.
+        # The saved cycle belongs to the earlier run length; an extended run has another one.
         cycle = ("total_steps", "_schedule_phases")
         present = {name: getattr(self.scheduler, name) for name in cycle}
         super().restore(folder)

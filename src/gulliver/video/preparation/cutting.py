@@ -72,7 +72,7 @@ class UnusedFrames:
 
 @dataclass(frozen=True)
 class CutReport:
-    """Clips, and all that was skipped."""
+    """Clips, and all skipped parts."""
 
     table: Table
     sources: int
@@ -299,7 +299,7 @@ def make_plan(footage: SourceScenes, stem: str, settings: CutSettings) -> Plan:
 def _unseen(
     begin: int, stop: int, frames: tuple[int, ...], rate: Fraction
 ) -> list[tuple[int, int, str]]:
-    """Lists the frames within a clip's range that it never shows."""
+    """Lists the frames in a clip's range that it never shows."""
     ends = [begin - 1, *frames, stop]
     reason = f"lasts less than 1/{float(rate):g} s, the duration of a frame of its clip"
     return [(at + 1, after, reason) for at, after in pairwise(ends) if after > at + 1]
@@ -385,7 +385,7 @@ class _Frames:
 
 
 def _is_inherited(name: str) -> bool:
-    """Whether a clip inherits a cell of its source; not if it describes the whole file."""
+    """Whether a clip inherits a source's cell, which must not describe the whole file."""
     told = (*COLUMNS, *FACTS, *SOURCE, *IN_THE_BOX)
     plugged = {point.name for point in entry_points(group=GROUP)}
     return name == "text" or (name not in told and name not in plugged)

@@ -85,7 +85,7 @@ class Packets:
 
     @property
     def in_doubt(self) -> bool:
-        """Whether the number of packets may differ from that of frames."""
+        """Whether the number of packets may differ from the number of frames."""
         if self.damaged or not self.packets or self.codec in HIDING or self.format in JOINED:
             return True
         expected = self.seconds * self.rate
@@ -206,7 +206,7 @@ def _declared_rate(stream: Any) -> float:
 
 
 def _usual(times: np.ndarray) -> float:
-    """Frames per second from the most common distance of frames."""
+    """Frames per second, from the most common frame distance."""
     steps = np.diff(times)
     return float(1 / np.median(steps[steps > 0])) if (steps > 0).any() else 0.0
 
@@ -233,7 +233,7 @@ def _stated_end(container: Any, stream: Any) -> float:
         with suppress(ValueError):
             hours, minutes, seconds = map(float, said.split(":"))
             return 3600 * hours + 60 * minutes + seconds
-    # The file's duration is that of its longest stream.
+    # The file's duration is the duration of its longest stream.
     return (container.duration or 0) / 1e6 if len(container.streams) == 1 else 0.0
 
 

@@ -40,7 +40,7 @@ MOST_FPS = 120.0
 
 
 class SourceError(GulliverError):
-    """A source cannot be read, as opposed to write errors."""
+    """A source cannot be read (unlike a write error)."""
 
 
 @dataclass(frozen=True)

@@ -237,7 +237,7 @@ def write_broken(table: Path, step: str, broken: Sequence[tuple[str, str]]) -> P
 
 
 def write_list(path: Path, header: Sequence[str], rows: Iterable[Sequence[Any]]) -> Path:
-    """Writes a CSV file for people atomically."""
+    """Writes a CSV report atomically."""
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows([header, *rows])
     write_text(path, text.getvalue())

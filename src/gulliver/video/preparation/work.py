@@ -97,7 +97,7 @@ def fill_columns(
 
 @contextmanager
 def held_table(table: Path, step: str) -> Iterator[None]:
-    """Locks a table for one step, from before it is read until it is written."""
+    """Locks a table during one step, from before it is read until it is written."""
     path = table.with_name(f".{table.name}.lock")
     with ExitStack() as stack:
         while True:
@@ -227,7 +227,7 @@ FileWork = Callable[[Path], FileOutcome]
 def in_processes(
     work: FileWork, jobs: Iterable[tuple[str, Path]], workers: int
 ) -> Iterator[tuple[str, FileOutcome]]:
-    """Processes files in processes, and yields results as they complete: a crash costs one file."""
+    """Processes files in worker processes, in order of completion; a crash loses one file."""
     # One single-process pool per thread, so that a dead process can be attributed to its file.
     local, pools = threading.local(), list[ProcessPoolExecutor]()
     # Not fork: this process may have threads, of torch and of the progress display.
@@ -254,7 +254,7 @@ def in_processes(
 
 
 def _end_with_parent() -> None:
-    """Makes a worker leave Ctrl+C to its parent, and exit when the parent is killed."""
+    """Leaves Ctrl+C to the parent process, and exits if the parent is killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = parent_process()
     assert parent is not None, "it is a worker"
