@@ -138,5 +138,5 @@ def test_what_has_no_whole_gradients_of_a_rank_is_refused() -> None:
     ):
         with pytest.raises(GulliverError, match=told):
             Booster(plugin, gradient_noise=True)
-    with pytest.raises(GulliverError, match=r"say Booster\(gradient_noise=True\)"):
+    with pytest.raises(GulliverError, match=r"Booster\(gradient_noise=True\)"):
         Booster(TorchDDPPlugin(verbose=False)).noise_scale(8)

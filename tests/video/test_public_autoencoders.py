@@ -245,7 +245,7 @@ def test_files_of_something_else_are_named(tmp_path: Path) -> None:
         load_autoencoder(tmp_path / "x.safetensors")
     state, groups = make("frames").state_dict(), FRAMES["norm_num_groups"]
     name = next(iter(state))
-    for dtype, told in ((torch.int32, "is int32: expected floating"), (F8, "pass dtype=")):
+    for dtype, told in ((torch.int32, "is int32"), (F8, "pass dtype=")):
         write_tensors(tmp_path / "x.safetensors", {**state, name: state[name].to(dtype)})
         with pytest.raises(GulliverError, match=told):
             load_autoencoder(tmp_path / "x.safetensors", norm_num_groups=groups)

@@ -371,7 +371,7 @@ def test_parts_that_do_not_belong_together_are_refused_by_name(
     )
     save_huggingface(STDiT2(**{**SMALL, "in_channels": 4}), tmp_path / "published")
     refused(
-        r"stands for 4x4x4 pixels, one of this STDiT2 of Open-Sora 1\.1 for 1x8x8",
+        r"4x4x4 pixels, but one of this STDiT2 of Open-Sora 1\.1 covers 1x8x8",
         lambda: load(tmp_path / "published", tmp_path / "four.safetensors", t5),
     )
     refused("does not use a CLIP", lambda: load(folders / "1.2", vae, t5, clip))

@@ -295,8 +295,8 @@ def check_latents(outline: Any, autoencoder: Autoencoder) -> None:
         told_as = " or ".join("x".join(map(str, one)) for one in sorted(known))
         blocks = "x".join(map(str, autoencoder.compression))
         raise GulliverError(
-            f"a latent of this autoencoder covers {blocks} pixels, one of {name} {told_as} "
-            "(frames x rows x columns); use its own autoencoder"
+            f"a latent of this autoencoder covers {blocks} pixels, but one of {name} covers "
+            f"{told_as} (frames x rows x columns); use its own autoencoder"
         )
 
 

@@ -204,7 +204,7 @@ class Controller:
         if job.failures >= job.submission.tries:
             times = f"{job.failures} times" if job.failures > 1 else "once"
             return self._finish(
-                job, Phase.FAILED, now, f"failed {times} times from the same checkpoint: {why}"
+                job, Phase.FAILED, now, f"failed {times} from the same checkpoint: {why}"
             )
         job.set_phase(Phase.WAITING, f"restarts from its last checkpoint: {why}")
         self.changed = True
