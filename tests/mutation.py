@@ -53,7 +53,7 @@ class Mutant:
 MUTANTS = (
     Mutant(
         "zero: shards get the sum of gradients",
-        "parallel/zero/gate.py",
+        "parallel/zero/reduce.py",
         '            gradient,\n            "mean",\n            self.group,\n            async',
         '            gradient,\n            "sum",\n            self.group,\n            async',
         ("zero",),

@@ -134,7 +134,7 @@ REFUSED: list[tuple[str, Callable[[nn.Module], dict[str, Any]]]] = [
     ("is of Adam, not of SGD", lambda m: {"optimizer": torch.optim.SGD(m.parameters())}),
     ("is of Adam, not of AdamW", lambda m: {"optimizer": torch.optim.AdamW(m.parameters())}),
     (
-        "has 1 parameter groups, not 2",
+        "1 parameter groups.* 2",
         lambda m: {"optimizer": torch.optim.Adam([{"params": [p]} for p in [*m.parameters()][:2]])},
     ),
     (
@@ -343,7 +343,7 @@ def test_raw_load_says_that_a_booster_saved_an_optimizer(tmp_path: Path) -> None
     booster.close()
     other = nn.Linear(2, 2)
     state = {"model": other, "optimizer": torch.optim.SGD(other.parameters(), lr=0.1)}
-    with pytest.raises(GulliverError, match=r"saved by a Booster, .* use booster.load, or leave"):
+    with pytest.raises(GulliverError, match=r"saved by a Booster.* use booster.load"):
         load(tmp_path, state)
     assert load(tmp_path, {"model": other}).step == 1
     assert torch.equal(other.weight, plain.weight)

@@ -114,7 +114,7 @@ def test_int8_and_streamed_weights_over_ranks_are_those_of_one_process(
 
 def test_heads_that_cannot_be_dealt_are_refused_by_name(tmp_path: Path) -> None:
     save(tmp_path, ["llama"])
-    with pytest.raises(GulliverError, match=r"has 2 heads .* 3 tensor ranks: tensor from 1 to 2"):
+    with pytest.raises(GulliverError, match=r"has 2 heads .* 3 tensor ranks.* tensor from 1 to 2"):
         plan_ranks(tmp_path / "llama", None, 3, 1, None)
     with pytest.raises(GulliverError, match=r"4 blocks .* too few for 5 stages"):
         plan_ranks(tmp_path / "llama", None, 1, 5, None)

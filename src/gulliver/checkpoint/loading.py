@@ -533,7 +533,7 @@ def _why_broken(step: Path) -> str:
         if step.is_dir():
             Verifier(step, read_manifest(step)).check_sizes()
     except GulliverError as error:
-        return str(error).removesuffix(": take another checkpoint")
+        return str(error).removesuffix(": use another checkpoint")
     return ""
 
 
