@@ -389,7 +389,7 @@ def _wrong_uses(world: World, plugin: dict[str, Any]) -> dict[str, str]:
         "another save": _said(model.save_pretrained, folder / "pretrained"),
         "copy": _said(booster.save_model, copy.deepcopy(model), folder / "copy.safetensors"),
         "copy of a step": _said(booster.save, folder, 1, copy.deepcopy(model)),
-        "called": _said(model, **data) if piped else "lie on other stages",
+        "called": _said(model, **data) if piped else "Pipeline.run",
         "too small": _said(
             booster.execute_pipeline, iter([batch("llama", 1)]), model, None, optimizer
         )

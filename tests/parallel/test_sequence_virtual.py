@@ -19,7 +19,7 @@ from gulliver.parallel.sequence.heads import deal_heads
 from gulliver.parallel.sequence.kernels import (
     KERNELS,
     AttentionBlock,
-    BlockOptions,
+    BlockArguments,
     Gradients,
     Partial,
     Rows,
@@ -62,11 +62,11 @@ class Case:
         shapes = [(2, h, self.length, self.head_dim) for h in heads]
         return [torch.randn(s, generator=draw).to(device, dtype) for s in shapes]
 
-    def how(self, kernel: str | None) -> BlockOptions:
+    def how(self, kernel: str | None) -> BlockArguments:
         """The blocks are computed."""
         rules = self.mask.rules(2, self.length, self.length)
         runs = deal_heads(self.heads, self.kv_heads, 1).runs(0)
-        return BlockOptions(self.head_dim**-0.5, rules, runs, kernel)
+        return BlockArguments(self.head_dim**-0.5, rules, runs, kernel)
 
 
 def virtual(case: Case, tensors: list[Tensor], kernel: str | None) -> list[Tensor]:

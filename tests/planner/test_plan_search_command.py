@@ -234,7 +234,7 @@ def test_refusals(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "leave one out" in says(file, *ASKED, "--lora", "2", "--inference")
     nodes = yaml.safe_load(named_cluster("h100x16").to_yaml())
     for change, said in (
-        (lambda c: c["axes"][0]["link"].update(bandwidth=400), "axes[0].link.bandwidth is 400 byt"),
+        (lambda c: c["axes"][0]["link"].update(bandwidth=400), "axes[0].link.bandwidth=400"),
         (lambda c: c["device"]["matmul"].update(bfloat16=989), "989 TFLOP/s are"),
     ):
         changed = deepcopy(nodes)

@@ -160,7 +160,7 @@ def test_without_sound_data_it_is_refused_and_nothing_changes():
     bad[1, 1] = math.inf
     for batches, why in (
         ([], "calibration needs data"),
-        ([bad], r"blocks.0.a inputs that are not finite"),
+        ([bad], r"blocks\.0\.a"),
     ):
         with pytest.raises(GulliverError, match=why):
             replace_calibrated(model, batches)

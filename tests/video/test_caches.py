@@ -372,9 +372,9 @@ def test_training_and_what_cannot_be_is_refused() -> None:
     ("text", "message"),
     [
         ("first", "unknown cache 'first'.*first-block"),
-        ("first-block:much", "cannot be read"),
+        ("first-block:much", "first-block:much"),
         ("first-block:-1", "threshold is -1"),
-        ("broadcast:2", "cannot be read"),
+        ("broadcast:2", "broadcast:2"),
         ("broadcast:2,4,6@900-100", "lower one first"),
     ],
 )

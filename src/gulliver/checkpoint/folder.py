@@ -177,7 +177,7 @@ class CheckpointFolder:
         """Renames a step to its final name, moves `latest` to it, and removes old steps.
 
         Once renamed, the step is saved and is found without `latest`: later failures are only
-            logged.
+        logged.
         """
         # The rename is the commit. A crash before it leaves a temporary folder, after it a whole
         # step.

@@ -367,9 +367,9 @@ def load_huggingface(
     """Fills a model in place from a Hugging Face folder or a safetensors file.
 
     Must be called on all ranks. Each reads only what it needs: its elements of a `Part` or of a
-        parameter that holds a region (`gulliver.memory.parts.set_region`). Values are converted to
-        the model's dtypes if they fit. Tied weights need to be in the files only once. Boosted
-        models can be loaded too.
+    parameter that holds a region (`gulliver.memory.parts.set_region`). Values are converted to the
+    model's dtypes if they fit. Tied weights need to be in the files only once. Boosted models can
+    be loaded too.
 
     Args:
         model: model to fill, or tensors and parts of tensors by name.

@@ -1,7 +1,7 @@
 """One interface to steps, Hugging Face folders, safetensors files and tensors in memory.
 
 Each is a `Weights`: tensors by name, read in runs of elements. `batches` splits them into runs that
-    fit `BATCH`, and a `ReadBatch` is the memory that is reused for each batch.
+fit `BATCH`, and a `ReadBatch` is the memory that is reused for each batch.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Creates batches from samples and seeds, in any process.
 
 A `Work` describes a batch: its epoch, number and indices. It passes through torch's loader as an
-    index (automatic batching is off, so that one call in one worker creates one batch), and seeds
-    the random generators of Python, numpy and torch. Random draws depend on (seed, rank, epoch,
-    number), not on the worker or its earlier batches: a resumed run draws the same as an
-    uninterrupted one.
+index (automatic batching is off, so that one call in one worker creates one batch), and seeds the
+random generators of Python, numpy and torch. Random draws depend on (seed, rank, epoch, number),
+not on the worker or its earlier batches: a resumed run draws the same as an uninterrupted one.
 
 Arenas, devices and threads are handled elsewhere.
 """

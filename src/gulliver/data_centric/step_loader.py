@@ -218,8 +218,7 @@ class DataCentricLoader:
         """The position as plain values, after the last step that was applied.
 
         Until the optimizer has stepped, weights and position are those before that step, or before
-            the first of several accumulated ones: even if the job ends there, samples are used
-            once.
+        the first of several accumulated ones: even if the job ends there, samples are used once.
         """
         if self._first is not None and self._first[0] == self.optimizer.taken.steps:
             return self.planner.state_dict(self._first[1])

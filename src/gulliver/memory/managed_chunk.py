@@ -1,8 +1,8 @@
 """A chunk whose bytes a `Manager` moves between tiers of memory.
 
 The parameter shard, every moment and the reduced gradient are objects of the manager, which also
-    allocates temporary full buffers. While an object is in another tier, a meta tensor represents
-    it: it has dtype and size, but its content cannot be read by mistake.
+allocates temporary full buffers. While an object is in another tier, a meta tensor represents it:
+it has dtype and size, but its content cannot be read by mistake.
 """
 
 from __future__ import annotations

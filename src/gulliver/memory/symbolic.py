@@ -489,8 +489,8 @@ def block_activations(
     """Blocks of a predicted step, for `choose_activations`.
 
     With everything kept, each pass needs its predicted memory. An additional block, which can only
-        be kept, represents the rest of the model: its passes need the memory of the rest of the
-        step with all blocks kept.
+    be kept, represents the rest of the model: its passes need the memory of the rest of the step
+    with all blocks kept.
 
     Args:
         found: memory of a step in which all blocks are kept.

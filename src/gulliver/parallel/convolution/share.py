@@ -7,8 +7,8 @@
     shared.off()
 
 `samples` distributes full clips over the ranks. `height`, `width` and `time` shard activations into
-    runs of rows, columns or frames: convolutions fetch the halo from their neighbours, norms merge
-    statistics, attention gathers keys and values.
+runs of rows, columns or frames: convolutions fetch the halo from their neighbours, norms merge
+statistics, attention gathers keys and values.
 
 All ranks call the networks with the same input. The output is gathered on all ranks; its gradient
 is assumed equal on all of them, and each propagates its own part. The input's gradient is gathered

@@ -1,9 +1,9 @@
 """Runs batches through the stages of a pipeline.
 
 `Pipeline.run` is one step: compare the batch over ranks and split it into micro-batches
-    (`batches.py`), let torch's schedule run them through this rank's stages (`runner.py`),
-    broadcast the loss. Gradients accumulate in the parameters as in a single backward; the caller
-    then sums tied ones (`Stage.sum_tied`).
+(`batches.py`), let torch's schedule run them through this rank's stages (`runner.py`), broadcast
+the loss. Gradients accumulate in the parameters as in a single backward; the caller then sums tied
+ones (`Stage.sum_tied`).
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Finds the blocks of a model that a pipeline splits into stages, and the modules around them.
 
 A model is modules before its blocks, the blocks, run in sequence with the hidden state as their
-    first argument and first output, and modules after. Some families differ: an encoder-decoder has
-    two lists of blocks, the second of which reads the output of the first. This is described in the
-    family's record (`gulliver.families.Blocks`); other models are searched for their longest list
-    of equal blocks (`stack_of`).
+first argument and first output, and modules after. Some families differ: an encoder-decoder has two
+lists of blocks, the second of which reads the output of the first. This is described in the
+family's record (`gulliver.families.Blocks`); other models are searched for their longest list of
+equal blocks (`stack_of`).
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from gulliver.parallel.sequence.heads import Heads, Swap, ToHeads, ToSequence, d
 from gulliver.parallel.sequence.kernels import (
     DTYPES,
     HALVES,
-    BlockOptions,
+    BlockArguments,
     readable,
     requirements_of,
     select,
@@ -114,7 +114,7 @@ def _attention(
             select(requirements_of(q, v, kind, deterministic), kernel)
             for kind in _kinds(mask, queries)
         ]
-    how = BlockOptions(
+    how = BlockArguments(
         1 / math.sqrt(q.shape[3]) if scale is None else scale,
         mask.rules(q.shape[0], queries.length, keys.length),
         heads.runs(groups.ulysses.rank),

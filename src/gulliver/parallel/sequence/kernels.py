@@ -301,7 +301,7 @@ KERNELS = {kernel.name: kernel for kernel in ORDER}
 # sigmoid of ``lse_B - lse_A``: nothing grows with the logits, and a part without any key (minus
 # infinity) has no weight. Source: Milakov and Gimelshein, 2018 (arXiv 1805.02867).
 @dataclass(frozen=True)
-class BlockOptions:
+class BlockArguments:
     """The options that all blocks of a call share."""
 
     scale: float
@@ -339,7 +339,7 @@ class Partial:
 
 
 def attend(
-    into: Partial, q: Tensor, k: Tensor, v: Tensor, found: Iterable[Tile], how: BlockOptions
+    into: Partial, q: Tensor, k: Tensor, v: Tensor, found: Iterable[Tile], how: BlockArguments
 ) -> None:
     """Merges the attention of local queries to a block of keys."""
     for tile in found:
@@ -377,7 +377,7 @@ class Gradients:
 
 
 def attend_backward(
-    into: Gradients, rows: Rows, k: Tensor, v: Tensor, found: Iterable[Tile], how: BlockOptions
+    into: Gradients, rows: Rows, k: Tensor, v: Tensor, found: Iterable[Tile], how: BlockArguments
 ) -> None:
     """Adds the gradients of `attend`."""
     for tile in found:
@@ -405,7 +405,7 @@ def _block(
     heads: slice,
     kv_heads: slice,
     bias: Tensor | None,
-    how: BlockOptions,
+    how: BlockArguments,
 ) -> AttentionBlock:
     (first, last), (k_first, k_last) = tile.q, tile.k
     return AttentionBlock(

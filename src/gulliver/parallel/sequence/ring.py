@@ -23,7 +23,7 @@ from gulliver.comm.messages import Messages, shift
 from gulliver.errors import once_differentiable
 from gulliver.layout.even import Interval
 from gulliver.parallel.sequence.kernels import (
-    BlockOptions,
+    BlockArguments,
     Gradients,
     Partial,
     Rows,
@@ -279,7 +279,7 @@ class RingCall:
     groups: SequenceGroups
     queries: Layout
     keys: Layout
-    how: BlockOptions
+    how: BlockArguments
 
     def tiles(self, visit: Visit, cuts: _Cuts) -> tuple[Tile, ...]:
         """Returns the tiles to compute for a received piece."""

@@ -1,10 +1,10 @@
 """Shards a model in place, with hooks where inputs enter and where the sequence is sharded.
 
 *Sites* are modules whose input goes into several column layers, such as attention and gated MLPs:
-    with a sharded sequence, `enter_once` lets all of them share one entry. *Stacks* are lists of
-    blocks: `guard_stack` shards the sequence before the first block, gathers it after the last, and
-    publishes its length inside. A block of another pipeline stage does neither; its neighbours
-    receive shards.
+with a sharded sequence, `enter_once` lets all of them share one entry. *Stacks* are lists of
+blocks: `guard_stack` shards the sequence before the first block, gathers it after the last, and
+publishes its length inside. A block of another pipeline stage does neither; its neighbours receive
+shards.
 
 Hooks instead of subclasses keep the model's own classes, which its code may check.
 """

@@ -1,9 +1,9 @@
 """Collectives over tensor ranks, and uneven sharding: units per rank, and parameter regions.
 
 Units are distributed as evenly as possible, the first ranks getting one more. A unit may have
-    several features: an attention head is never split, and grouped heads form a unit of a key-value
-    head with its query heads. Nothing is padded: padded features would change norms, parameter
-    counts and checkpoints.
+several features: an attention head is never split, and grouped heads form a unit of a key-value
+head with its query heads. Nothing is padded: padded features would change norms, parameter counts
+and checkpoints.
 """
 
 from __future__ import annotations

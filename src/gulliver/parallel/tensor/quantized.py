@@ -15,7 +15,7 @@ from gulliver.parallel.tensor.layers import ColumnLinear, OnLine, RowLinear
 from gulliver.precision.int8.formats import GROUP
 from gulliver.precision.int8.layers import QuantizedLinear
 from gulliver.precision.int8.products import largest_in_rows
-from gulliver.precision.int8.replace import GROUPED, REPLACED, QuantizeOptions, matrix_of
+from gulliver.precision.int8.replace import GROUPED, REPLACED, QuantizeArguments, matrix_of
 
 
 # [Note: as one rank] A rank's outputs of a column layer are one rank's: rows of a weight are
@@ -74,13 +74,13 @@ def _joined(largest: Tensor, group: RankGroup) -> Tensor:
     return largest
 
 
-def _column(layer: Any, ways: QuantizeOptions) -> nn.Module:
+def _column(layer: Any, ways: QuantizeArguments) -> nn.Module:
     made = _made(QuantizedColumn, layer, ways, *ways.quantised(matrix_of(layer), ways.mode))
     made.total, made.gather_output = layer.total, layer.gather_output
     return made
 
 
-def _row(layer: Any, ways: QuantizeOptions) -> nn.Module:
+def _row(layer: Any, ways: QuantizeArguments) -> nn.Module:
     group: RankGroup = layer.rank_group
 
     def joined(largest: Tensor) -> Tensor:
@@ -106,7 +106,7 @@ def _grouped(layer: Any, path: str) -> bool:
     )
 
 
-def _made(kind: Any, layer: Any, ways: QuantizeOptions, values: Tensor, scales: Tensor) -> Any:
+def _made(kind: Any, layer: Any, ways: QuantizeArguments, values: Tensor, scales: Tensor) -> Any:
     if layer.shared is not None:
         raise GulliverError(
             f"{ways.path} has a sharded sequence, which quantised layers do not support: leave "

@@ -86,9 +86,9 @@ def held_bytes(
     """Bytes of ``parameters``, ``gradients`` and ``optimizer_state`` at their joint peak.
 
     For a step with one backward whose gradients are cleared afterwards. Parameters: the full
-        chunks, or with stage 3 the shards and the chunks gathered at that time. Gradients: buffers
-        being filled or reduced, and existing shards. Optimizer state: the optimizer's own, and
-        float32 master weights of 16-bit parameters.
+    chunks, or with stage 3 the shards and the chunks gathered at that time. Gradients: buffers
+    being filled or reduced, and existing shards. Optimizer state: the optimizer's own, and float32
+    master weights of 16-bit parameters.
 
     Args:
         chunks: chunks in the order of use.

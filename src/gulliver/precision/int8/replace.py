@@ -122,7 +122,7 @@ class Rounded:
 
 
 @dataclass
-class QuantizeOptions:
+class QuantizeArguments:
     """Settings of a quantization."""
 
     mode: str  # One of `MODES`
@@ -160,7 +160,7 @@ class QuantizeOptions:
         return known
 
 
-Make = Callable[[Any, QuantizeOptions], nn.Module]
+Make = Callable[[Any, QuantizeArguments], nn.Module]
 REPLACED: dict[type[nn.Module], Make] = {}
 """Quantised layer factories by layer class, for layers of other packages."""
 GROUPED: dict[type[nn.Module], Callable[[Any, str], bool]] = {}
@@ -210,7 +210,7 @@ def replace_module(
     """
     _check(model, mode, outlier_threshold)
     threshold = math.inf if outlier_threshold is None else float(outlier_threshold)
-    options = QuantizeOptions(mode, threshold, load, errors, rounded or {})
+    options = QuantizeArguments(mode, threshold, load, errors, rounded or {})
     replacing = _Replacing(model, options, embeddings, convolutions)
     replacing.match(list(exclude), None if only is None else list(only))
     replacing.run()
@@ -223,7 +223,7 @@ def linear_modes(
     """Returns the modes that `replace_module` would choose for linear layers, by path."""
     # Those whose weights other layers share are not among them, nor are layers of other packages.
     _check(model, mode, None)
-    replacing = _Replacing(model, QuantizeOptions(mode, math.inf), False, False)
+    replacing = _Replacing(model, QuantizeArguments(mode, math.inf), False, False)
     replacing.match(list(exclude), None)
     users = Counter(id(p) for m in replacing.modules.values() for p in m._parameters.values())
     found: dict[str, str] = {}
@@ -275,7 +275,7 @@ def _check(model: nn.Module, mode: str, threshold: float | None) -> None:
 
 class _Replacing:
     def __init__(
-        self, model: nn.Module, options: QuantizeOptions, embeddings: bool, convolutions: bool
+        self, model: nn.Module, options: QuantizeArguments, embeddings: bool, convolutions: bool
     ) -> None:
         self.model, self.options = model, options
         self.embeddings, self.convolutions = embeddings, convolutions
@@ -425,7 +425,7 @@ class _Replacing:
         self.report.layers.append(Layer(*said, why, self.options.error if made else None))
 
 
-def quantized_linear(module: Any, options: QuantizeOptions) -> nn.Module:
+def quantized_linear(module: Any, options: QuantizeArguments) -> nn.Module:
     """Creates a quantized layer from `nn.Linear` or transformers' Conv1D."""
     weight = matrix_of(module)
     values, scales = options.quantised(weight, options.mode)
