@@ -265,12 +265,13 @@ class DataLoader(torch_data.DataLoader):
     returns the same batches. In addition:
 
     - Random draws of data sets and collation (Python, numpy and torch) depend on (seed, rank,
-    epoch, batch number), not on the workers or earlier batches. Without `generator`, so does the
-    order. The training's own generators are not touched. - `state_dict` has the position of the
-    next batch; a loader that loads it continues exactly there. - With a device, batches go through
-    a `PinnedArena` and are prefetched on a copy stream. On the host they are returned unchanged.
-    With `pin_memory` torch page-locks them for your own copies; without CUDA, or with a given
-    arena, they are copied into an arena.
+      epoch, batch number), not on the workers or earlier batches. Without `generator`, so does the
+      order. The training's own generators are not touched.
+    - `state_dict` has the position of the next batch; a loader that loads it continues exactly
+      there.
+    - With a device, batches go through a `PinnedArena` and are prefetched on a copy stream. On the
+      host they are returned unchanged. With `pin_memory` torch page-locks them for your own copies;
+      without CUDA, or with a given arena, they are copied into an arena.
 
     An error is raised at the batch it belongs to, and the state then has that batch's position.
     Leaving a loop early ends the thread and the workers. Each iteration is an epoch; starting one

@@ -5,8 +5,9 @@ It follows from the modules that ran before and from shapes:
 - dim 0 is the batch's: a micro-batch has some of its samples;
 - with a separate sequence axis, dim 1 is sharded in the plan's layout;
 - between a column layer and a row layer, features are sharded: the last dim, or the heads of
-attention weights ``[batch, heads, queries, keys]``; - elsewhere in blocks whose sequence is sharded
-over the tensor ranks, dim 1 is sharded as in `SharedSequence`; everything else is replicated.
+  attention weights ``[batch, heads, queries, keys]``;
+- elsewhere in blocks whose sequence is sharded over the tensor ranks, dim 1 is sharded as in
+  `SharedSequence`; everything else is replicated.
 
 A shape that does not fit is rejected, because a mask for the wrong part would go unnoticed.
 """

@@ -4,10 +4,11 @@ Tokens [B, T, S, C] are sharded along the spatial dim S or the temporal dim T. A
 other dim is local; attention along the sharded dim runs
 
 - by *swap*: local attention with the other dim sharded instead, an all-to-all before it and one
-after it (Zhao et al., DSP: Dynamic Sequence Parallelism, 2024). With M bytes of tokens on a rank it
-sends about 2 M (N - 1) / N; an exchange of heads sends 4 M (N - 1) / N. With fewer frames than
-ranks, some ranks idle - by *heads*: q, k, v and the output are exchanged for heads (Ulysses), or -
-by *ring*: keys and values circulate.
+  after it (Zhao et al., DSP: Dynamic Sequence Parallelism, 2024). With M bytes of tokens on a rank
+  it sends about 2 M (N - 1) / N; an exchange of heads sends 4 M (N - 1) / N. With fewer frames than
+  ranks, some ranks idle
+- by *heads*: q, k, v and the output are exchanged for heads (Ulysses), or
+- by *ring*: keys and values circulate.
 
 `choose_scheme` adds up a spatial and a temporal block, forward and backward, for the rank with the
 most work. All ranks choose the same because they see the same costs.

@@ -9,7 +9,7 @@ Three hooks around the model's forward do this:
 1. `SequenceAdapter.enter` selects this rank's tokens and their positions;
 2. attention is `attend`, which transformers looks up by a name in the configuration;
 3. `SequenceAdapter.leave` computes the loss from each rank's tokens, or gathers logits and hidden
-states.
+   states.
 
 The *region* of a model runs on sharded sequences. If a head works token by token (`TASKS`), the
 region is the full model with its loss, if that can be computed from shards (`own_loss`); otherwise
