@@ -112,7 +112,8 @@ def test_configurations_get_a_batch_or_say_what_to_give(
     layers = dict.fromkeys(("encoder_layers", "decoder_layers"), 1)
     file, asked = tmp_path / "config.json", ("--cluster", "h100", "--batch", "2", "--seq", "8")
     file.write_text(json.dumps({**whisper, **sizes, **heads, **layers}))
-    answer = json.loads(told(capsys, str(file), *asked, "--json"))
+    shown = told(capsys, str(file), *asked, "--json")
+    answer = json.loads(shown[shown.index("{") :])  # after the progress on stderr
     assert answer["best"]
     assert "input" in answer["not_counted"]
     sound = {"model_type": "wav2vec2", "architectures": ["Wav2Vec2ForCTC"], "hidden_size": 32}
