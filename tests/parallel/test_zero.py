@@ -212,7 +212,10 @@ _Foreign.__module__ = "elsewhere"
     [
         (lambda m: torch.optim.LBFGS(m.parameters()), "LBFGS.*AdamW"),
         (lambda m: _Foreign(m.parameters(), lr=0.1), "_Foreign.*assume_elementwise"),
-        (lambda m: torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1), "not parameters of the model"),
+        (
+            lambda m: torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1),
+            "not parameters of the model",
+        ),
     ],
 )
 def test_what_cannot_be_sharded_is_refused_by_name(make, message: str) -> None:
