@@ -382,10 +382,12 @@ def test_parts_that_do_not_belong_together_are_refused_by_name(
     for fps in (0, -3.0, float("nan"), float("inf")):
         refused("fps=.*above 0", lambda fps=fps: loaded(folders, "1.2", fps=fps))
     refused("memory.* ?-1", lambda: loaded(folders, "1.2", memory=-1))
-    refused("wide", lambda: VideoPipeline.of(shaken("1.2"), VideoAutoencoder(), WordEncoder(10, 8)))
+    refused(
+        "width 10", lambda: VideoPipeline.of(shaken("1.2"), VideoAutoencoder(), WordEncoder(10, 8))
+    )
     pipeline = loaded(folders, "1.2")
     assert pipeline.generate([]) == []
-    refused("model reads \\(9\\)", lambda: pipeline.generate([Request("a " * 12, BUCKET)]))
+    refused("13 tokens .* limit of 9", lambda: pipeline.generate([Request("a " * 12, BUCKET)]))
     refused("prompt is empty", lambda: pipeline.generate([Request(" ", BUCKET)]))
     refused("32x50 does not fit", lambda: pipeline.generate([Request("a", Bucket(17, 32, 50))]))
     alone = loaded(folders, "1.0")

@@ -132,9 +132,8 @@ class PlacementOptions(Options):
         shard_param_frac: fraction of the parameters that is sharded; 1.0, as stage 3 shards all.
         offload_optim_frac: fraction of the optimizer state that may leave the device (``static``).
         offload_param_frac: fraction of the parameters that may leave the device (``static``).
-        keep_freed: on a CPU with glibc, reuse freed memory for later tensors if the limit has room
-            and steps hardly wait for transfers; this saves page faults. False always returns it to
-            the system.
+        keep_freed: whether freed memory is reused on a CPU with glibc, if the limit has room and
+            steps hardly wait for transfers, which saves page faults; False always returns it.
     """
 
     placement_policy: Literal["auto", "static"] = "auto"

@@ -119,7 +119,7 @@ def all_reduce(
         purpose: purpose, the same on all ranks; over gloo a difference is reported.
         error: rounding error of the last packing, in the tensor's size; added first, then set to
             this packing's error. Unused without packing.
-        finish: with packing, called on a background thread as soon as the result is there.
+        finish: callback on a background thread as soon as the result is there; packing only.
     """
     _check(tensor, op)
     _check_sum(tensor.dtype)

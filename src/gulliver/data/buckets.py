@@ -232,7 +232,7 @@ class BucketConfig:
     """Rules that assign clips to buckets.
 
     Args:
-        values: for each resolution and length, one or two probabilities and a batch size.
+        values: one or two probabilities and a batch size for each resolution and length.
         where: name of the configuration, for messages.
         unit: frames and pixels (t, h, w) that sizes must be multiples of for a model: sizes are
             rounded down to t k + 1 frames and multiples of h and w.

@@ -46,9 +46,9 @@ class LoadedBatch:
 
     Attributes:
         data: the collated samples, on this rank's device.
-        samples: their indices in the data set.
+        samples: indices of the samples in the data set.
         shape: shape of all of them.
-        weight: their total weight in the mean over the step.
+        weight: total weight of the samples in the mean over the step.
         degree: ranks that share them.
         seeds: a seed for each sample, derived from seed, epoch and index.
     """

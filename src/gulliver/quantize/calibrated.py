@@ -108,7 +108,7 @@ def _called(
     _watched(model, modules, paths, batches, counts.note)
     if counts.bad:
         raise GulliverError(
-            f"calibration produced {counts.bad} non-finite inputs; check data and weights"
+            f"the inputs of {counts.bad} are not finite; check the calibration data and the weights"
         )
     if not counts.calls:
         raise GulliverError("calibration reaches no linear layer that is to be quantized")
