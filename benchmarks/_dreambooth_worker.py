@@ -96,7 +96,9 @@ def peer(config: DreamboothConfig) -> dict[str, Any]:
         latents = (drawn.mean + drawn.std * spread) * vae.config.scaling_factor
         times = torch.cat([torch.randint(1000, (1,), generator=g) for g in generators])
         noise = torch.cat([torch.randn(latents[:1].shape, generator=g) for g in generators])
-        prompts = ["a photo of sks dog"] * config.batch + ["a photo of dog"] * config.batch
+        prompts = ["a photo of sks dog"] * config.batch_size + [
+            "a photo of dog"
+        ] * config.batch_size
         ids = tokenizer(prompts, padding="max_length", truncation=True, return_tensors="pt")
         states = text_encoder(ids["input_ids"])[0]
         found = unet(scheduler.add_noise(latents, noise, times), times, states).sample

@@ -98,7 +98,7 @@ def ours(job: Job) -> None:
     say("ready")
     facts = {"predicted_s": planned.seconds, "base": anonymous(), "accumulate": planned.accumulate}
     if moved is not None:
-        facts |= {"least": moved.minimum, "told": config.memory}
+        facts |= {"least": moved.minimum, "told": config.memory_limit}
     say("facts", facts=facts)
     steps, describe = Steps(job), Finetuner.describe
 

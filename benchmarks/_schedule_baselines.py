@@ -26,8 +26,9 @@ class PolluxInRounds(Pollux):
     def __init__(
         self, period: float = 60.0, population: int = 100, generations: int = 100, seed: int = 0
     ) -> None:
-        super().__init__(period)
-        self.population, self.generations, self.seed = population, generations, seed
+        super().__init__()
+        self.period, self.population = period, population
+        self.generations, self.seed = generations, seed
         self.next = 0.0
 
     def begin(self, cluster: JobCluster) -> None:

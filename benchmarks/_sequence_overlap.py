@@ -1,4 +1,4 @@
-"""BlockOptions well a ring computes while it sends.
+"""How well a ring computes while it sends.
 
 *Computing alone* is one call of the kernel over all keys, *sending alone* the same messages with
 nothing between them; both in the same ranks, taking turns with the ring. The link is shaped so that
@@ -23,7 +23,7 @@ from gulliver.hardware.attention import AttentionShape as Shape
 from gulliver.hardware.cluster import Axis, Device, Link
 from gulliver.parallel.sequence import SequencePlan, attention, make_groups
 from gulliver.parallel.sequence.choice import predict, volume
-from gulliver.parallel.sequence.kernels import BlockOptions
+from gulliver.parallel.sequence.kernels import BlockArguments
 from gulliver.parallel.sequence.layout import SequenceGroups
 from gulliver.parallel.sequence.mask import Rules
 from gulliver.parallel.sequence.ring import RingCall, _Pack, round_trip, turn
@@ -96,7 +96,7 @@ def _computing(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> Steps:
 def _sending(k: Tensor, v: Tensor, groups: SequenceGroups, shape: Shape) -> Steps:
     """The messages of a forward and a backward, without what is computed in between."""
     layout = groups.plan.lay(shape.length)
-    call = RingCall(groups, layout, layout, BlockOptions(1.0, Rules(), ()))
+    call = RingCall(groups, layout, layout, BlockArguments(1.0, Rules(), ()))
     pack = _Pack([k.detach(), v.detach()], call)
     part = torch.zeros(pack.numel(0, 0))
 

@@ -118,7 +118,7 @@ def train_one(folder: Path, name: str, seed: int, steps: int) -> None:
     config = TrainDraftConfig(
         data=(folder / "learnt.jsonl",),
         held_out=folder / "apart.jsonl",
-        length=CONTEXT,
+        seq_length=CONTEXT,
         target=folder / "target",
         out=out,
         hidden=HIDDEN,

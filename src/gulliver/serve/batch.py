@@ -14,7 +14,7 @@ from typing import Literal, Protocol
 from torch import Tensor
 
 from gulliver.errors import GulliverError
-from gulliver.serve.sampling import SamplingParameters
+from gulliver.serve.sampling import SamplingParams
 
 Pair = tuple[int, int]
 
@@ -179,7 +179,7 @@ class Wanted:
     cached: int
     blocks: Sequence[int]
     most: int
-    sampling: SamplingParameters
+    sampling: SamplingParams
     seed: int = 0
     sample: int = 0
     prompt: int = 0

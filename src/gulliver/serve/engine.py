@@ -21,7 +21,7 @@ from gulliver.errors import GulliverError
 from gulliver.serve.batch import Batch, Drafter, Runner, RunnerLost, Span, walk
 from gulliver.serve.options import EngineOptions
 from gulliver.serve.requests import AnswerText, check_request, tokens_of
-from gulliver.serve.sampling import DrawRow, Event, FinishReason, SamplingParameters, Token, draw
+from gulliver.serve.sampling import DrawRow, Event, FinishReason, SamplingParams, Token, draw
 from gulliver.serve.scheduler import AnswerState, BlockPool, Scheduler, Status
 
 _log = logging.getLogger("gulliver")
@@ -84,7 +84,7 @@ class Engine:
             **self._totals,
         }
 
-    def add(self, prompt: str | Sequence[int], sampling: SamplingParameters | None = None) -> int:
+    def add(self, prompt: str | Sequence[int], sampling: SamplingParams | None = None) -> int:
         """Adds a request.
 
         Args:
@@ -98,7 +98,7 @@ class Engine:
             GulliverError: the prompt is empty, too long for the context or the cache, has tokens
                 outside the vocabulary, or is text and there is no tokenizer.
         """
-        sampling = sampling or SamplingParameters()
+        sampling = sampling or SamplingParams()
         tokens = self.tokens_of(prompt)
         facts, wanted = self.runner.facts, sampling.max_tokens
         check_request(tokens, sampling, facts)

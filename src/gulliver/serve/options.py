@@ -90,7 +90,7 @@ def disk_limit(disk: Path | str | None) -> tuple[Path | None, int | None]:
     """Folder and bytes of ``/scratch:100GiB``, as in planner options; the size is optional."""
     folder, _, size = str(disk).rpartition(":")
     if disk is None or not folder or not size[:1].isdigit() or Path(disk).is_dir():
-        return disk and Path(disk), None
+        return Path(disk) if disk else None, None
     return Path(folder), byte_size("disk", size)
 
 

@@ -267,7 +267,7 @@ def draw(logits: Tensor, rows: Sequence[DrawRow]) -> list[Token | None]:
     highest, likeliest = logits.max(-1)
     sound = torch.isfinite(highest).tolist()
     ids: list[int] = likeliest.tolist()
-    groups: dict[SamplingParameters, list[int]] = defaultdict(list)
+    groups: dict[SamplingParams, list[int]] = defaultdict(list)
     for index, row in enumerate(rows):
         if sound[index] and (not row.sampling.greedy or row.sampling.penalised):
             groups[row.sampling].append(index)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from gulliver.serve.batch import Batch, Draft, Drafter, Pair, Span, Wanted
 from gulliver.serve.requests import AnswerText
-from gulliver.serve.sampling import SamplingParameters
+from gulliver.serve.sampling import SamplingParams
 
 
 class Status(enum.Enum):
@@ -39,7 +39,7 @@ class AnswerState:
     prompt: int
     tokens: list[int]
     # Its sampling parameters.
-    sampling: SamplingParameters
+    sampling: SamplingParams
     # Seed of its sampling.
     seed: int
     ends: Collection[int]

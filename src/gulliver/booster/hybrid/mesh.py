@@ -134,7 +134,7 @@ def _divisors(number: int) -> str:
 
 # Attribute of a wired model; not of a module's own kind, so nothing of it is saved.
 ATTRIBUTE = "gulliver_degree"
-# QuantizeArguments to group the ranks whose groups are looked up and not made.
+# Ways to group the ranks whose groups are looked up and not made.
 REMEMBERED = 256
 
 
