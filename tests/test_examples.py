@@ -12,6 +12,7 @@ import sys
 from contextlib import chdir, redirect_stdout
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -141,7 +142,12 @@ BLOCKS = [
 
 
 def _execute(world: World, code: str, folder: Path) -> str:
-    with chdir(folder), redirect_stdout(io.StringIO()) as printed:
+    if "accelerate.state" in sys.modules:  # what an earlier block has left in this process
+        from accelerate.state import AcceleratorState, GradientState
+
+        AcceleratorState._reset_state(True)
+        GradientState._reset_state()
+    with patch.dict(os.environ), chdir(folder), redirect_stdout(io.StringIO()) as printed:
         exec(compile(code, "snippet", "exec"), {"__name__": "__main__"})
     return printed.getvalue()
 
