@@ -17,6 +17,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import gulliver
 from gulliver.cli.dispatch import WHAT, run
@@ -34,8 +35,9 @@ MARKS = re.compile(r"(<!-- names -->\n).*?(<!-- /names -->)", re.DOTALL)
 
 def help_of(arguments: list[str]) -> str:
     """Returns the help of a command, without boxes."""
-    os.environ |= {"COLUMNS": WIDTH, "NO_COLOR": "1"}
-    with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.suppress(SystemExit):
+    plain = patch.dict(os.environ, {"COLUMNS": WIDTH, "NO_COLOR": "1"})
+    ended = contextlib.suppress(SystemExit)
+    with plain, contextlib.redirect_stdout(io.StringIO()) as printed, ended:
         run([*arguments, "--help"])
     lines = (BOX.sub(" ", line).rstrip() for line in printed.getvalue().splitlines())
     return re.sub(r"\n{2,}", "\n\n", "\n".join(lines)).strip("\n")

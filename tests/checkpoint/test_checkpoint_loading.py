@@ -131,18 +131,18 @@ def _reversed(net: nn.Module) -> torch.optim.Optimizer:
 
 
 REFUSED: list[tuple[str, Callable[[nn.Module], dict[str, Any]]]] = [
-    ("is of Adam, not of SGD", lambda m: {"optimizer": torch.optim.SGD(m.parameters())}),
-    ("is of Adam, not of AdamW", lambda m: {"optimizer": torch.optim.AdamW(m.parameters())}),
+    (r"Adam\b.*SGD", lambda m: {"optimizer": torch.optim.SGD(m.parameters())}),
+    (r"Adam\b.*AdamW", lambda m: {"optimizer": torch.optim.AdamW(m.parameters())}),
     (
         "1 parameter groups.* 2",
         lambda m: {"optimizer": torch.optim.Adam([{"params": [p]} for p in [*m.parameters()][:2]])},
     ),
     (
-        "group 0 has 6 parameters, not 1",
+        "group 0 has 6 parameters.* 1",
         lambda m: {"optimizer": torch.optim.Adam([next(m.parameters())])},
     ),
     (
-        r"parameter 0 of group 0 is \(3, 3\) there, \(3,\) here",
+        r"parameter 0 of group 0 is \(3, 3\).* \(3,\)",
         lambda m: {"optimizer": _reversed(m)},
     ),
     (
@@ -154,18 +154,18 @@ REFUSED: list[tuple[str, Callable[[nn.Module], dict[str, Any]]]] = [
         },
     ),
     (
-        "'big' is int64 there: 1099511627777 does not fit int32",
+        "'big' is int64.* 1099511627777 does not fit int32",
         lambda m: {"wide": {"big": torch.zeros(2, dtype=torch.int32), "hot": torch.zeros(2)}},
     ),
     (
-        "'hot' is float32 there: 70000.0 does not fit float16",
+        "'hot' is float32.* 70000.0 does not fit float16",
         lambda m: {
             "wide": {"big": torch.zeros(2).long(), "hot": torch.zeros(2, dtype=torch.float16)}
         },
     ),
     ("3 left over", lambda m: {"tree": {"a": torch.zeros(3)}}),
     (r"1 missing from it \(zz\)", lambda m: {"tree": {**tree(), "zz": torch.zeros(3)}}),
-    (r"a is \(3,\) there, \(4,\) here", lambda m: {"tree": {**tree(), "a": torch.zeros(4)}}),
+    (r"a is \(3,\).* \(4,\)", lambda m: {"tree": {**tree(), "a": torch.zeros(4)}}),
     (r"1 left over \(b.1\)", lambda m: {"tree": {**tree(), "b": [torch.zeros(2)]}}),
     (r"1 missing from it \(n\)", lambda m: {"tree": {**tree(), "n": torch.zeros(2)}}),
     (

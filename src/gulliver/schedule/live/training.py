@@ -62,11 +62,11 @@ def elastic(
     found = Elastic(
         Path(place),
         Path(place) / "checkpoints",
-        int(os.environ.get(BATCH) or values["batch"]),
+        int(os.environ.get(BATCH) or values["batch_size"]),
         values["samples"],
         int(os.environ.get(ATTEMPT) or 1),
     )
-    found.base, found.noise = int(values["batch"]), float(values.get("noise", 0.0))
+    found.base, found.noise = int(values["batch_size"]), float(values.get("noise", 0.0))
     return found
 
 
