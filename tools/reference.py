@@ -105,7 +105,9 @@ def errors() -> str:
         found.setdefault(package, set()).add(text)
     for package, texts in sorted(found.items()):
         lines += [f"\n## {package}\n", "| cause | remedy |", "|---|---|"]
-        lines += [_row(text) for text in sorted(texts, key=lambda text: text.strip(". ").lower())]
+        lines += [
+            _row(text) for text in sorted(texts, key=lambda text: (text.strip(". ").lower(), text))
+        ]
     return "\n".join(lines) + "\n"
 
 
@@ -116,17 +118,17 @@ def _row(text: str) -> str:
 
 
 def _subclasses(kind: type[Exception]) -> set[type[Exception]]:
+    """Returns the public errors of all modules, whichever have been imported before."""
     for module in pkgutil.walk_packages(gulliver.__path__, "gulliver."):
-        if re.match(r"gulliver\.(io|comm|serve)\b", module.name) and "native" not in module.name:
-            with contextlib.suppress(ImportError):
+        if not module.name.endswith("__main__"):
+            with contextlib.suppress(ImportError):  # extras that are not installed
                 importlib.import_module(module.name)
-    direct = {sub for sub in kind.__subclasses__() if sub.__module__.startswith("gulliver")}
-    public = {sub for sub in direct if not sub.__name__.startswith("_")}
-    return public.union(*(_subclasses_of(sub) for sub in public))
-
-
-def _subclasses_of(kind: type[Exception]) -> set[type[Exception]]:
-    return {s for s in kind.__subclasses__() if not s.__name__.startswith("_")}
+    found, rest = set[type[Exception]](), [kind]
+    while rest:
+        subclasses = [sub for sub in rest.pop().__subclasses__() if sub.__name__[0] != "_"]
+        rest += subclasses
+        found.update(sub for sub in subclasses if sub.__module__.startswith("gulliver"))
+    return found
 
 
 def names() -> str:
@@ -168,11 +170,12 @@ def pages() -> dict[Path, str]:
 
 def main() -> None:
     """Writes the pages, or checks them."""
-    stale = [p for p, text in pages().items() if not p.is_file() or p.read_text("utf-8") != text]
+    made = pages()
+    stale = [p for p, text in made.items() if not p.is_file() or p.read_text("utf-8") != text]
     if "--check" in sys.argv and stale:
         sys.exit(f"stale: {', '.join(path.name for path in stale)}; run python tools/reference.py")
-    for path, text in pages().items():
-        path.write_text(text, encoding="utf-8")
+    for path in stale:
+        path.write_text(made[path], encoding="utf-8")
 
 
 if __name__ == "__main__":
