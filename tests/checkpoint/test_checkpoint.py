@@ -309,7 +309,7 @@ def test_steps_are_whole_numbers_of_any_library(tmp_path: Path, step: Any) -> No
     with AsyncCheckpointer(tmp_path) as checkpointer:
         for known in (np.int64(3), torch.tensor(4)):
             checkpointer.save(known, {"a": 1})  # type: ignore[arg-type]
-        with pytest.raises(GulliverError, match="step"):
+        with pytest.raises(GulliverError, match="step must be a whole number"):
             checkpointer.save(step, {"a": 1})
     assert checkpointer.folder.steps() == [3, 4]
 

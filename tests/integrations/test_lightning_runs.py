@@ -190,7 +190,7 @@ def alone(world: World, folder: str) -> None:
         rates.append([module.lr, *module.losses])
     assert torch.allclose(*(torch.tensor(found) for found in rates))
     options = {"callbacks": [LearningRateFinder(num_training_steps=6)]}
-    with pytest.raises(GulliverError, match="folder"):
+    with pytest.raises(GulliverError, match="only load folders"):
         trainer_of(world, "gulliver", default_root_dir=folder, **options).fit(Tuned())
     refusals(world, folder)
 
@@ -257,7 +257,7 @@ def refusals(world: World, folder: str) -> None:
     module = Autoencoder()
     fit("gulliver_zero3", module)
     for strategy in ("gulliver_zero3", "ddp"):
-        with pytest.raises(GulliverError, match="stage 3"):
+        with pytest.raises(GulliverError, match="stage 3.*new module"):
             fit(strategy, module)
     plugin = TorchDDPPlugin(verbose=False)  # which has whole gradients to scale
     fit(GulliverStrategy(plugin=plugin), **scaled)
