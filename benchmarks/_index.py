@@ -25,9 +25,9 @@ means that Gulliver is faster. Bars were set before the run; missed bars are sho
 
 """
 TAIL = """
-`python -m benchmarks.NAME` runs one of them. `make bench` runs all; it takes hours and a quiet
-machine. Those that shape network links need root. The result files named in the last column, in
-`benchmarks/results`, contain all tables, the versions, the command and the data as JSON.
+`python -m benchmarks.NAME` runs one of them. `make bench` runs all of them, which takes hours and
+needs a quiet machine. Those that shape network links need root. The result files named in the last
+column, in `benchmarks/results`, contain all tables, versions, the command and the data as JSON.
 """
 
 

@@ -132,7 +132,7 @@ def chunk_life() -> str:
 
 
 def tiers() -> str:
-    """What a replayed step of a limited model keeps in memory, visit after visit."""
+    """Draws the memory of a replayed step under a limit, visit by visit."""
     import torch
     from torch import nn
 

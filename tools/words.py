@@ -65,7 +65,7 @@ def fragment(text: str) -> bool:
 
 
 def faults(path: Path) -> Iterator[str]:
-    """What a reader would stumble over in a file."""
+    """Yields the phrases of a file that break the rules."""
     for number, text in docstrings(path):
         lines = text.splitlines() or [""]
         if fragment(lines[0]):

@@ -672,7 +672,7 @@ def test_an_epoch_that_was_set_is_kept_when_resuming_into_it() -> None:
     resumed.set_epoch(5)
     assert list(map(flat, resumed)) == fifth[2:]
     assert resumed.epoch == 6
-    with pytest.raises(GulliverError, match="epoch.*-1"):
+    with pytest.raises(GulliverError, match=r"epoch.*-1"):
         resumed.set_epoch(-1)
     resumed.set_epoch(5)
     assert list(map(flat, resumed)) == fifth
@@ -1114,5 +1114,5 @@ def test_without_a_device_page_locked_memory_is_torchs() -> None:
     loader = DataLoader(Numbers(), 4, pin_memory=True, num_workers=1)
     assert loader.arena is None
     assert all(batch.is_pinned() for batch in loader)
-    with pytest.raises(GulliverError, match="arena.*device"):
+    with pytest.raises(GulliverError, match=r"arena.*device"):
         DataLoader(Numbers(), 4, arena=PinnedArena(2**20))

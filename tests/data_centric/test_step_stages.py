@@ -103,7 +103,7 @@ def test_a_plan_of_stages_has_the_samples_of_one_without() -> None:
 
 
 def test_stages_that_cannot_be_are_refused() -> None:
-    with pytest.raises(GulliverError, match="stages.* 0"):
+    with pytest.raises(GulliverError, match=r"stages.* 0"):
         planned(stages=0)
     with pytest.raises(GulliverError, match="needs several micro-batches: inter"):
         planned(stages=2, inter=False)

@@ -257,7 +257,7 @@ def refusals(world: World, folder: str) -> None:
     module = Autoencoder()
     fit("gulliver_zero3", module)
     for strategy in ("gulliver_zero3", "ddp"):
-        with pytest.raises(GulliverError, match="stage 3.*new module"):
+        with pytest.raises(GulliverError, match=r"stage 3.*new module"):
             fit(strategy, module)
     plugin = TorchDDPPlugin(verbose=False)  # which has whole gradients to scale
     fit(GulliverStrategy(plugin=plugin), **scaled)

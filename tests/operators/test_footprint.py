@@ -460,7 +460,7 @@ def _peak(nbytes: int) -> ActivationPeak:
 def test_the_smallest_limit_is_the_smallest(minimum: int, predicted: int) -> None:
     least = smallest_limit(minimum, predicted)
     assert BudgetRule(least, minimum).begin(_peak(predicted)) >= minimum
-    with pytest.raises(GulliverError, match="memory limit.*too small"):
+    with pytest.raises(GulliverError, match=r"memory limit.*too small"):
         BudgetRule(least - 1, minimum).begin(_peak(predicted))
 
 

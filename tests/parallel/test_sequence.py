@@ -751,7 +751,7 @@ def test_bad_input_is_one_line_that_says_what_would_be_right() -> None:
     _raises("dropout of 0.1 is not supported", lambda: attention(q, q, q, groups, dropout=0.1))
     dense: Any = torch.ones(6, 6, dtype=torch.bool)
     _raises("a mask of type Tensor .* Mask", lambda: attention(q, q, q, groups, mask=dense))
-    _raises("3 KV heads do not serve 4", lambda: attention(q, q[:, :3], q[:, :3], groups))
+    _raises("3 KV heads do not divide 4", lambda: attention(q, q[:, :3], q[:, :3], groups))
     _raises("holds 6 tokens of q.*layout of 7", lambda: attention(q, q, q, groups, length=7))
     _raises("did you mean 'zigzag'", lambda: SequencePlan(layout="zigzg"))  # type: ignore[arg-type]
     _raises("must be one of 1", lambda: make_groups(SequencePlan(inner=2)))

@@ -132,7 +132,7 @@ def test_what_looks_at_all_parameters_is_refused_by_name() -> None:
         boosted(model, Own, manager, assume_elementwise=True)
     with pytest.raises(GulliverError, match="Own"):
         boosted(model, Own, assume_elementwise=True, step_in_backward=True)
-    with manager_of(model, 0.5) as manager, pytest.raises(GulliverError, match="memory need stage 3"):
+    with manager_of(model, 0.5) as manager, pytest.raises(GulliverError, match="need stage 3"):
         boosted(model, adamw, manager, stage=2)
 
 

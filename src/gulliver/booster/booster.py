@@ -381,7 +381,7 @@ class Booster(CheckpointIO):
             boosted_only(optimizer)
         holder, backward = self._optimizers[model], optimizer is not None and model.training
         if optimizer is not None and optimizer is not holder:
-            raise GulliverError("the optimizer is of another model: pass the one boosted with it")
+            raise GulliverError("the optimizer belongs to another model: pass its own")
         batch = next(data_iter)
         with guard():
             if holder.pipeline is not None:

@@ -478,7 +478,7 @@ def _read(reader: StepReader, value: Any) -> Any:
 def _check_scheduler(reader: StepReader, lr_scheduler: Any) -> None:
     kind, ours = reader.value(SCHEDULER)["kind"], type(lr_scheduler).__name__
     if kind != ours:
-        raise GulliverError(f"{reader.folder} is of {kind}, the scheduler is {ours}")
+        raise GulliverError(f"{reader.folder} has the state of {kind}, but the scheduler is {ours}")
 
 
 def random_state() -> dict[str, Any]:

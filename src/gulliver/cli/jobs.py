@@ -325,7 +325,7 @@ def simulate_jobs(config: Simulate) -> int:
     if config.at is not None and config.why is None:
         raise UsageError("--at says when a job is explained: name it with --why JOB")
     if config.why is not None and (config.compare or config.json or config.html):
-        raise UsageError("--why explains one job: leave --compare, --json and --html away")
+        raise UsageError("--why explains one job: omit --compare, --json and --html")
     jobs, cluster = _trace(config)
     policy = make_policy(config.policy, config.seed)
     if config.save is not None:

@@ -181,7 +181,7 @@ def show_answer(answer: Answer, options: Search) -> None:
 
 
 def _refusals(found: Found) -> list[str]:
-    """Reasons for excluded meshes, each with the first of its meshes."""
+    """Reasons for excluding meshes, each with the first mesh that it excludes."""
     first: dict[str, str] = {}
     for mesh, why in found.refused.items():
         first.setdefault(why, mesh)

@@ -101,7 +101,7 @@ def _read(
     check_clip(bucket.frames, bucket.height, bucket.width, config.scale)
     check_output(config.out, config.frames, config.fps)
     if read_strategy(config.step_cache) is None and config.cache_check:
-        raise UsageError("--cache-check compares with --step-cache: name one, such as first-block")
+        raise UsageError("--cache-check needs --step-cache: add one, such as first-block")
     guided, image_guided = config.guidance != 1, config.guidance_image != 1
     ranks = 1
     if not under_launcher():

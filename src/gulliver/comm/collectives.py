@@ -1,4 +1,4 @@
-"""Collectives between ranks: over gloo by our own messages, otherwise by the backend."""
+"""Collectives between ranks: point-to-point messages over gloo, else those of the backend."""
 
 from __future__ import annotations
 

@@ -476,7 +476,7 @@ class DataLoader(torch_data.DataLoader):
         return None
 
     def _find_stateful(self) -> Any:
-        """Finds the owner of the position: a data set without workers, a sampler, or None."""
+        """Finds the object with the position: a data set (without workers), a sampler, or None."""
         if self._is_iterable:
             candidates = [] if self.num_workers else [self.dataset]
         else:

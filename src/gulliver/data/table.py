@@ -106,7 +106,7 @@ class ClipTable:
         if len(set(taken)) < 2:
             which = "every" if all(taken) else "no"
             raise GulliverError(
-                f"a share of {share:g} holds out {which} clip of {len(taken)}; choose another"
+                f"a share of {share:g} holds out {which} of the {len(taken)} clips; choose another"
             )
         held = copy.copy(self)
         held.rows = [row for row, out in zip(self.rows, taken, strict=True) if out]

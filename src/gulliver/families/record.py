@@ -82,7 +82,7 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Sequences:
-    """Where sequences enter and leave a model, and the supported combinations.
+    """Entry and exit points of sequences in a model, and the supported combinations.
 
     Attributes:
         modes: exact sequence modes, each compared with a single process by a test.

@@ -184,7 +184,7 @@ class Base:
 
 
 def fingerprint_of(folder: Path) -> str:
-    """Digest of a configuration, and of names, sizes and both ends of its weights."""
+    """Digest of the configuration, and of name, size, head and tail of each weight file."""
     digest = hashlib.blake2b(digest_size=16)
     values = read_json(folder / "config.json")
     known = {k: v for k, v in values.items() if k != "transformers_version"}

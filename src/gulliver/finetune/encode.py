@@ -234,7 +234,7 @@ class Encoder:
 
     @property
     def masks(self) -> str:
-        """How the replies of conversations are found."""
+        """Method that locates the replies in conversations."""
         return "template marks" if marks_answers(self.tokenizer) else "checked prefixes"
 
     def _marked(self, samples: Sequence[TextSample]) -> Iterator[list[Example] | BadRow]:

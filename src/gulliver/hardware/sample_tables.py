@@ -30,7 +30,7 @@ Parts = Callable[[Any, int, int], tuple[float, float]]
 
 
 def no_parts(shape: str, degree: int, batch: int) -> tuple[float, float]:
-    """Reports no components for a table's seconds."""
+    """Returns no breakdown, since a table has only total times."""
     return 0.0, 0.0
 
 

@@ -245,7 +245,7 @@ class SampleCosts:
         return count * np.interp(size, [1, max(2, len(size))], ends)
 
     def _sums(self, shape: SampleShape, tokens: float, size: np.ndarray) -> np.ndarray:
-        """Seconds in which tensor ranks sum the blocks' outputs: [B], like `_messages`."""
+        """Seconds that tensor ranks spend summing block outputs, [B], as in `_messages`."""
         if self.tensor == 1 or not len(size):
             return np.zeros(len(size))
         if self.cluster is None:

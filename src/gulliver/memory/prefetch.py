@@ -234,7 +234,7 @@ class Prefetcher:
             self.mover.release(passed)
 
     def _find(self, resident: Any) -> int | None:
-        """Index of a resident in the pass; restarts the pass for one that was passed."""
+        """Index of a resident in the current pass; starts a new pass if it lies behind."""
         place = self._at.get(id(resident))
         if resident.presence is not Presence.ABSENT or not self.every:
             return place

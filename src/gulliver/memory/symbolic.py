@@ -363,8 +363,8 @@ def _grouped_products(
         if rows % ALIGNED:
             sizes = " x ".join(map(str, factor.shape[-2:]))
             raise GulliverError(
-                f"products of experts ({sizes}, {factor.dtype}) have rows of {rows} bytes, and "
-                f"torch computes multiples of {ALIGNED} alone: give sizes that divide by "
+                f"expert matmuls ({sizes}, {factor.dtype}) have rows of {rows} bytes, but torch "
+                f"needs multiples of {ALIGNED}: use sizes that are multiples of "
                 f"{ALIGNED // factor.element_size()}, or build the model with "
                 "experts_implementation='eager'"
             )

@@ -557,7 +557,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
             raise GulliverError(f"norm_type={norm_type} is not supported: use 2 or math.inf")
         if math.isnan(max_norm) or max_norm <= 0:
             raise GulliverError(
-                f"max_norm must be positive, not {max_norm}: math.inf only measures"
+                f"max_norm must be positive, not {max_norm}: math.inf measures without clipping"
             )
 
     def clip_grad_by_value(self, limit: float) -> None:

@@ -147,9 +147,9 @@ def _check_sequence(plan: Plan, model: nn.Module) -> None:
     known = family_of(model).sequences
     if plan.mesh.of("sequence") > 1 and not (known and known.causal):
         raise GulliverError(
-            f"use_fp8 and an sp_size of {plan.mesh.of('sequence')}: of {type(model).__name__} not "
-            f"all linear layers of {type(model).__name__} work on tokens, so their gradients would "
-            "be partial; leave sp_size out, or use tp_size or pp_size"
+            f"use_fp8 excludes sp_size={plan.mesh.of('sequence')}: some linear layers of "
+            f"{type(model).__name__} do not work on tokens, so their gradients would be partial; "
+            "omit sp_size, or use tp_size or pp_size"
         )
 
 

@@ -279,7 +279,7 @@ class Replay:
             self.forget(("collected", number))
 
     def _enter(self, number: int) -> None:
-        """Releases unused objects and uses the parameters of a chunk."""
+        """Releases unused objects and replays the access to a chunk's parameters."""
         if number in self._entered:
             return
         first, last = self._together[number]
@@ -548,7 +548,7 @@ class MicroBatches(MultiRankReplay):
         yield "prefetched", -1
 
     def _backward(self, names: tuple[str, ...]) -> Iterator[Event]:
-        """Uses and gradients of a micro-batch; complete chunks are unpinned."""
+        """Replays the backward of a micro-batch and unpins complete chunks."""
         left = {number: set(self.chunks[number].size.names) for number in self._homes.values()}
         first = {name: place for place, name in reversed(list(enumerate(names)))}
         for uses, members in backward_uses(names, self._replay.state.blocks):

@@ -106,7 +106,7 @@ def jobs_of(view: View, left: list[float]) -> Jobs:
 
 
 def useful_goodputs(goodputs: np.ndarray) -> np.ndarray:
-    """Zeroes numbers of slots that are no faster than fewer."""
+    """Sets the goodput to zero for slot counts that are no faster than a smaller one."""
     before = np.maximum.accumulate(np.concatenate([[0.0], goodputs[:-1]]))
     return np.where(goodputs > before, goodputs, 0.0)
 

@@ -435,7 +435,7 @@ def read_tokenizer(path: Path) -> Any:
     }
     kind, tokens = about.get("model"), about.get("tokens", [])
     if kind not in _BUILDERS:
-        raise GulliverError(f"{path}: a tokenizer of type {kind!r} is not read: gpt2 and llama are")
+        raise GulliverError(f"{path}: tokenizer type {kind!r} is not supported; use gpt2 or llama")
     built = _BUILDERS[kind](path, about)
     types = about.get("token_type", [])
     for wanted, special in ((CONTROL, True), (USER_DEFINED, False)):

@@ -98,7 +98,7 @@ def cache_blocks(
             )
     if blocks < 1:
         raise GulliverError(
-            f"the cache has no room for one block, {size_text(block_bytes)}: give more"
+            f"the cache is too small for one block of {size_text(block_bytes)}: make it larger"
         )
     if blocks * block_bytes > free:
         raise GulliverError(

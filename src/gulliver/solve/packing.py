@@ -247,7 +247,7 @@ class NativeTables:
         self._tries = built.Tries(TRIES, CLOSE, FIRST, SHORTER, list(WIDENED), list(OTHERWISE))
 
     def learn(self, number: int, ends: Mapping[int, list[float]], rate: float) -> None:
-        """Sets the end times of a shape by degree, and its minimum rank seconds per sample."""
+        """Stores the end times of a shape by degree, and its minimum rank-seconds per sample."""
         self._core.learn(number, list(map(int, ends)), list(ends.values()), rate)
 
     def packing(self, numbers: Sequence[int], counts: Sequence[int]) -> NativePacking:
@@ -256,7 +256,7 @@ class NativeTables:
 
 
 def packer_problem() -> str | None:
-    """Returns why the extension is not used; None if it is."""
+    """Returns the reason the extension is not used, or None if it is."""
     wanted = os.environ.get("GULLIVER_PACKER", "")
     if wanted and wanted not in PACKERS:
         raise GulliverError(f"GULLIVER_PACKER={wanted!r} is unknown: {nearest(wanted, PACKERS)}")

@@ -508,7 +508,7 @@ class Tier(Protocol):
 
 
 class Transit:
-    """Uses a middle tier for the moves of the faster tier."""
+    """Routes transfers of the fast tier through a middle tier."""
 
     def __init__(self, tier: Tier, behind: int) -> None:
         self._tier, self._behind = tier, behind

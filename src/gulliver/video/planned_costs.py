@@ -200,7 +200,7 @@ class ClipShapes:
         return not any(shape.pixels for shape in self.buckets)
 
     def arriving(self, order: ClipOrder) -> list[SampleShape] | ArrivingShapes:
-        """Shapes of a planner's samples: a table's, or a stream assigned anew every epoch."""
+        """Shapes of a planner's samples: a table's, or a stream that is reassigned every epoch."""
         if order.is_dealt:
             return ArrivingShapes(self, order)
         return [self.of[bucket] for bucket in order.epoch(0)[1]]

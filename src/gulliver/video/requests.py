@@ -445,7 +445,7 @@ def _in_batches(
 def given_latents(
     pieces: Sequence[ClipPiece], autoencoder: VideoAutoencoder, device: torch.device
 ) -> tuple[Tensor, Tensor] | tuple[None, None]:
-    """Encodes the given frames and places them."""
+    """Encodes the given frames and puts their latents at the requested positions."""
     if not pieces[0].conditioned:
         return None, None
     bucket = pieces[0].bucket

@@ -73,8 +73,8 @@ def split(batch: Batch, parts: int) -> list[MicroBatch]:
             )
     if samples < parts:
         raise GulliverError(
-            f"a batch of {samples} samples cannot be split into {parts} micro-batches: at least "
-            f"{parts} samples, or num_microbatches={samples}"
+            f"a batch of {samples} samples cannot be split into {parts} micro-batches: use at "
+            f"least {parts} samples, or num_microbatches={samples}"
         )
     sizes = [samples // parts + (n < samples % parts) for n in range(parts)]
     made, start = [], 0

@@ -108,7 +108,7 @@ def check_optimizer(
     tp_size: int = 1,
     pp_size: int = 1,
 ) -> None:
-    """Rejects an optimizer that would get less than it needs."""
+    """Rejects an optimizer that needs more than the shards of this rank."""
     name = type(optimizer).__name__
     if _is_torchs(optimizer) and name in NEVER:
         raise GulliverError(f"ZeRO cannot run {name}: {NEVER[name]}, or {name} without gulliver")

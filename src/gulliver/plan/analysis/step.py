@@ -208,7 +208,7 @@ def _modules(
 
 
 def _work(operators: Sequence[Operator], templates: Sequence[str]) -> dict[tuple[str, str], Cost]:
-    """Work by path and phase; inside a replayed call, that of one call."""
+    """Work by path and phase; a replayed call counts once."""
     found = dict[tuple[str, str], Cost]()
     for operator in operators:
         path = operator.path

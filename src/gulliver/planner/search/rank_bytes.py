@@ -422,7 +422,7 @@ def _most_together(chunks: Sequence[int], count: int) -> int:
 
 
 def stages_of(rank: int, ranks: int, chunks: int, folded: bool) -> list[int]:
-    """Numbers of the stages on a rank of a pipeline."""
+    """Indices of the pipeline stages on a rank."""
     if folded:
         return [rank, 2 * ranks - 1 - rank]
     return [rank + n * ranks for n in range(chunks)]

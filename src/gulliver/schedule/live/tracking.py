@@ -333,7 +333,7 @@ class LiveJob:
         return state
 
     def _ready(self, job: Job) -> float:
-        """Time from which it makes progress on its assigned slots."""
+        """Time at which the job starts to make progress on its assigned slots."""
         if self.phase is Phase.RUNNING and self.held == self.assigned:
             return 0.0
         if self.phase is Phase.STARTING:

@@ -14,7 +14,7 @@ from gulliver.options import AT_LEAST_1, SEED, Options, Range, byte_size
 KEY_VARIABLE = "GULLIVER_API_KEY"
 """Environment variable with the key, where no option gives it."""
 BODY_BASE, BODY_TOKEN = 64 * 1024, 32
-"""Bytes of a body besides its prompt, and per token of it: some characters, escaped."""
+"""Bytes of a body excluding its prompt, and per token of the prompt, escapes included."""
 PROBE_S = 15
 """Seconds without a byte after which the kernel asks whether a client is there."""
 UNREAD_BYTES = 128 * 1024
@@ -23,7 +23,7 @@ UNREAD_BYTES = 128 * 1024
 
 @dataclass(frozen=True)
 class ServerOptions(Options):
-    """Limits of a server, all finite.
+    """Limits of a server; every limit is finite.
 
     Attributes:
         host: Address to listen at; 0.0.0.0 lets other machines in.
@@ -31,7 +31,7 @@ class ServerOptions(Options):
         name: Name that clients give the model; that of the folder by default.
         api_key: Key that clients must send; the variable GULLIVER_API_KEY says it where no list
             of processes shows it.
-        queue: Answers that may wait beside those that run; more are refused with 429.
+        queue: Requests that may wait while others run; more get status 429.
         most_n: Most answers to a prompt.
         max_tokens: Most tokens of an answer; what the context leaves by default.
         body_bytes: Largest body of a request, such as 1MiB; by default 64 KiB and 32 bytes a token.

@@ -117,7 +117,7 @@ def lesson_of(
 def _read(
     model: Any, tokens: Tensor, layers: Sequence[int], rows: bool
 ) -> tuple[_KeptKeys, Tensor]:
-    """Runs a model on texts; computes one row of logits if none are needed."""
+    """Runs a model on texts; if no logits are needed, computes only one row."""
     count, length = tokens.shape
     kept = _KeptKeys(count, layers)
     positions = torch.arange(length, device=tokens.device).repeat(count)
