@@ -243,7 +243,8 @@ def test_words_are_completed(
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion_scripts_are_valid(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
     run(["completion", shell])
-    assert "gulliver" in (script := capsys.readouterr().out)
+    script = capsys.readouterr().out
+    assert "gulliver" in script
     if shutil.which(shell) is None:
         pytest.skip(f"{shell} is not installed")
     subprocess.run([shell, "-n"], input=script, text=True, check=True, timeout=60)
