@@ -1,8 +1,4 @@
-"""Fixtures of the whole suite: the pool of workers, deadlines, and which cases run by default.
-
-With `-n` every process of pytest-xdist has a pool and a server of its own; what is computed once
-for all of them lies in a folder that they share (`tests/references.py`).
-"""
+"""Fixtures of the whole suite: the pool of workers, deadlines, and which cases run by default."""
 
 from __future__ import annotations
 
@@ -33,6 +29,9 @@ LONG_CASES = Path(__file__).with_name("long_cases.txt")
 FEWER, LEAST_EXAMPLES = 4, 10
 """Without --full hypothesis tries a fourth of a test's examples, and no fewer than these."""
 STDERR = pytest.StashKey[int]()
+
+
+os.environ.pop("COLUMNS", None)  # a width that tables are abridged to
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
