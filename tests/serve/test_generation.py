@@ -19,8 +19,6 @@ from gulliver.errors import GulliverError
 from gulliver.models import VideoAutoencoder
 from gulliver.video import DataConfig, Request, SamplingConfig, TrainConfig, VideoModel, extend
 from gulliver.video import demo as _demo
-from gulliver.video import demo as _evaluate
-from gulliver.video import digits as _judges
 from gulliver.video.config import AutoencoderConfig, DemoConfig, OptimizerConfig
 from gulliver.video.demo import TASKS, demonstrate, evaluate, real_clips, requests_of
 from gulliver.video.digits import MovingDigits
@@ -36,7 +34,6 @@ from gulliver.video.media import (
 from gulliver.video.planned_training import train
 from gulliver.video.public_models import save_autoencoder
 from tests.pool import Pool
-from tests.references import computed_once
 
 QUICK = SamplingConfig(steps=3)
 BUCKET = Bucket(9, 32, 32)
@@ -218,13 +215,6 @@ def test_a_sheet_holds_every_clip_in_its_place(tmp_path: Path) -> None:
     assert (tmp_path / "s.png").is_file()
 
 
-@pytest.fixture
-def _trained_judges(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Judges are trained once in a session."""
-    monkeypatch.setattr(_evaluate, "train_judges", computed_once(_evaluate.train_judges))
-
-
-@pytest.mark.usefixtures("_trained_judges")
 def test_evaluation_counts_what_the_judges_see(model: VideoModel) -> None:
     figures = evaluate(model, samples=6, sampling=QUICK, show=False).figures()
     assert figures["ceiling"]["digit"] > 0.95
@@ -362,7 +352,7 @@ def test_a_cache_says_what_it_saved_and_how_far_its_clip_is(
     assert "calls saved: blocks 50 of 60" in longer
     assert re.search(r"PSNR to the clip without cache: \d+\.\d dB +the digit 3", told)
     assert "inf dB" in called("--cache", "first-block:0", "--cache-check")
-    assert "name one" in called("--cache-check")
+    assert "--step-cache" in called("--cache-check")
     assert "unknown cache 'first'" in called("--cache", "first")
 
 
@@ -385,9 +375,6 @@ def test_the_demonstration_leaves_its_report(
 
         monkeypatch.setattr(_demo, "SamplingConfig", lambda: QUICK)
         monkeypatch.setattr(_demo, "launch", launched)
-        # What they see is of no interest here, and tests/video/test_judges.py has some that see
-        # well.
-        monkeypatch.setattr(_judges, "READER_STEPS", 8)
     config = DemoConfig(out=tmp_path, ranks=2, steps=6, autoencoder_steps=6, samples=5)
     figures = demonstrate(config)
     saved = read_json(tmp_path / "report.json")

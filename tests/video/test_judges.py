@@ -6,16 +6,12 @@ import pytest
 import torch
 
 from gulliver.data import Bucket
-from gulliver.video.digits import DigitReaders, MovingDigits, ceiling, train_judges
-from tests.references import computed_once
-
-# They train for half a minute; `tests/serve/test_generation.py` shows judges that learn less.
-pytestmark = pytest.mark.full
+from gulliver.video.digits import DigitReaders, MovingDigits, ceiling, load_judges
 
 
 @pytest.fixture(scope="module")
 def judges() -> DigitReaders:
-    return computed_once(train_judges)()
+    return load_judges()
 
 
 @pytest.mark.parametrize("bucket", [Bucket(13, 32, 32), Bucket(9, 24, 40)], ids=str)

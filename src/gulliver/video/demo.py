@@ -37,8 +37,8 @@ from gulliver.video.digits import (
     MovingDigits,
     Scores,
     ceiling,
+    load_judges,
     sentence,
-    train_judges,
 )
 from gulliver.video.media import SheetRow, contact_sheet, loss_curve
 from gulliver.video.pipeline import VideoModel
@@ -178,7 +178,7 @@ def evaluate(
         )
     if samples < 1:
         raise GulliverError(f"--samples {samples} must be at least 1")
-    judges = train_judges()
+    judges = load_judges()
     shapes = parse_shapes(config.data.shapes)
     bucket = max(shapes, key=lambda one: shapes[one])
     hidden = sorted(parse_held_out(config.data.held_out))

@@ -17,11 +17,11 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from gulliver.data.clips import Bucket, Clip
 from gulliver.errors import GulliverError, missing_extra
-from gulliver.jobs.log import derive
 
 DIGITS = tuple("0123456789")
 DIRECTIONS = ("left", "right", "up", "down")
@@ -200,8 +200,6 @@ INK = 0.2
 """Fainter pixels are noise and do not count for the center."""
 STILL = 0.15
 """Speed in pixels per frame below which nothing moves."""
-READER_STEPS, READER_BATCH = 500, 64
-_SEEN = Bucket(5, 32, 32)
 
 
 @dataclass(frozen=True)
@@ -278,29 +276,10 @@ class DigitReaders:
         return Scores(right_digit / count, right_direction / count, right_both / count, count)
 
 
-def train_judges() -> DigitReaders:
-    """Trains the reader on real clips of the training handwriting (takes a few seconds)."""
-    torch.manual_seed(derive(0, 20))
-    dataset = MovingDigits(
-        "train", READER_STEPS * READER_BATCH, seed=derive(0, 21), shapes={_SEEN: 1}
-    )
+def load_judges() -> DigitReaders:
+    """Loads the reader that `python -m tools.judges` trained on clips of the training split."""
     reader = DigitReader()
-    optimizer = torch.optim.Adam(reader.parameters(), lr=2e-3)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, READER_STEPS)
-    for step in range(READER_STEPS):
-        indices = list(range(step * READER_BATCH, (step + 1) * READER_BATCH))
-        read = [dataset.labels(i)[0] for i in indices]
-        windows, _ = windows_around_ink(dataset.batch(indices)[:, :, [0, -1]])
-        # Augmented with faint noise and small shifts, so that blurred clips are recognized as
-        # people would.
-        windows = windows + 0.1 * torch.randn_like(windows)
-        windows = windows.roll(tuple(torch.randint(-1, 2, (2,)).tolist()), (-2, -1))
-        targets = torch.tensor(read).repeat_interleave(2)
-        loss = F.cross_entropy(reader(windows), targets, label_smoothing=0.05)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        schedule.step()
+    reader.load_state_dict(load_file(Path(__file__).with_name("judges.safetensors")))
     return DigitReaders(reader)
 
 
