@@ -407,7 +407,7 @@ def _wrong_uses(world: World, plugin: dict[str, Any]) -> dict[str, str]:
 
 WRONG = {
     "boosted twice": "Muon and AdamW, need LowLevelZeroPlugin below stage 3",
-    "another optimizer": "of another model",
+    "another optimizer": "another model",
     "state": "booster.save_optimizer",
     "another save": "save_huggingface",
     "copy": "not a copy",
