@@ -1,4 +1,4 @@
-"""Converts memory options of plugins to the section `tiers` of a plan; picks chunk sizes."""
+"""Converts memory options of plugins to the plan's `tiers` section; chooses chunk sizes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from gulliver.planner.residency import chunk_sizes, tier_rates
 from gulliver.planner.resolve import cut_model
 
 _ANY = 2**60
-"""Memory that a share is of while only its text is checked."""
+"""Any memory size, to which a share applies while only its syntax is checked."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ def plan_tiers(
 
 @dataclass(frozen=True)
 class OffloadTiers:
-    """Host memory and disk of a rank, for state that does not fit on its device."""
+    """Host memory and disk available to a rank, for state that does not fit on its device."""
 
     # Bytes of page-locked host memory of a rank; 0 for none.
     host: int = 0
@@ -183,7 +183,7 @@ class OffloadTiers:
         return self.host + self.disk_bytes
 
     def check(self, cluster: Cluster) -> None:
-        """Rejects tiers that the machines lack or whose speed is unknown."""
+        """Rejects tiers that the machines lack, or whose speed is unknown."""
         if self.host and host_rates(cluster.device) is None:
             raise GulliverError(
                 f"host={size_text(self.host)}: ranks of {cluster.name} compute in host memory, "
