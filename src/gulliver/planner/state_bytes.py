@@ -100,7 +100,7 @@ class StateBytes:
         return self.parts > 1 or self.chunks[number].copied
 
     def together(self) -> list[tuple[int, int]]:
-        """For each chunk, the first and last chunk in use at the same time.
+        """Returns, for each chunk, the first and last chunk in use at the same time.
 
         A recomputed block uses its parameters until its gradients are complete.
         """

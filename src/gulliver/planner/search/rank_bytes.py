@@ -27,7 +27,7 @@ GATHERED = AHEAD + 2
 PUTS_OFF = ("zero_bubble", "zbv")
 """Schedules that defer weight gradients."""
 COLLECTED = IN_FLIGHT + 1
-"""From stage 2, chunks with full gradients: those being reduced, and one being filled."""
+"""Number of chunks with full gradients from stage 2: being reduced or being filled."""
 WIDE = 4
 """Bytes per float32 element."""
 
