@@ -354,7 +354,7 @@ def _refuse_unknown(row: Row | None, form: str) -> None:
 
 
 def _columns_of(row: Row, form: str, filled: bool = False) -> tuple[str, ...] | None:
-    """Returns a row's columns for a form, or None if any is missing (with `filled`, or empty)."""
+    """Returns a row's columns for a form, or None if any is missing (or empty, with `filled`)."""
     for columns in COLUMNS[form]:
         # A table has a column for all rows, with None where a row has no value.
         empty = filled and any(row.values.get(name) is None for name in columns)
