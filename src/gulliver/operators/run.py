@@ -1,9 +1,9 @@
-"""Runs the calls of a forward as planned, on DTensors.
+"""Runs the calls of a forward pass as planned, on DTensors.
 
-A function mode sees every torch function that the model calls, in order, and rejects calls that
-were not planned. Inputs are converted to the layout of the call by the cheapest conversion, every
-rank calls the function on its shards, and outputs become DTensors again. So the model's code is
-unchanged and sees the shapes of full tensors.
+A function mode intercepts every torch function that the model calls, and rejects calls that were
+not planned. Inputs are converted to the layout of the call, every rank calls the function on its
+shards, and outputs become DTensors again. The model's code is unchanged and sees the shapes of full
+tensors.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from gulliver.operators.trace import OperatorCall, Ref, Trace, name_of
 
 Placements = tuple[Placement, ...]
 VALUE = "_gulliver_value"
-"""Attribute of a DTensor: number of the value that it is."""
+"""Attribute of a DTensor with the number of its value."""
 FORKED = "_gulliver_fork"
-"""A DTensor's fork."""
+"""Attribute of a DTensor with the output of its fork."""
 
 
 # [Note: two graphs in one] Between calls autograd's graph consists of DTensors, inside a call of
@@ -45,7 +45,7 @@ FORKED = "_gulliver_fork"
 # and converted.
 @dataclass(frozen=True)
 class PlannedCall:
-    """A call with its layouts."""
+    """A call with its planned layouts."""
 
     # Call of the trace.
     call: OperatorCall
@@ -62,7 +62,7 @@ class PlannedCall:
 
 
 class OperatorMode(TorchFunctionMode):
-    """Runs the calls of one forward."""
+    """Runs the calls of one forward pass."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class OperatorMode(TorchFunctionMode):
             raise self._other("the end", self._calls[self._at])
 
     def left(self, tensor: Tensor, number: int, layout: Layout) -> Tensor:
-        """Converts the model's output to a plain full tensor."""
+        """Converts an output of the model to a plain full tensor."""
         if not isinstance(tensor, DTensor):
             return tensor
         whole = (Replicate(),) * len(self._sizes)
@@ -204,11 +204,10 @@ class OperatorMode(TorchFunctionMode):
         return found
 
     def kept(self, tensor: Tensor) -> Tensor:
-        """Detaches a tensor."""
         return plain(tensor) if isinstance(tensor, DTensor) else tensor
 
     def replayed(self, planned: PlannedCall, sources: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
-        """Shards of a call's inputs, converted again, and a function that runs the call on them."""
+        """Converts inputs again; returns their shards and a function that repeats the call."""
         with torch.no_grad():
             parts = [self._part(planned, n, t) for n, t in enumerate(sources)]
         trains = [self._trace.values[v].trains for v in planned.call.takes]
@@ -237,13 +236,12 @@ def spread(
 
 
 def local_of(tensor: DTensor) -> Tensor:
-    """This rank's shard of a DTensor, without autograd."""
     with torch.no_grad():
         return tensor.to_local()
 
 
 def changed(tensor: DTensor, wanted: Placements) -> DTensor:
-    """Converts a tensor to another layout, without autograd."""
+    """Converts a DTensor to another layout, without autograd."""
     if tuple(tensor.placements) == tuple(wanted):
         return tensor
     with torch.no_grad():
@@ -251,7 +249,7 @@ def changed(tensor: DTensor, wanted: Placements) -> DTensor:
 
 
 def plain(tensor: DTensor, mesh: DeviceMesh | None = None) -> DTensor:
-    """The same DTensor without autograd."""
+    """Detaches a DTensor from autograd."""
     # `detach` would return the mesh of the first DTensor of that form in this process, which torch
     # caches and whose process groups may be destroyed.
     mesh = mesh or tensor.device_mesh
@@ -306,7 +304,7 @@ class _Leave(torch.autograd.Function):
 
 
 def _behind_fork(tensor: Tensor, number: int) -> Tensor:
-    """The output of a value's fork, if a call reads it."""
+    """Returns the output of a value's fork if the call reads it, otherwise the tensor."""
     if isinstance(tensor, DTensor) and getattr(tensor, VALUE, number) != number:
         return vars(tensor).get(FORKED, tensor)
     return tensor
