@@ -46,7 +46,6 @@ def map_leaves(batch: Any, visit: Callable[[Any], Any]) -> Any:
 
 
 def move_tensors(batch: Any, device: torch.device) -> Any:
-    """Copies the tensors of a batch to a device."""
     return map_leaves(batch, lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf)
 
 
@@ -198,7 +197,6 @@ class PinnedArena:
         self._held: deque[tuple[CopyEvent, list[Tensor]]] = deque()
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """Copies a host tensor into the arena."""
         return self.copy_all([tensor])[0]
 
     def copy_all(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -402,7 +400,6 @@ def _unlock(runtime: Any, address: int, memory: np.ndarray) -> None:
 
 
 def batch_bytes(batch: Any) -> int:
-    """Number of bytes that a batch needs in an arena."""
     total = 0
 
     def count(leaf: Any) -> Any:

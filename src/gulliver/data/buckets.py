@@ -168,7 +168,6 @@ def _square_of(name: str) -> Resolution | None:
 
 @cache
 def resolution(name: str) -> Resolution:
-    """Returns a resolution by name."""
     if name in VIDEO_SIZES:
         pixels, sizes = VIDEO_SIZES[name]
         return Resolution(name, pixels, _table(VIDEO_RATIOS, sizes))

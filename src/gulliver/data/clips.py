@@ -107,7 +107,6 @@ def open_video(path: Path) -> Iterator[tuple[Any, Any]]:
 
 
 def upright_frames(path: Path) -> Iterator[Frame]:
-    """Yields the upright frames of a file."""
     with open_video(path) as (container, stream):
         rate = float(stream.average_rate or stream.guessed_rate or 0)
         turn = None
@@ -124,7 +123,6 @@ def rate_shown(stated: float, frames: int, span: float) -> float:
 
 
 def stacked(frames: list[Frame]) -> np.ndarray:
-    """Stacks frames into an array, uint8 [T, H, W, 3]."""
     try:
         return np.stack([frame.pixels() for frame in frames])
     except ValueError as error:

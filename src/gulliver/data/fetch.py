@@ -268,7 +268,6 @@ class WorkerStart:
 
 
 def length_of(sized: Any) -> int | None:
-    """Returns the length of an object, or None if it has none."""
     try:
         return len(sized)
     except (TypeError, NotImplementedError):

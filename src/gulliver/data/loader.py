@@ -184,7 +184,6 @@ def _moved(
 
 
 def _attempt(function: Callable[[Any], Any], argument: Any) -> tuple[Any, BaseException | None]:
-    """Returns a function's result and its exception."""
     try:
         return function(argument), None
     except BaseException as error:

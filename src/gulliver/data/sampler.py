@@ -32,7 +32,6 @@ def set_state(generator: torch.Generator, state: str) -> None:
 
 
 def check_content(state: Any) -> None:
-    """Rejects values that are not the state of a loader."""
     if not isinstance(state, Mapping) or not set(state) >= KEYS:
         raise GulliverError("this is not the state of a data loader: it has no position")
 
@@ -129,7 +128,6 @@ class ResumableSampler(ABC):
             yield self._share(order[number], epoch, number)
 
     def set_epoch(self, epoch: int) -> None:
-        """Moves to the start of an epoch."""
         self.epoch, self.done = epoch, 0
 
     def state_dict(self) -> dict[str, Any]:

@@ -362,7 +362,6 @@ class EndOfClip(GulliverError):
 
 
 def span_of(frames: int, interval: int) -> int:
-    """Number of consecutive frames that a window spans."""
     return (frames - 1) * interval + 1
 
 

@@ -113,13 +113,11 @@ class Costs(Protocol):
         """Possible degrees, up to a number of ranks."""
         ...
 
-    def tokens(self, shape: Any) -> int:
-        """Number of tokens in a sample."""
-        ...
+    def tokens(self, shape: Any) -> int: ...
 
-    def batches(self, shape: Any, degree: int, pac: bool = True, most: int = 4096) -> BatchCosts:
-        """Costs of micro-batches of 1, 2, ... samples."""
-        ...
+    def batches(
+        self, shape: Any, degree: int, pac: bool = True, most: int = 4096
+    ) -> BatchCosts: ...
 
 
 def alone(costs: Costs) -> Costs:
@@ -141,7 +139,6 @@ def efficient_batch(costs: Costs, shape: Hashable, pac: bool) -> int:
 
 
 def checked_degrees(costs: Costs, ranks: int, intra: bool, degree: int | None) -> tuple[int, ...]:
-    """Degrees that groups may have."""
     known = costs.degrees(ranks)
     if intra:
         if degree is not None:

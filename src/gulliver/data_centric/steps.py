@@ -53,12 +53,10 @@ class RankGroup:
 
     @property
     def degree(self) -> int:
-        """Number of ranks that share each sample."""
         return len(self.ranks)
 
     @property
     def seconds(self) -> float:
-        """Predicted seconds of the group's micro-batches in sequence."""
         return sum(batch.seconds for batch in self.micro_batches) + self.filling
 
     @property
@@ -118,7 +116,6 @@ class StepPlan:
         return max(0.0, 1 - busy / (self.ranks * self.seconds))
 
     def groups_of(self, rank: int) -> tuple[RankGroup, ...]:
-        """Returns the groups of a rank in this step, one per phase."""
         return tuple(group for group in self.all_groups if rank in group.ranks)
 
     def __iter__(self) -> Iterator[tuple[RankGroup, MicroBatch]]:
@@ -203,7 +200,6 @@ class Phases:
         self._known: dict[frozenset[tuple[Shape, int]], tuple[dict[Shape, int], ...]] = {}
 
     def forget(self) -> None:
-        """Clears cached phases, after costs have changed."""
         self._known.clear()
 
     def solved(self, shapes: Mapping[Shape, int]) -> SolvedStep:

@@ -106,7 +106,6 @@ class SampleWindow:
         self._advance()
 
     def draw(self, count: int) -> tuple[np.ndarray, list[Shape]]:
-        """Draws up to `count` samples."""
         found: list[tuple[int, Shape]] = []
         if self._next is not None:
             found = [self._next, *itertools.islice(self._samples, count - 1)]
@@ -176,7 +175,6 @@ class Queue:
     def put_back(
         self, samples: Sequence[tuple[int, Shape]], weights: Callable[[Shape], float]
     ) -> None:
-        """Returns samples to the front of the queue."""
         own = np.cumsum([weights(shape) for _, shape in samples])
         self._ends = np.concatenate((own, own[-1] + self._ends - self._start))
         self._start = 0.0

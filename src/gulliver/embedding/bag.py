@@ -439,7 +439,6 @@ class CachedEmbeddingBag(nn.Module):
 def make_tables(
     rows: int | Mapping[str, int], padding: int | Mapping[str, int] | None, name: str
 ) -> list[Table]:
-    """Lays out the tables consecutively."""
     named = rows if isinstance(rows, Mapping) else {name: rows}
     if not named:
         raise GulliverError("num_embeddings names no table; name at least one")

@@ -60,7 +60,6 @@ class Bags:
 
 
 def check_ids(table: Table, ids: Tensor) -> None:
-    """Rejects ids out of a table's range."""
     if not isinstance(ids, Tensor) or ids.dtype not in INTEGERS:
         kind = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
         raise GulliverError(f"table {table.name!r}: ids must be int64 or int32, not {kind}")
@@ -147,7 +146,6 @@ def several_tables(
     mode: str,
     last: bool,
 ) -> Bags:
-    """Converts the inputs of several tables to bags."""
     if isinstance(ids, Tensor):
         return _one_each(tables, ids, offsets, weights, mode)
     names = [table.name for table in tables]

@@ -161,7 +161,6 @@ ROW_OPTIMIZERS: dict[type[Optimizer], RowOptimizer] = {
 
 
 def row_optimizer(optimizer: Optimizer, states: Mapping[str, RowState] | None) -> RowOptimizer:
-    """Returns the per-row state of an optimizer."""
     if states is not None:
         return RowOptimizer(lambda group: dict(states))
     found = ROW_OPTIMIZERS.get(type(optimizer))
@@ -207,7 +206,6 @@ class AttachedOptimizer:
         optimizer.register_load_state_dict_pre_hook(self._read_state)
 
     def first_rows(self, count: int) -> dict[str, Tensor]:
-        """Returns the initial states of new rows."""
         return {name: self._filled(state, count) for name, state in self._states.items()}
 
     def _group(self) -> dict[str, Any]:

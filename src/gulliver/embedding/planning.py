@@ -62,7 +62,6 @@ class FirstRows:
         self.dtype = torch.float32 if given is None else given.dtype
 
     def rows(self, name: str, begin: int, stop: int) -> Tensor:
-        """Returns rows `begin` to `stop` (exclusive) of a table."""
         number, table = self._tables[name]
         if self._given is not None:
             return self._given[table.first + begin : table.first + stop].detach().cpu()

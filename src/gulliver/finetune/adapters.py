@@ -125,7 +125,6 @@ def _read(folder: Path) -> Mapping[str, Any]:
 
 
 def check_adapter(folder: Path, fingerprint: str) -> None:
-    """Rejects an adapter of another base model."""
     _read(folder)
     if (folder / FACTS).is_file():
         base = read_json(folder / FACTS).get("base")
@@ -138,7 +137,6 @@ def check_adapter(folder: Path, fingerprint: str) -> None:
 def fill_adapters(
     own: Mapping[str, nn.Parameter], saved: Mapping[str, Tensor], folder: Path
 ) -> None:
-    """Loads saved values into the adapters."""
     for name in dict.fromkeys((*own, *saved)):
         ours = tuple(own[name].shape) if name in own else None
         theirs = tuple(saved[name].shape) if name in saved else None

@@ -257,7 +257,6 @@ class StepSampler(ResumableSampler):
         return digest.hexdigest()
 
     def batches(self, epoch: int) -> list[Rows]:
-        """Samples the rows of each step of an epoch."""
         draw = np.random.Generator(np.random.Philox(key=[self.seed % 2**64, epoch]))
         ties = (
             draw.permutation(len(self.lengths)) if self._shuffle else np.arange(len(self.lengths))

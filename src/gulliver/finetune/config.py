@@ -234,7 +234,6 @@ def check_finetune(config: FinetuneConfig) -> FinetuneConfig:
 
 
 def _check_out(config: FinetuneConfig, model: Path) -> None:
-    """Rejects a run folder that overlaps with the inputs."""
     out = config.out.resolve()
     folders = [("--model", model), ("--adapter", config.adapter)]
     files = [("--data", path) for path in config.data]

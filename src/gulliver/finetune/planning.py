@@ -79,7 +79,6 @@ class PlannedRun:
 
     @property
     def seconds(self) -> float:
-        """Predicted seconds per optimizer step."""
         one = self.plan.predicted.seconds
         return self.accumulate * (one.step - one.update) + one.update
 
@@ -216,7 +215,6 @@ def _room(config: FinetuneConfig, ranks: int) -> int | None:
 
 
 def fitting(config: Any, plan: Plan, places: int, accumulate: int) -> PlannedRun:
-    """Returns a plan that fits in the available memory."""
     memory, work = plan.memory, plan.work
     state = sum(getattr(memory, kind) for kind in STATE)
     if plan.limited:

@@ -117,7 +117,6 @@ class FinetuneJob:
         return row_length(self.data, self.packing)
 
     def batches(self, place: int, held_out: bool = False) -> Any:
-        """Returns the loader of a rank's micro-batches."""
         return loader_of(
             self.config,
             self.data.held_out if held_out else self.data.train,
@@ -132,7 +131,6 @@ class FinetuneJob:
 
 
 def row_length(data: TextData, packing: bool) -> int:
-    """Length of the longest row of a dataset in tokens."""
     if packing:
         return int(data.facts["length"])
     return max(map(len, (*data.train, *data.held_out)))
@@ -306,7 +304,6 @@ def _prompts(
 
 
 def _bytes_of_run(job: FinetuneJob) -> int:
-    """Maximum disk space in bytes for all files of a run."""
     plan, config = job.planned.plan, job.config
     # Each checkpoint has float32 weights and both moments of the trained parameters.
     weights = 4 * plan.model.trainable

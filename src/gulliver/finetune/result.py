@@ -179,7 +179,6 @@ def write_result(
 
 
 def _chosen(job: FinetuneJob, run: FinetuneRun, best: int) -> tuple[Path, str]:
-    """Returns the folder with the resulting weights, and a description."""
     if job.config.result == "best" and best >= 0:
         if best == 0 and job.config.method != "lora":
             return job.base.folder, f"the initial weights ({NO_BETTER})"

@@ -204,7 +204,6 @@ class Prompt:
 def prompts_of(
     examples: Sequence[Example], count: int, texts: Sequence[str], tokenizer: Any
 ) -> list[Prompt]:
-    """Returns prompts from evenly spaced examples and from the user's texts."""
     chosen = sorted({len(examples) * n // count for n in range(count)}) if count else []
     found = [_prompt_of(examples[number]) for number in chosen if number < len(examples)]
     for text in texts:

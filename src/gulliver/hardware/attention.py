@@ -185,7 +185,6 @@ def head_exchange_bytes(split: SequenceSplit, shape: AttentionShape) -> float:
 
 
 def exchange_launches(ranks: int) -> float:
-    """Packing operations of one head exchange."""
     return EXCHANGE_LAUNCHES + EXCHANGE_RANK_LAUNCHES * ranks
 
 
@@ -265,7 +264,6 @@ class _Lines:
         return (split.outer - 1) * max(turn, slow) + turn
 
     def exchange_seconds(self, sent: float) -> float:
-        """Seconds of an all-to-all in which each rank sends `sent` bytes."""
         u = self._split.ulysses
         if u == 1:
             return 0.0

@@ -62,7 +62,6 @@ ZERO_ALLOWED = {"alpha_s", "launch_s", "latency_s", "error", "spread", "rank_ord
 
 
 def read(kind: Any, values: Any, where: str) -> Any:
-    """Builds a dataclass from values read from a file."""
     if not isinstance(values, dict):
         raise GulliverError(f"{where} has no {kind.__name__.lower()}")
     known = {f.name: f for f in fields(kind)}
@@ -141,7 +140,6 @@ RANKS = (1, 1e6), "ranks", "64 nodes are 64"
 def check_plausible(
     values: Iterable[tuple[str, float | None, tuple[tuple[float, float], str, str]]], where: str
 ) -> None:
-    """Rejects implausible values."""
     for name, value, ((least, most), unit, example) in values:
         if value is not None and not least <= value <= most:
             raise GulliverError(
@@ -358,7 +356,6 @@ class Cluster:
 
 
 def _bounded(cluster: Cluster) -> list[tuple[str, float | None, Any]]:
-    """Rates that are checked for wrong units, with their plausible ranges."""
     device = cluster.device
     found: list[tuple[str, float | None, Any]] = [
         ("device.memory_rate", device.memory_rate, RATE),
@@ -378,7 +375,6 @@ def _bounded(cluster: Cluster) -> list[tuple[str, float | None, Any]]:
 
 
 def described_names() -> list[str]:
-    """Names of the cluster descriptions in the library."""
     folder = resources.files("gulliver.hardware") / "described"
     return sorted(f.name.removesuffix(".yaml") for f in folder.iterdir() if f.name.endswith("yaml"))
 

@@ -130,7 +130,6 @@ class TieredSeconds:
 
 
 def tiered_seconds(visits: Sequence[Visit], rates: TierRates) -> TieredSeconds:
-    """Simulates a repeating step."""
     # A visit begins when the previous one has ended; then its transfers are queued, and it computes
     # as soon as all its inputs have arrived. The link handles the transfers of each direction in
     # order.
@@ -244,7 +243,6 @@ def seconds_text(seconds: float) -> str:
 
 
 def rate_text(count: float) -> str:
-    """Formats a rate per second, with four digits if it is small."""
     return f"{count:,.0f}" if count >= 1000 else f"{count:.4g}"
 
 

@@ -68,7 +68,6 @@ def once(operation: Callable[[], object], device: torch.device, calls: int = 1) 
 
 
 def curve_of(times: Mapping[int, Sequence[float]]) -> Curve:
-    """Median seconds by size, and the typical interquartile range."""
     # A size that took longer than a larger one was disturbed: it gets the larger one's seconds.
     sizes = tuple(sorted(times))
     medians = [statistics.median(times[size]) for size in sizes]
@@ -230,7 +229,6 @@ def kept_seconds(facts: dict[str, Any], measure: Callable[[], Seconds], count: i
 
 
 def forget_seconds() -> None:
-    """Deletes the seconds stored by `kept_seconds`."""
     shutil.rmtree(_seconds_folder(), ignore_errors=True)
 
 
@@ -517,7 +515,6 @@ class _DiskFile:
         return {way: statistics.median(rates) for way, rates in found.items()}
 
     def _moved(self, kinds: tuple[bool, bool]) -> float:
-        """Seconds of reading, writing, or both, block by block."""
         os.posix_fadvise(self._handle, 0, 0, os.POSIX_FADV_DONTNEED)
         reads, writes = kinds
         begun, tickets = time.perf_counter(), []

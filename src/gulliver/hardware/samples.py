@@ -77,7 +77,6 @@ class SampleShape:
 
     @classmethod
     def document(cls, length: int, causal: bool = True) -> SampleShape:
-        """Shape of a text of `length` tokens."""
         return cls(length, length * length / (2 if causal else 1), name=f"{length} tokens")
 
     def __str__(self) -> str:

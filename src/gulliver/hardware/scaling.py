@@ -73,7 +73,6 @@ def batch_efficiency(noise: float, base: int, batch: int) -> float:
 
 
 def best_batch(scaling: Scaling, slots: int, noise: float, base: int, least: int, most: int) -> int:
-    """Finds the batch size with the highest goodput, exactly."""
     # Among batches of equal step time the largest is best, so it is k samples on every slot, or
     # `most`. Goodput rises and then falls with k; for real numbers its maximum is where k^2 =
     # overhead x noise / (sample_seconds x slots).

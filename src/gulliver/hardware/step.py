@@ -80,7 +80,6 @@ class Message:
 
     @property
     def seconds(self) -> float:
-        """Total seconds without overlap."""
         return self.count * self._one if self.axes else 0.0
 
     @cached_property
@@ -106,7 +105,6 @@ class Message:
 
     @property
     def sent(self) -> float:
-        """Total bytes sent by a rank."""
         if self.kind == "sends":
             return self.count * self.bytes
         return self.count * sum(wire_bytes(self.axes, self.bytes, self.kind))
@@ -145,7 +143,6 @@ def predict_step(
     free: float = 1.0,
     launch_s: float = 0.0,
 ) -> StepCosts:
-    """Combines the costs of a step into its predicted time."""
     spent: dict[str, float] = {}
     for message in messages:
         spent[message.kind] = spent.get(message.kind, 0.0) + message.seconds
@@ -190,7 +187,6 @@ def pipeline_seconds(
     chunks: int = 1,
     link_s: float = 0.0,
 ) -> float:
-    """Seconds of a pipelined step, in closed form."""
     # Every micro-batch passes the slowest rank, and the first and the last also pass the others:
     # entirely (GPipe, 1F1B), one chunk of them (interleaved: Narayanan et al. 2021), or without
     # gradients of weights, which fill the bubbles (Qi et al. 2024: ZB-H1, and ZB-V for folded

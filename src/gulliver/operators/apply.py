@@ -103,7 +103,6 @@ class _Engine:
         self._form = plan.operators.batch
 
     def call(self, forward: Any, *args: Any, **kwargs: Any) -> Any:
-        """Runs the model's forward as planned."""
         form = form_of((args, kwargs))
         if form != self._form:
             raise GulliverError(
@@ -159,11 +158,9 @@ class OperatorOptimizer(BoostedOptimizer):
         self.engine = engine
 
     def gradient_bytes(self) -> int:
-        """Bytes of gradients currently held by this rank."""
         return sum(local_of(_spread(p.grad)).nbytes for p in self.names if p.grad is not None)
 
     def parameter_bytes(self, model: nn.Module) -> int:
-        """Bytes of parameters currently held by this rank."""
         return sum(local_of(_spread(p)).nbytes for p in model.parameters())
 
     def full_gradients(self) -> dict[str, Tensor]:

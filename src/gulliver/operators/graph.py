@@ -101,7 +101,6 @@ class Graph:
         return [v for v in every if self.users.get(v) or v in self.trace.outputs]
 
     def trains(self, node: int) -> bool:
-        """Whether an operator has an output that requires grad."""
         return any(self.trace.values[v].trains for v in self.gives(node))
 
     @cached_property
@@ -183,7 +182,6 @@ class Graph:
 
 
 def graph_of(trace: Trace, sizes: tuple[int, ...], blocks: Sequence[str]) -> Graph:
-    """Groups the calls of a trace into operators."""
     trace = with_forks(trace)
     nodes = list(_nodes(trace, blocks))
     if not any(v.flows for v in trace.values):

@@ -134,7 +134,6 @@ def find_operators(
 def problem_of(
     model: nn.Module, batch: Batch, sizes: tuple[int, ...], cluster: Cluster, moments: int = 2
 ) -> Problem:
-    """Creates the joint search problem of a model."""
     graph = graph_of(trace_calls(model, batch), sizes, blocks_of(model))
     return Problem(graph, cluster, moments)
 
@@ -152,7 +151,6 @@ def moments_of(optimizer: torch.optim.Optimizer | None) -> int:
 def plan_from(
     problem: Problem, found: JointPlan, mesh: Mesh, form: dict[str, str], budget: int
 ) -> Plan:
-    """Creates the plan for the result of a search."""
     graph, names = problem.graph, tuple(axes_of(mesh))
     blocks: dict[str, tuple[tuple[OperatorChoice, ...], list[str]]] = {}
     for label, numbers, picks in zip(labels(graph), graph.blocks, found.picks, strict=True):
@@ -200,7 +198,6 @@ def _relative(node: Node) -> str:
 
 
 def program_of(plan: Plan, model: nn.Module) -> Program:
-    """Compiles a plan for a model."""
     assert plan.operators is not None, "the plan is of operators"
     names = tuple(axes_of(plan.mesh))
     sizes = tuple(axes_of(plan.mesh).values())

@@ -133,7 +133,6 @@ class SavedCalls:
     def name(
         self, planned: Any, given: Sequence[DTensor], aliases: Mapping[int, Origin | None]
     ) -> None:
-        """Records the origins of a call's outputs."""
         for index, (tensor, value) in enumerate(zip(given, planned.call.gives, strict=True)):
             own = Origin(planned.number, "given", index)
             vars(tensor)["_gulliver_given"] = own

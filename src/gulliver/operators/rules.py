@@ -99,7 +99,6 @@ class CallSharding(NamedTuple):
 
 
 def shardings(call: OperatorCall) -> Iterator[CallSharding]:
-    """Yields the shardings of a call, starting with replicated execution."""
     yield CallSharding("whole", (WHOLE,) * len(call.takes), (WHOLE,) * len(call.gives))
     rule = _RULES.get(call.name)
     if rule is not None:
@@ -393,7 +392,6 @@ def run_local(
     shapes: Sequence[Sequence[int]],
     first: int = 0,
 ) -> Any:
-    """Computes a rank's share of a call."""
     if call.name in SHAPED:
         return tensors[0].reshape(shapes[0])
     if call.name in STRETCHED:

@@ -176,7 +176,6 @@ class OperatorMode(TorchFunctionMode):
         return first_index(0, shape[0], planned.takes[0], self._sizes, self._here)
 
     def _part(self, planned: PlannedCall, number: int, tensor: Tensor) -> Tensor:
-        """This rank's shard of a tensor, in the layout of the call."""
         layout = planned.takes[number]
         whole = (Replicate(),) * len(self._sizes)
         if not isinstance(tensor, DTensor):
@@ -216,7 +215,6 @@ class OperatorMode(TorchFunctionMode):
         return parts, lambda: run_local(planned.call, parts, planned.takes, shapes, first)
 
     def spread_given(self, planned: PlannedCall, out: Any) -> list[DTensor]:
-        """Converts outputs of a recomputed call to DTensors."""
         leaves = [t for t in pytree.tree_leaves(out) if isinstance(t, Tensor)]
         rows = zip(leaves, planned.call.gives, planned.gives, strict=True)
         values = self._trace.values
@@ -229,7 +227,6 @@ class OperatorMode(TorchFunctionMode):
 def spread(
     local: Tensor, mesh: DeviceMesh, wanted: Placements, shape: Sequence[int] | None = None
 ) -> DTensor:
-    """Creates a DTensor from this rank's shard."""
     shape = torch.Size(local.shape if shape is None else shape)
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(local, mesh, wanted, run_check=False, shape=shape, stride=stride)

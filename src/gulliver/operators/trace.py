@@ -104,7 +104,6 @@ class OperatorCall:
     view: bool = False
 
     def argument(self, position: int, name: str, default: Any) -> Any:
-        """Returns an argument by its position or name."""
         if position < len(self.args):
             return self.args[position]
         return self.kwargs.get(name, default)
@@ -146,7 +145,6 @@ def name_of(func: Any) -> str:
 
 
 def trace_calls(model: nn.Module, batch: tuple[tuple[Any, ...], dict[str, Any]]) -> Trace:
-    """Traces a model's forward."""
     with without_traces(model, hooks=False), fake_mode():
         fakes = FakeTensors("cpu")
         for module in model.modules():
@@ -272,7 +270,6 @@ class Tracer(TorchFunctionMode):
         self._saving.append(tensor.detach())
 
     def enter(self, module: nn.Module, _: Any) -> None:
-        """Records the start of a module call."""
         self._stack.append(self.path)
         # Path of the module that runs.
         self.path = self._paths.get(module, self.path)

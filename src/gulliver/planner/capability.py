@@ -65,7 +65,6 @@ def family_of(model: nn.Module) -> str | None:
 
 
 def check_sizes(mode: str | None, tp_size: int, sp_size: int) -> None:
-    """Checks that a sequence mode matches the sizes of the tensor and sequence axes."""
     if mode is None:
         if sp_size > 1:
             raise GulliverError(
@@ -92,7 +91,6 @@ def check_sizes(mode: str | None, tp_size: int, sp_size: int) -> None:
 
 
 def check_family(family: str | None, mode: str | None, size: int) -> None:
-    """Rejects a sequence mode that the family does not support."""
     every = families()
     known = every.get(family or "")
     if known is None and mode in SHARED_BY_SEQUENCE:
@@ -118,7 +116,6 @@ WIDTHS = ("hidden_size", "n_embd", "d_model")
 
 
 def sequence_plan(plan: Plan) -> SequencePlan:
-    """Describes how sequences are sharded over ranks."""
     s = plan.sequence
     layout: Any = s.layout
     return SequencePlan(s.ulysses, s.outer, s.inner, layout, wire_format(plan.wire.sequence))

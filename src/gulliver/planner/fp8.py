@@ -49,7 +49,6 @@ TOKENS = 8192
 # FP8. Those are kept, and sequences are shared only in models whose linear layers all work on
 # tokens.
 def fp8_plan(use_fp8: bool | str | Fp8Plan, emulation: bool) -> Fp8Plan | None:
-    """Parses a plugin's FP8 arguments."""
     if isinstance(use_fp8, Fp8Plan):
         return replace(use_fp8, emulated=use_fp8.emulated or emulation)
     if not use_fp8:
@@ -111,7 +110,6 @@ def weight_bytes(plan: Plan, sizes: Mapping[str, int]) -> int:
 
 
 def check_units(plan: Plan, model: nn.Module) -> None:
-    """Rejects FP8 if the device of this rank does not support it."""
     if plan.precision.fp8 is not None:
         check_hardware(model, _recipe(plan.precision.fp8))
 

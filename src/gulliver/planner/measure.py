@@ -87,7 +87,6 @@ def measure_work(
 
 
 def samples_of(sample: Any) -> int:
-    """Number of samples in a batch."""
     return next((t.shape[0] for t in tensors_of(sample) if t.ndim), 1)
 
 

@@ -26,7 +26,6 @@ RUNNING = (
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The user's module."""
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
@@ -155,7 +154,6 @@ PRECISIONS = {"bf16": torch.bfloat16}
 
 
 def check_precision(name: Any) -> None:
-    """Rejects a precision that is not supported."""
     if name is not None and name not in PRECISIONS:
         raise GulliverError(
             f"mixed_precision={name!r} is not supported: {nearest(str(name), PRECISIONS)} (or None)"
@@ -238,7 +236,6 @@ def _is_block(module: nn.Module) -> bool:
 
 
 def recomputable_blocks(model: nn.Module) -> tuple[str, ...]:
-    """Paths of the blocks that backward can recompute."""
     # The innermost ones that transformers offers, ``""`` for a model that offers none and has the
     # switch, else those of `blocks_of` without running statistics, which would take a batch twice.
     if not has_switch(model):
@@ -260,7 +257,6 @@ def _has_statistics(module: nn.Module) -> bool:
 
 
 def recompute_blocks(model: nn.Module, paths: Sequence[str], offering: Iterable[str]) -> None:
-    """Recomputes blocks in backward instead of keeping their activations."""
     if not has_switch(model):
         recompute_modules(model, paths)
         return

@@ -99,7 +99,6 @@ HALVES = {"bf16": "bfloat16", "fp16": "float16"}
 
 
 def predict(resolved: ResolvedPlan, cluster: Cluster | None = None) -> ResolvedPlan:
-    """Adds the predicted time of a step to a resolved plan."""
     plan, model, tensor = resolved.plan, resolved.model, resolved.tensor
     blocks = _blocks(resolved)
     rates = partial(rates_of_packing, cluster=cluster)
@@ -465,7 +464,6 @@ def zero_messages(
 
 
 def _activations(plan: Plan, share: float, blocks: int) -> int:
-    """Activation bytes of a rank; with a pipeline, of all micro-batches in flight."""
     again = len(plan.recompute) / blocks if blocks else 0.0
     inputs = plan.work.hidden_bytes * len(plan.recompute)
     kept = share * (plan.work.activations * (1 - again) + inputs)

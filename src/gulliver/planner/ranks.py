@@ -265,7 +265,6 @@ def cut_numel(name: str, parameter: nn.Parameter, tensor: TensorPlan | None, ran
 
 
 def state_bytes(plan: Plan, sizes: list[TensorSize]) -> StateBytes:
-    """Sizes of a rank's chunks and of their optimizer state."""
     zero = plan.zero
     assert zero is not None, "there are chunks"
     order = [name for chunk in zero.chunks for name in chunk.tensors]

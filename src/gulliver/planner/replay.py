@@ -73,7 +73,6 @@ class ReplayedUse:
     held: dict[str, int] = field(default_factory=dict)
 
     def note(self, counter: ByteCounter) -> None:
-        """Updates the peak bytes."""
         if counter.total > sum(self.held.values()):
             self.held = dict(counter.live)
 
@@ -172,7 +171,6 @@ class Replay:
         return self._core.minimum
 
     def step(self) -> list[ReplayedUse]:
-        """Replays forward, backward and update, chunk by chunk."""
         self._seen = []
         for held in (self.held, self.behind):
             if held is not None:
@@ -251,7 +249,6 @@ class Replay:
                 self._reduce(number, number in begun)
 
     def _add_up(self, number: int, begun: set[int]) -> None:
-        """Adds a micro-batch's gradient of a chunk to the accumulated one."""
         if self.state.chunks[number].trained:
             self.use(self._sum(number), write=number in begun, fresh=number not in begun)
             begun.add(number)
@@ -264,7 +261,6 @@ class Replay:
         self.done(self._sum(number))
 
     def _sum(self, number: int) -> Key:
-        """Key of a chunk's accumulated gradient."""
         return ("collected" if self.state.is_gathered(number) else "gradient", number)
 
     def _reduce(self, number: int, begun: bool) -> None:
@@ -381,7 +377,6 @@ class Replay:
         self._run(self._core.done(key))
 
     def discard(self, number: int) -> None:
-        """Frees a chunk's gradient."""
         self.forget(("gradient", number))
 
     def forget(self, key: Key) -> None:
@@ -411,7 +406,6 @@ class Replay:
             self.decides = self._seen[-1].chunk
 
     def visit(self, phase: str, number: int) -> None:
-        """Begins a visit to a chunk in a phase of the step."""
         self._visits += 1
         self._seen.append(ReplayedUse(phase, number))
         self._seen[-1].note(self.counter)

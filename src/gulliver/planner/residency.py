@@ -79,7 +79,6 @@ def other_bytes(tiers: Tiers, work: Work) -> int:
 
 
 def least_bytes(state: StateBytes, tiers: Tiers) -> int:
-    """Minimum device memory for a rank's state."""
     least, _, most = state_needs(state, tiers)
     return least if tiers.host or tiers.disk is not None else most
 
@@ -99,7 +98,6 @@ def state_needs(state: StateBytes, tiers: Tiers) -> tuple[int, int, int]:
 def find_residency(
     state: StateBytes, tiers: Tiers, work: Work, policy: Policy = "planned"
 ) -> StateResidency:
-    """Replays a step under a limit."""
     other = other_bytes(tiers, work)
     least, deciding, most = state_needs(state, tiers)
     behind = tiers.disk_bytes + tiers.host

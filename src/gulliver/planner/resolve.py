@@ -203,7 +203,6 @@ def _check_rules(plan: Plan, model: nn.Module) -> None:
 
 
 def styles_of(plan: TensorPlan) -> dict[str, str]:
-    """Tensor-parallel style of each path with parameters."""
     cut = {path: placed.style for path, placed in plan.modules.items()}
     return cut | {path: "replicate" for path in plan.replicated if path not in cut}
 
@@ -286,7 +285,6 @@ def _lined(plan: Plan, name: str) -> str:
 
 
 def predict_memory(plan: Plan, model: nn.Module, sizes: list[TensorSize]) -> MemoryPlan:
-    """Predicts the peak bytes of model state on a rank."""
     trained = [t for t in sizes if t.trained]
     zero = plan.zero
     if zero is None:
@@ -347,7 +345,6 @@ def _differ(given: Plan, found: Plan, name: str) -> bool:
 
 
 def recomputable(plan: Plan, model: nn.Module, stages: Stages | None) -> tuple[str, ...]:
-    """Paths of the blocks that can be recomputed under a plan."""
     # Those of a pipeline, else of `recomputable_blocks`.
     if stages is not None:
         return stages[0].blocks

@@ -72,7 +72,6 @@ class StateBytes:
         return found + found // 4 if self.passes else found
 
     def objects(self) -> Iterator[StateObject]:
-        """All objects, in order of creation."""
         for number, chunk in enumerate(self.chunks):
             kind = OPTIMIZER_STATE if chunk.copied else PARAMETERS
             yield StateObject(("master", number), kind, chunk.shard, number)

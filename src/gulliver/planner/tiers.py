@@ -60,7 +60,6 @@ class MemoryTiers:
                 )
 
     def tiers(self, device: str) -> Tiers:
-        """The section `tiers` of a plan."""
         if self.host_limit is not None and device == "cpu":
             raise GulliverError(
                 f"host_limit={self.host_limit!r}: ranks run on cpu, where memory_limit covers host "
@@ -169,7 +168,6 @@ class OffloadTiers:
 
     @classmethod
     def of(cls, host: int | str | None, disk: str | None) -> Self:
-        """Parses a user's options."""
         folder, size = (None, "0") if disk is None else split_disk(disk)
         return cls(
             0 if host is None else byte_size("host", host),
@@ -179,7 +177,6 @@ class OffloadTiers:
 
     @property
     def bytes(self) -> int:
-        """Bytes of host memory and disk together."""
         return self.host + self.disk_bytes
 
     def check(self, cluster: Cluster) -> None:

@@ -58,7 +58,6 @@ class WireOptions(Options):
 
     @classmethod
     def of(cls, communication_dtype: Any, force: bool, feedback: bool, gate: bool) -> WireOptions:
-        """Parses a plugin's arguments."""
         if communication_dtype is None:
             if force or feedback:
                 name = "force_communication_dtype" if force else "error_feedback"
@@ -87,7 +86,6 @@ class WireOptions(Options):
 
     @property
     def switches(self) -> tuple[bool, bool, bool]:
-        """The switches `force`, `feedback` and `gate`."""
         return self.force, self.feedback, self.gate
 
     def asked(self, plan: Plan) -> Plan:
@@ -106,7 +104,6 @@ class WireOptions(Options):
 
 
 def _kinds(plan: Plan) -> list[str]:
-    """Kinds of messages in a plan that can be packed."""
     kinds = ["reduce"] if plan.mesh.replicas > 1 else []
     if kinds and plan.zero is not None and plan.zero.stage > 0:
         kinds.insert(0, "gather")

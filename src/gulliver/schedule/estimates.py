@@ -87,7 +87,6 @@ class Estimator:
 
 
 def _requested_rate(state: JobState) -> float:
-    """Samples per second with the slots and batch size that the job's user requested."""
     return state.job.scaling.throughput(state.job.slots, state.job.batch)
 
 

@@ -284,7 +284,6 @@ class JobCluster:
 
 
 def check_trace(jobs: tuple[Job, ...], cluster: JobCluster) -> None:
-    """Rejects jobs that the cluster can never run."""
     if not jobs:
         raise GulliverError("the trace has no jobs; add at least one")
     seen: set[str] = set()

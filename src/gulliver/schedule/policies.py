@@ -579,7 +579,6 @@ POLICIES: Mapping[str, Callable[[int], Policy]] = {
 
 
 def make_policy(name: str, seed: int = 0) -> Policy:
-    """Creates a policy with its default settings."""
     if name not in POLICIES:
         raise GulliverError(f"unknown policy {name!r}: {nearest(name, POLICIES)}")
     return POLICIES[name](seed)

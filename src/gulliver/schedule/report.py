@@ -87,7 +87,6 @@ def _where(cluster: JobCluster, job: Job, segment: Segment) -> str:
 
 
 def _history(result: Result, name: str, moment: float) -> list[str]:
-    """The policy's last reason, and the last change of the job's slots."""
     lines = []
     past = [entry for entry in result.rounds if entry.time <= moment]
     reasons = [entry for entry in past if name in entry.why]
@@ -103,7 +102,6 @@ def _history(result: Result, name: str, moment: float) -> list[str]:
 
 
 def describe_change(entry: Round, name: str) -> str:
-    """Describes how a decision changed a job's slots, and which jobs lost slots."""
     change = next(change for change in entry.changes if change.job == name)
     verb = "grew" if change.after > change.before else "shrank"
     if change.after == change.before:

@@ -219,7 +219,6 @@ def simulate(
 
 
 def _check_borrowers(jobs: Sequence[Job], cluster: JobCluster, policy: Policy) -> None:
-    """Rejects jobs that would wait forever for borrowed slots."""
     for job in jobs if not policy.preempts else ():
         quota = cluster.quotas.get(job.tenant, cluster.slots)
         if job.slots > quota:

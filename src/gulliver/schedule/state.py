@@ -45,7 +45,6 @@ class JobState:
 
     @property
     def epochs(self) -> float:
-        """Number of completed epochs (fractional)."""
         return self.done / self.job.epoch_samples
 
     @property
@@ -125,7 +124,6 @@ class Policy(ABC):
 
 
 def limits_of(states: Sequence[JobState], cluster: JobCluster, policy: Policy) -> dict[str, int]:
-    """Returns the maximum slots per tenant, given what its jobs could use now."""
     wanted: dict[str, int] = {}
     for state in states:
         useful = max(state.job.slots, state.job.modes(cluster).useful)

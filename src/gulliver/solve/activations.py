@@ -98,7 +98,6 @@ def boxed(kinds: Ints, peak: Floats, priced: Floats, bins: int) -> Ints:
 
 
 def _sorted(kinds: Ints) -> tuple[Ints, Ints, Ints]:
-    """Order of the rows by kind, and the start and length of each kind."""
     order = np.argsort(kinds, kind="stable")
     starts = np.concatenate([[0], np.flatnonzero(np.diff(kinds[order])) + 1])
     return order, starts, np.diff(np.append(starts, len(order)))
@@ -235,7 +234,6 @@ def _search(
     most: int,
     bound: float,
 ) -> tuple[_State, bool]:
-    """Returns the best state found, and whether it is optimal."""
     states, exact = [_START], True
     for number, block in enumerate(blocks):
         fitting = [state for state in states if _need(state, block) <= room]

@@ -126,7 +126,6 @@ def _shared(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _traced(choices: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """Traces each job's slots back from the last job to the first."""
     jobs, worlds, _ = choices.shape
     counts, left, every = np.zeros((worlds, jobs), dtype=np.int64), ends.copy(), np.arange(worlds)
     for job in reversed(range(jobs)):

@@ -162,8 +162,6 @@ def convert_least(
 def moves_from(
     shape: Sequence[int], mesh: Sequence[int], state: Sharding
 ) -> Iterator[ConversionStep]:
-    """Yields all moves from a layout."""
-
     def move(kind: Kind, axes: Sequence[int], after: Sharding) -> ConversionStep:
         sizes = box_elements(shape, mesh, state), box_elements(shape, mesh, after)
         return ConversionStep(kind, tuple(sorted(axes)), state, after, sizes)

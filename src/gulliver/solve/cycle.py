@@ -173,7 +173,6 @@ class _Problem:
         return self._fill(np.zeros(len(self.size), dtype=bool), prices)
 
     def refill(self, keep: Flags) -> Flags:
-        """Greedily keeps more gaps in the remaining memory."""
         return self._fill(keep.copy(), np.ones(self.length))
 
     def sweep(self) -> Flags:
@@ -200,7 +199,6 @@ class _Problem:
         return self.read + self.writes[self.period]
 
     def paid(self, prices: Floats) -> Floats:
-        """Returns the price of keeping each gap."""
         total = np.concatenate(([0.0], np.cumsum(np.concatenate((prices, prices)))))
         return self.size * (total[self.end] - total[self.begin])
 
@@ -240,7 +238,6 @@ class _Problem:
             held[span] += nbytes
 
     def fits(self, slack: Floats, number: int) -> bool:
-        """Whether a gap's bytes are free at all of its positions."""
         nbytes = self._nbytes[number]
         return all(np.minimum.reduce(slack[span]) >= nbytes for span in self._spans[number])
 
@@ -413,7 +410,6 @@ class Cycle:
         return positions[place] if place < len(positions) and positions[place] < end else None
 
     def matches(self, position: int, event: Event) -> bool:
-        """Whether the event at a position equals `event`."""
         return _mark(self.events[position]) == _mark(event)
 
     def next_use(self, key: Hashable, cursor: int) -> int:
@@ -429,7 +425,6 @@ class Cycle:
         return self._spans.get(position % self.length)
 
     def stays(self, key: Hashable, cursor: int) -> bool:
-        """Whether the plan keeps an idle object at a position."""
         positions = self._ends.get(key)
         if not positions:
             return False
@@ -604,7 +599,6 @@ def plan_cycle(
 
 
 def _between(gaps: Sequence[Gap], edges: Sequence[tuple[int, int]]) -> list[Gap | None]:
-    """The part of each gap between its margins; None if empty."""
     return [
         Gap(gap.begin + lag, gap.end - lead, gap.nbytes, gap.read, gap.period)
         if lag + lead < gap.end - gap.begin

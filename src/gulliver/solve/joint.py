@@ -146,7 +146,6 @@ class _Pass(NamedTuple):
 
 
 def joint_cost(blocks: Sequence[Block], picks: Sequence[Sequence[Pick]]) -> JointCost:
-    """Computes the predicted time and memory of given picks."""
     needs = list[tuple[int, int, tuple[int, int]]]()
     below = state = 0
     seconds = 0.0

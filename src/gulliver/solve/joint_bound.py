@@ -192,7 +192,6 @@ class Guide:
         self._tables = tables[::-1]
 
     def seconds(self, number: int, states: GuidedStates, strategies: NDArray[np.int16]) -> Floats:
-        """Returns the minimum priced seconds of states after an operator."""
         # [Note: a peak for each moment] In the last block all moments have a price. Each past
         # moment may be as high as the peak so far, which has to be within the budget as well, so
         # the peak replaces them all. Future moments include the bytes left by now, and the next one

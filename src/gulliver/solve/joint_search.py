@@ -96,7 +96,6 @@ class Rules:
     price: float = 0.0
 
     def measures(self, values: Floats) -> Floats:
-        """Measures by which states are compared."""
         columns = [
             values[:, STATE],
             values[:, STATE] + values[:, PEAK],
@@ -164,7 +163,6 @@ def block_plans(
     guide: Guide | None = None,
     known: float = math.inf,
 ) -> Plans:
-    """Finds the undominated plans of a block."""
     starts = max(1, entries)
     values = np.zeros((starts, 7))
     until = np.full(starts, -1)

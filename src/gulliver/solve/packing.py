@@ -234,7 +234,6 @@ class NativePacking:
         return packed
 
     def search(self, bound: float) -> Any:
-        """Packs all samples in the shortest time found; None if they do not fit."""
         return self._core.search(bound, self._tries)
 
 
@@ -251,7 +250,6 @@ class NativeTables:
         self._core.learn(number, list(map(int, ends)), list(ends.values()), rate)
 
     def packing(self, numbers: Sequence[int], counts: Sequence[int]) -> NativePacking:
-        """Returns the packing for given numbers of samples per shape."""
         return NativePacking(self._core.packing(numbers, list(map(int, counts))), self._tries)
 
 

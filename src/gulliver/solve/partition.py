@@ -84,7 +84,6 @@ def partition_chain(
 def chain_times(
     costs: Sequence[float], bounds: Sequence[int], speeds: Sequence[float] | None = None
 ) -> tuple[float, ...]:
-    """Returns the times of the parts of a partition."""
     parts = len(bounds) - 1
     time = _times(costs, list(speeds or [1.0] * parts))
     return tuple(time(k, bounds[k], bounds[k + 1]) for k in range(parts))

@@ -214,14 +214,12 @@ class Replacement:
         return actions + self._look_ahead()
 
     def free_buffer(self, nbytes: int) -> list[Action]:
-        """Releases memory reserved by `allocate_buffer`."""
         self._note(Event("give", nbytes))
         self.lent -= nbytes
         self.used -= nbytes
         return self._look_ahead()
 
     def set_budget(self, nbytes: int) -> list[Action]:
-        """Changes the size of the fast tier."""
         if nbytes < self.pinned + self.lent:
             raise GulliverError(
                 f"a memory budget of {nbytes} bytes is too small because "
@@ -520,7 +518,6 @@ class Transit:
         return key in self._sizes
 
     def add(self, key: Hashable, nbytes: int) -> None:
-        """Adds an object without content."""
         self._sizes[key] = nbytes
         if nbytes > self._behind:
             self._stays[key] = False
@@ -528,13 +525,11 @@ class Transit:
             self._behind -= nbytes
 
     def remove(self, key: Hashable) -> None:
-        """Removes an object from this tier, even if it is in use."""
         nbytes = self._sizes.pop(key)
         self._behind += nbytes if self._stays.pop(key, None) is None else 0
         self._filled.discard(key)
 
     def fill(self, key: Hashable) -> None:
-        """Records that an object now has content."""
         self._filled.add(key)
 
     def needs_memory(self, key: Hashable) -> bool:
@@ -569,7 +564,6 @@ class Transit:
             self._tier.done(key)
 
     def forget(self, key: Hashable) -> None:
-        """Marks the content of an object as stale."""
         if key in self._filled:
             self._filled.remove(key)
             if key not in self._stays:
@@ -599,7 +593,6 @@ class MiddleReplacement:
         self._transit = Transit(self, behind)
 
     def follow(self, action: Action, nbytes: int) -> None:
-        """Handles a move of the faster tier."""
         key, transit = action.key, self._transit
         if action.move is Move.LOAD:
             transit.expect(key)

@@ -65,7 +65,6 @@ class HashIndex:
         return self._count
 
     def lookup(self, keys: Keys) -> Values:
-        """Returns the value of each key, or -1 if it is absent."""
         found = np.full(len(keys), EMPTY, np.int64)
         places = self._places(keys)
         hits = places >= 0
@@ -73,7 +72,6 @@ class HashIndex:
         return found
 
     def insert(self, keys: Keys, values: Values) -> None:
-        """Adds distinct, absent keys."""
         if self._count + len(keys) > self._capacity // 2:
             self._rebuild(self._count + len(keys))
         elif self._count + self._marks + len(keys) > 3 * self._capacity // 4:
@@ -96,7 +94,6 @@ class HashIndex:
         self._count += len(keys)
 
     def remove(self, keys: Keys) -> None:
-        """Removes distinct, present keys."""
         places = self._places(keys)
         assert (places >= 0).all(), "all removed keys are present"
         self._values[places] = REMOVED
@@ -148,7 +145,6 @@ def _capacity(entries: int) -> int:
 
 
 def index_bytes(rows: int, slots: int) -> int:
-    """Bytes of the index that `make_index` creates."""
     return min(4 * rows, _capacity(slots) * (12 if rows > 2**31 else 8))
 
 
@@ -303,7 +299,6 @@ class RowCounts:
 
     @property
     def hit_rate(self) -> float:
-        """Fraction of uses that hit the cache."""
         return 1.0 - self.missed_uses / max(self.uses, 1)
 
 

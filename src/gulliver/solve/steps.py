@@ -184,7 +184,6 @@ class StepSolver:
             self.add(shape, rows)
 
     def add(self, shape: Hashable, rows: Mapping[int, np.ndarray]) -> None:
-        """Adds a shape with its seconds by degree."""
         fit = {d: np.asarray(t) for d, t in sorted(rows.items()) if len(t) and d <= self.ranks}
         if not fit:
             raise GulliverError(

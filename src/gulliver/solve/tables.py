@@ -43,7 +43,6 @@ class TableChoice:
 
 
 def place_tables(tables: Sequence[Sequence[TableOption]], room: int) -> TableChoice:
-    """Chooses an option for each table."""
     if not tables or not all(tables):
         raise GulliverError(
             "place_tables needs at least one table, and at least one option of each"

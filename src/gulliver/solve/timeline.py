@@ -40,7 +40,6 @@ def schedule_seconds(
     rank_of: Mapping[int, int],
     link: float = 0.0,
 ) -> Prediction:
-    """Simulates the schedules of all ranks."""
     clocks, busy = [0.0] * len(orders), [0.0] * len(orders)
     done: dict[Work, float] = {}
     following = [0] * len(orders)

@@ -98,7 +98,6 @@ class Grid:
 
 
 def divisors(number: int) -> list[int]:
-    """Divisors of a number, in ascending order."""
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
@@ -144,7 +143,6 @@ def grids_of(axes: Axes, batch: int, blocks: int, trains: bool = True) -> Iterat
 
 @cache
 def _ordered(schedule: str, stages: int, ranks: int, micro_batches: int) -> bool:
-    """Whether a schedule supports a number of micro-batches."""
     try:
         check_counts(schedule, stages, ranks, micro_batches)
     except GulliverError:
@@ -238,12 +236,10 @@ class Facts:
     _shared: dict[int, TensorShares | None] = field(default_factory=dict)
 
     def on(self, device: Device) -> Facts:
-        """The same model on another device."""
         return replace(self, device=device, refused={}, _shared={})
 
     @cached_property
     def parameters(self) -> int:
-        """Elements of all parameters."""
         return sum(p.numel() for p in self.model.parameters())
 
     @cached_property
@@ -266,7 +262,6 @@ class Facts:
 
     @cached_property
     def recomputable(self) -> frozenset[str]:
-        """Paths of the blocks that can be recomputed."""
         return frozenset(self.blocks) & frozenset(recomputable_blocks(self.model))
 
     @cached_property
@@ -328,7 +323,6 @@ class Facts:
         return before, after
 
     def _peak_behind(self) -> int:
-        """Peak bytes in forward and backward of head and loss."""
         operators = self.analysis.operators
         own = _within(self.analysis, self.blocks)
         inside = [number for number, operator in enumerate(operators) if own(operator)]
@@ -408,7 +402,6 @@ class Facts:
 
     @cached_property
     def update_s(self) -> float:
-        """Seconds of an optimizer step on one device."""
         return update_seconds(self.device, 4 * self.trained, self.states)
 
     def shared(self, size: int) -> TensorShares | None:
@@ -548,7 +541,6 @@ def facts_of(
     precision: str = "bf16",
     on_cpu: bool = False,
 ) -> Facts:
-    """Analyzes a model on a batch."""
     check_shapes(model)
     batch = dict(batch) if isinstance(batch, Mapping) else batch
     half = HALVES.get(precision)
@@ -594,7 +586,6 @@ def check_shapes(model: nn.Module) -> None:
 
 
 def on_meta(model: nn.Module) -> nn.Module:
-    """Copies a model to the meta device."""
     own = [*model.parameters(), *model.buffers()]
     memo: dict[int, Any] = {}
     for tensor in own:

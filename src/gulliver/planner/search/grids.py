@@ -80,7 +80,6 @@ class Found:
         return "\n".join(lines)
 
     def why_none(self) -> str:
-        """Explains why nothing fits, and how much memory would suffice."""
         least = self.least
         kinds = {**vars(least.memory), "working memory": least.working}
         largest = max(kinds, key=lambda kind: kinds[kind])
@@ -262,7 +261,6 @@ def _limit(memory: int | str | None, cluster: Cluster, on_cpu: bool) -> int:
 
 
 def axes_text(axes: Axes) -> str:
-    """Short description of a mesh."""
     return str(Grid(axes))
 
 
@@ -333,7 +331,6 @@ def prices_of_memory(found: Found, samples: int) -> tuple[Price, ...]:
 
 
 def _priced_one_by_one(limits: Sequence[int], search: Callable[..., Found]) -> tuple[Price, ...]:
-    """Prices limits with offloading, where the traffic depends on every byte."""
     # What runs under a limit also runs under a larger one, whose chunk size may be chosen worse.
     found, best = list[Price](), None
     for at in limits:
@@ -364,13 +361,11 @@ def _under(
 
 
 def saved_by_a_gib(prices: Sequence[Price], limit: int) -> float:
-    """Step time saved by one more GiB."""
     steps = {p.limit: p.scored.seconds.step for p in prices if p.scored is not None}
     return steps[limit] - steps[limit + GIB]
 
 
 def minimum_resources(found: Found, samples: int) -> MinimumResources:
-    """Minimum memory on this cluster, and minimum number of ranks."""
     least, grid = least_bytes(found.facts, found.cluster, samples)
     offloaded = _offloaded(found, samples)
     if offloaded is not None and offloaded.bytes >= least:

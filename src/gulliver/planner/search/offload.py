@@ -85,13 +85,11 @@ class Offloader:
         self.looked = self.replayed = 0
 
     def needs_offload(self, grid: Grid) -> bool:
-        """Whether a grid fits only with offloading."""
         if smallest_limit(0, self.scorer.other_bytes(grid)) > self.limit:
             return False
         return self.scorer.bytes_of(replace(grid, offload="")) > self.limit
 
     def bound(self, grid: Grid) -> float:
-        """A lower bound on the step time."""
         scorer = self.scorer
         seconds = scorer.score(grid).seconds
         held, learned = scorer.resting(grid)
@@ -141,7 +139,6 @@ class Offloader:
         return most
 
     def plan(self, grid: Grid) -> Plan:
-        """The plan of a grid's plugin on the searched cluster."""
         facts, cluster = self.scorer.facts, self.scorer.cluster
         plugin, plan = self._choices(grid)
         return plugin.for_model(plan, facts.model, facts.optimizer, cluster)

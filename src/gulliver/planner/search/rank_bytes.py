@@ -77,7 +77,6 @@ class _Moment:
 
     @cached_property
     def all(self) -> float:
-        """Saved bytes plus workspace."""
         return self.kept + self.working
 
 
@@ -132,7 +131,6 @@ class RankBytes:
     def _fullest(
         self, grid: Grid, stage: RankBlocks, gradients: _Gradients, others: float, waiting: int
     ) -> tuple[float, float, float]:
-        """Bytes of gradients, activations and workspace at the peak of a backward pass."""
         axes, learns = grid.axes, self._learns
         micro = self.batch // axes.data // grid.micro_batches
         by_tensor = axes.mode in SHARED_BY_TENSOR
@@ -203,7 +201,6 @@ class RankBytes:
             yield self._gradients(grid, stage), flying - 1
 
     def state(self, grid: Grid, stage: RankBlocks) -> MemoryPlan:
-        """Peak bytes of parameters, gradients and optimizer state on a rank."""
         parameters, window, state = self._state(grid, stage)
         gradients = self._gradients(grid, stage)
         own, _ = self._sums(stage, grid.axes.tensor)
@@ -281,7 +278,6 @@ class RankBytes:
         return shared
 
     def _sizes_of(self, stage: RankBlocks, tensor: int) -> tuple[int, ...]:
-        """Number of elements of the rank's parameters, in order, before ZeRO shards them."""
         shared = self._shared(tensor)
         before, after, both = shared.ends
         found = list(before) if stage.first else []
@@ -295,7 +291,6 @@ class RankBytes:
         )
 
     def _sums_of(self, stage: RankBlocks, tensor: int) -> tuple[int, int]:
-        """Number of elements of all of the rank's parameters, and of the largest one."""
         sizes = self._sizes(stage, tensor)
         return sum(sizes), max(sizes, default=0)
 
@@ -414,7 +409,6 @@ def _most_together(chunks: Sequence[int], count: int) -> int:
 
 
 def stages_of(rank: int, ranks: int, chunks: int, folded: bool) -> list[int]:
-    """Numbers of the pipeline stages on a rank."""
     if folded:
         return [rank, 2 * ranks - 1 - rank]
     return [rank + n * ranks for n in range(chunks)]

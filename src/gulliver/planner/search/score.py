@@ -65,19 +65,16 @@ class Scored:
 
     @property
     def bytes(self) -> int:
-        """Total bytes of the fullest rank."""
         held = self.memory
         state = held.parameters + held.gradients + held.optimizer_state
         return state + held.activations + self.working
 
     @property
     def seconds_by_kind(self) -> dict[str, float]:
-        """Predicted time by kind, adding up to the step."""
         return {kind: getattr(self.seconds, kind) for kind in ADDING_UP}
 
     @property
     def bytes_by_kind(self) -> dict[str, int]:
-        """Bytes of the fullest rank by kind."""
         return {**vars(self.memory), "working": self.working}
 
 
@@ -136,7 +133,6 @@ class Scorer:
         return compute + self.free * open_s / axes.pipeline
 
     def work(self, grid: Grid) -> Work:
-        """Cost of a replica's batch in one process."""
         backwards = 1 if grid.axes.pipeline > 1 else grid.micro_batches
         work = self._work(grid.axes, self.batch // grid.axes.data, backwards)
         return replace(work, peak_rank=self.other_bytes(grid)) if grid.offload else work
@@ -186,12 +182,10 @@ class Scorer:
         return self.score(replace(grid, recomputed=low))
 
     def bytes_of(self, grid: Grid) -> int:
-        """Bytes of the fullest rank."""
         memory, working = self._held(self.with_best_chunk_size(grid))
         return sum(vars(memory).values()) + working
 
     def other_bytes(self, grid: Grid) -> int:
-        """Peak bytes of a rank excluding state."""
         ends = self._ends(grid.axes.pipeline, grid.chunks, self._folded(grid))
         count = self._bytes.other
         return max(count(grid, stage, under_way(grid, n), put_off(grid, n)) for n, stage in ends)
@@ -238,7 +232,6 @@ class Scorer:
         return (1 - shared.seconds * (1 - 1 / axes.tensor)) / axes.sequence
 
     def with_best_chunk_size(self, grid: Grid) -> Grid:
-        """The grid with the chunk size that exposes the least communication."""
         alone = grid.axes.data * grid.axes.sequence == 1
         if grid.chunk_mb or self.facts.chunk_bytes or alone:
             return grid

@@ -63,7 +63,6 @@ class Controller:
         return any(not job.phase.over for job in self.jobs.values())
 
     def tick(self) -> None:
-        """Collects events, decides and acts."""
         now = self._now()
         self._account(now)
         # Ends first: an unresponsive rank is how a lost node is noticed.

@@ -68,7 +68,6 @@ def has_scheduler(spool: Spool) -> bool:
 
 
 def make_nodes(options: SchedulerOptions) -> Nodes:
-    """Creates the backend for the options' address."""
     if options.address == HERE:
         return LocalNodes(options.cluster_slots or os.cpu_count() or 1)
     address = None if options.address == LOCAL else options.address
@@ -136,7 +135,6 @@ def _loop(controller: Controller, options: SchedulerOptions, stop: StopRequest) 
 
 
 def keep(controller: Controller, options: SchedulerOptions) -> ScheduleHistory:
-    """Writes the history and its HTML page."""
     history = ScheduleHistory(
         controller.begun,
         controller.clock() - controller.begun,
@@ -204,7 +202,6 @@ def stop_scheduler(folder: Path) -> None:
 
 
 def main() -> None:
-    """Runs the scheduler with options given as a JSON argument."""
     options = from_plain(json.loads(sys.argv[1]), SchedulerOptions)
     try:
         serve(options)

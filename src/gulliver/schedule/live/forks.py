@@ -98,7 +98,6 @@ class Forker:
 
 
 def kill_group(pid: int) -> None:
-    """Kills a rank and the processes that it has started."""
     for kill in (os.killpg, os.kill):
         with suppress(ProcessLookupError, PermissionError):
             kill(pid, signal.SIGKILL)
@@ -113,7 +112,6 @@ def die_with_parent(parent: int) -> None:
 
 
 def _run_rank(rank: dict[str, Any]) -> None:
-    """Runs a rank's script in this process, and exits."""
     code = 1
     try:
         _redirect(rank["log"])

@@ -62,7 +62,6 @@ class ScheduleHistory:
         return MeasuredSeconds.of(self.jobs.values())
 
     def cluster(self) -> JobCluster:
-        """The cluster of available slots."""
         return JobCluster(max(1, len(self.slots)), self.quotas)
 
 
@@ -88,7 +87,6 @@ def _job_values(job: LiveJob) -> dict[str, Any]:
 
 
 def read_history(spool: Spool) -> ScheduleHistory | None:
-    """Reads the history; None if nothing has been scheduled yet."""
     values = read_object(spool.path / "schedule.json")
     if values is None:
         return None
@@ -155,7 +153,6 @@ def _counted(job: LiveJob) -> Job:
 
 
 def live_page(history: ScheduleHistory) -> str:
-    """Renders the history as HTML."""
     lines = [f"{job.name}: {status_line(job, history)}" for job in history.jobs.values()]
     lines += [f"{name} was rejected: {why}" for name, why in history.refused.items()]
     result = result_of(history)
@@ -196,7 +193,6 @@ def expected_ends(history: ScheduleHistory) -> dict[str, float]:
 
 
 def live_why(history: ScheduleHistory, name: str) -> list[str]:
-    """Explains a live job: its slots and why, its last change, and its expected end."""
     job = history.job(name)
     lines = [f"{name} at {history.now:.4g} s, policy {history.policy}: {status_line(job, history)}"]
     if job.phase.over:

@@ -140,7 +140,6 @@ class Agent:
         return found
 
     def kill(self, keys: Sequence[str]) -> None:
-        """Kills ranks and the processes that they have started."""
         if self._program is not None:
             for key in keys:
                 self._describe(kill=key)
@@ -150,7 +149,6 @@ class Agent:
         return getattr(self, method)(*arguments)
 
     def close(self) -> None:
-        """Stops the forking process and all ranks."""
         if self._program is not None and self._program.stdin is not None:
             with suppress(BrokenPipeError):
                 self._program.stdin.close()
@@ -193,7 +191,6 @@ class Nodes:
         self._lost: list[RankEnd] = []
 
     def slots(self) -> Mapping[int, str]:
-        """The available slots, with their nodes."""
         return self.places
 
     def start(self, launch: Launch) -> None:
@@ -245,7 +242,6 @@ class Nodes:
         ]
 
     def ended(self) -> list[RankEnd]:
-        """The ranks that ended since the last call."""
         found, self._lost = self._lost, []
         for name in list(self.nodes):
             try:
@@ -287,7 +283,6 @@ class Nodes:
                     self.remove_lost(node)
 
     def close(self) -> None:
-        """Stops all agents, which ends all ranks."""
         for node in self.nodes.values():
             with suppress(NodeLost):
                 node.call("close")
@@ -353,7 +348,6 @@ class RayNode:
         self.name, self.actor = name, actor
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """Calls a method of the agent."""
         import ray
         from ray.exceptions import RayError, RayTaskError
 
@@ -434,7 +428,6 @@ class RayNodes(Nodes):
             ) from None
 
     def slots(self) -> Mapping[int, str]:
-        """The available slots, with their nodes."""
         if time.monotonic() - self._looked >= SECONDS_BETWEEN_LOOKS:
             self._looked = time.monotonic()
             self._poll_nodes()

@@ -75,7 +75,6 @@ class SchedulerOptions(JobsFolder):
 
 
 def quotas_of(texts: Sequence[str]) -> dict[str, int]:
-    """Parses quotas of the form TENANT=SLOTS."""
     quotas = {}
     for text in texts:
         tenant, equals, slots = text.partition("=")
@@ -171,7 +170,6 @@ class Submission(Options):
         return Scaling(self.sample_seconds, self.step_seconds, self.exchange_seconds)
 
     def job(self, arrival: float, scaling: Scaling, resize: float, start: float) -> Job:
-        """Creates the job that policies see."""
         from gulliver.schedule.jobs import Job
 
         # A rank without a sample would only block a slot, unless several share a model: then the

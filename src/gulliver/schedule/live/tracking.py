@@ -80,7 +80,6 @@ class Spool:
         return self.job(name)
 
     def check(self, submission: Submission) -> None:
-        """Rejects submissions that can never run."""
         script = Path(submission.directory, submission.script)
         if not script.is_file():
             raise GulliverError(
@@ -92,7 +91,6 @@ class Spool:
             )
 
     def submit(self, submission: Submission) -> Path:
-        """Writes a submission to the folder."""
         self.check(submission)
         folder = self.job(submission.name)
         self.make()
@@ -111,7 +109,6 @@ class Spool:
         return Submission(**values)
 
     def scheduler(self) -> dict[str, Any] | None:
-        """The scheduler's description, or None if no scheduler has run."""
         return read_object(self.path / "scheduler.json")
 
 
@@ -167,7 +164,6 @@ class Phase(Enum):
 
     @property
     def over(self) -> bool:
-        """Whether the job has reached a final state."""
         return self in OVER
 
 
@@ -257,7 +253,6 @@ class LiveJob:
 
     @property
     def run(self) -> str:
-        """Name of the current attempt."""
         return f"{self.name}/{self.attempt}"
 
     def set_phase(self, phase: Phase, note: str = "") -> None:
@@ -266,7 +261,6 @@ class LiveJob:
 
     @property
     def measured(self) -> MeasuredSeconds:
-        """Measured start and resize times of the job."""
         return MeasuredSeconds(self.starts, self.resizes)
 
     def job(self, others: MeasuredSeconds = NOTHING) -> Job:
@@ -307,7 +301,6 @@ class LiveJob:
         return Scaling(*(off * seconds for seconds in costs))
 
     def seen(self, now: float, places: Mapping[int, int], others: MeasuredSeconds) -> JobState:
-        """The job state that policies see."""
         state, report = self.state, self.progress
         job = self.job(others)
         count = len(places)
