@@ -145,11 +145,7 @@ class ResumableSampler(ABC):
         self.epoch, self.done = state["epoch"], state["done"]
 
     def check_state(self, state: Any) -> None:
-        """Rejects states that `load_state_dict` does not accept.
-
-        Raises:
-            GulliverError: as for `load_state_dict`.
-        """
+        """Rejects states that `load_state_dict` does not accept."""
         if not isinstance(state, Mapping) or not {"epoch", "done", "fingerprint"} <= set(state):
             raise GulliverError(f"this is not the state of a {self.kind}: it has no position")
         if state["fingerprint"] != self.fingerprint:

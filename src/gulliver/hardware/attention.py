@@ -202,17 +202,7 @@ def attention_seconds(
     dtype: str = "float32",
     backward: bool = False,
 ) -> float:
-    """Seconds of softmax(Q K^T) V on one rank: 2 rows queries keys (D + E) FLOPs forward.
-
-    Args:
-        device: device.
-        rows: batch times heads.
-        queries: number of query tokens.
-        keys: number of key tokens.
-        dims: dims of queries and keys, and of values.
-        dtype: dtype of the tensors.
-        backward: whether to include backward: five matrix products in addition to two.
-    """
+    """Seconds of softmax(Q K^T) V on one rank: 2 rows queries keys (D + E) FLOPs forward."""
     forward = sum(matmul_seconds(device, queries, rows * dim, keys, dtype) for dim in dims)
     return forward * (1 + BACKWARD_OF_ATTENTION) if backward else forward
 

@@ -127,11 +127,6 @@ def all_reduce_ways(link: Link, ranks: int, count: int) -> dict[str, float]:
 
     "direct" sends from each rank to all others, "ring" is gloo's own. Both send the same bytes but
     differ in CPU time per message, which formulas do not describe.
-
-    Args:
-        link: slowest link between the ranks.
-        ranks: number of ranks.
-        count: bytes of the tensor.
     """
     for measured in link.along:
         curves = measured.collectives
@@ -280,9 +275,6 @@ def torus_seconds(cluster: Cluster, sizes: Sequence[int], collectives: Collectiv
         sizes: ranks along each axis of the torus, outer to inner; a single size is a flat group of
             all ranks.
         collectives: names and bytes of the collectives.
-
-    Raises:
-        GulliverError: the product of the sizes is not the number of ranks.
     """
     if math.prod(sizes) != cluster.size:
         shown = " x ".join(map(str, sizes))

@@ -151,13 +151,6 @@ def fp8_seconds(
 ) -> Fp8Seconds:
     """Seconds of a linear layer in 16 bits and in FP8, from measured or described rates.
 
-    Args:
-        device: device with rates of bfloat16 and of FP8.
-        tokens: number of rows.
-        inputs: number of inputs.
-        outputs: number of outputs.
-        scaling: ``tensorwise`` or ``rowwise``.
-
     Raises:
         GulliverError: the device has no rate for FP8.
     """

@@ -208,11 +208,6 @@ def kept_seconds(facts: dict[str, Any], measure: Callable[[], Seconds], count: i
     """Returns stored seconds for the same facts; otherwise measures and stores them.
 
     This way, a resumed run gets the same plan as before.
-
-    Args:
-        facts: facts that the seconds depend on, in addition to the machine.
-        measure: measures the seconds.
-        count: number of values.
     """
     path = _seconds_folder() / f"{digest({**machine_facts(), **facts})}.json"
     try:

@@ -201,14 +201,7 @@ class SampleCosts:
     def batches(
         self, shape: SampleShape, degree: int, pac: bool = True, most: int = 4096
     ) -> BatchCosts:
-        """Costs of micro-batches of 1, 2, ... samples, up to the memory, on a group of ranks.
-
-        Args:
-            shape: shape of the samples.
-            degree: number of ranks in the group.
-            pac: whether to keep activations in spare memory; otherwise all blocks are recomputed.
-            most: largest batch to consider.
-        """
+        """Costs of micro-batches of 1, 2, ... samples, up to the memory, on a group of ranks."""
         fit, model = self.fit, self.model
         tokens = shape.tokens / degree
         each = tokens * (fit.token_bytes + model.depth * fit.block_bytes)
@@ -262,11 +255,6 @@ def fit_samples(
 ) -> SampleFit:
     """Fits rates to measured points.
 
-    Args:
-        model: sizes of the model.
-        points: measurements at two or more depths, each with two or more batch sizes.
-        states: bytes of model state at full depth, if the points do not include it.
-
     Raises:
         GulliverError: there are too few points, or points are not positive.
     """
@@ -304,15 +292,7 @@ def measure_samples(
     depths: Sequence[int] = (1, 2),
     repeats: int = 3,
 ) -> list[SamplePoint]:
-    """Measures the cost of samples: the median of several runs after a warm-up run.
-
-    Args:
-        run: runs forward and backward of (shape, batch, depth); returns seconds and peak bytes.
-        shapes: shapes to measure.
-        batches: batch sizes.
-        depths: numbers of blocks.
-        repeats: runs per point.
-    """
+    """Measures samples after a warm-up; `run(shape, batch, depth)` returns seconds and peak bytes."""
     points = []
     for shape, batch, depth in itertools.product(shapes, batches, depths):
         run(shape, batch, depth)
@@ -392,14 +372,7 @@ def sample_fingerprint(model: SampleModel) -> dict[str, Any]:
 def save_samples(
     path: Path | str, model: SampleModel, fit: SampleFit, shapes: Iterable[SampleShape] = ()
 ) -> None:
-    """Writes sample costs, with the conditions of their measurement.
-
-    Args:
-        path: path to the file.
-        model: sizes of the model.
-        fit: rates.
-        shapes: shapes of the samples, for planning without the dataset.
-    """
+    """Writes sample costs, with the conditions of their measurement."""
     values = {
         "format": FORMAT,
         "fingerprint": sample_fingerprint(model),
@@ -411,11 +384,7 @@ def save_samples(
 
 
 def load_samples(path: Path | str, model: SampleModel) -> SampleFit:
-    """Reads sample costs measured on this machine for this model.
-
-    Raises:
-        GulliverError: the file is for another machine, model, dtype or version, or is invalid.
-    """
+    """Reads sample costs measured on this machine for this model."""
     values = _read(path)
     expected = json.loads(json.dumps(sample_fingerprint(model)))
     found = values["fingerprint"]

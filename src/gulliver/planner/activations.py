@@ -48,12 +48,6 @@ def plan_activations(
 ) -> Plan:
     """Chooses which blocks are kept, recomputed or offloaded, unless the plan already says so.
 
-    Args:
-        plan: plan with memory tiers.
-        model: full model, possibly on the meta device.
-        state: returns the sizes of the rank's state.
-        rates: rates of the slower tier; None if unknown.
-
     Raises:
         GulliverError: recomputation or offloading is requested but not possible.
     """

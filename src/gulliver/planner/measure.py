@@ -511,13 +511,7 @@ def estimate_work(
 
 
 def _timed(work: Work, model: nn.Module, seconds: Mapping[str, tuple[float, float]]) -> Work:
-    """Adds measured block times to the work; time outside blocks is scaled by parameter count.
-
-    Args:
-        work: estimated costs.
-        model: full model.
-        seconds: forward and backward seconds of blocks, by path.
-    """
+    """Adds measured block times to the work; time outside blocks is scaled by parameter count."""
     if not seconds:
         return work
     inside = sum(_multiplied(model.get_submodule(path)) for path in seconds)

@@ -69,11 +69,7 @@ def read_trace(path: str | Path) -> tuple[Job, ...]:
 
 
 def write_trace(path: str | Path, jobs: Sequence[Job]) -> None:
-    """Writes a trace as CSV.
-
-    Raises:
-        GulliverError: the file cannot be written, or its suffix is not .csv.
-    """
+    """Writes a trace as CSV."""
     path = Path(path)
     if path.suffix != ".csv":
         raise GulliverError(f"trace {path} has an unknown suffix; use .csv")

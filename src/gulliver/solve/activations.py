@@ -209,12 +209,6 @@ def choose_activations(
 ) -> ActivationChoice:
     """Chooses which activations to keep, recompute or offload, minimizing the predicted time.
 
-    Args:
-        blocks: blocks in forward order.
-        room: bytes available for activations.
-        costs: time of the step without recomputation and offloading.
-        allowed: allowed choices.
-
     Raises:
         GulliverError: no choice fits into `room`; names the minimum, and the block that needs it.
     """

@@ -75,13 +75,7 @@ class Relaxation:
     def _best_shares(
         self, top: Bound, priced: Callable[[Floats, float], Bound], shares: Floats
     ) -> tuple[Bound, Floats]:
-        """Improves the shares of the price with subgradient steps of decreasing size.
-
-        Args:
-            top: the best bound with these shares.
-            priced: computes the bound for given shares and price.
-            shares: the moments' shares of the price, which sum to 1.
-        """
+        """Improves the shares of the price with subgradient steps of decreasing size."""
         size, price, best = 0.5, top.price, shares
         for _ in range(SHARES):
             bumped = [priced((1 - BUMP) * best + BUMP * one, price) for one in np.eye(len(best))]

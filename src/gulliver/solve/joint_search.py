@@ -319,14 +319,8 @@ def solve_joint(
 ) -> JointPlan:
     """Finds the fastest picks within a memory budget.
 
-    Successive rounds keep more states; the first starts close to the lower bound.
-
-    Args:
-        blocks: blocks in forward order; equal blocks are solved once.
-        budget: memory of a device in bytes.
-        allowed: choices for saved tensors.
-        states: number of states kept per kind; more states are slower and closer to the optimum.
-        tolerance: acceptable gap; 0 runs all rounds.
+    Successive rounds keep more states per kind, up to `states`, until the gap is at most `tolerance`;
+    the first starts close to the lower bound.
 
     Raises:
         GulliverError: no picks fit into the budget; names the smallest feasible budget and the
@@ -369,12 +363,7 @@ def solve_joint(
 
 
 def least_memory(blocks: Sequence[Block], allowed: Sequence[Choice] = CHOICES) -> JointCost:
-    """Finds the smallest feasible budget, and the operator that needs it.
-
-    Args:
-        blocks: blocks in forward order.
-        allowed: choices for saved tensors.
-    """
+    """Finds the smallest feasible budget, and the operator that needs it."""
     rules = Rules(_in_order(allowed), STATES, timed=False)
     picks, _ = _BlockChain(blocks, rules).best(math.inf)
     return joint_cost(blocks, picks)

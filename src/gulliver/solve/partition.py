@@ -56,17 +56,8 @@ def partition_chain(
 ) -> ChainPartition:
     """Splits `costs` into consecutive, non-empty parts, minimizing the largest time.
 
-    Args:
-        costs: costs in chain order, finite and non-negative, in any unit.
-        parts: number of parts.
-        speeds: speed of each part's machine; the time of a part is the sum of its costs divided by
-            its speed. None for 1.
-
     Returns:
         The partition with the smallest maximum; among several, the most even one.
-
-    Raises:
-        GulliverError: there are fewer costs than parts.
     """
     if len(costs) < parts:
         raise GulliverError(

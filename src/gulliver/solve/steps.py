@@ -28,12 +28,7 @@ def accumulated(seconds: np.ndarray, most: int) -> np.ndarray:
 
 
 def split_batches(seconds: np.ndarray, count: int) -> tuple[int, ...]:
-    """Splits samples into the micro-batches that `accumulated` chose, largest first.
-
-    Args:
-        seconds: seconds of micro-batches of 1, 2, ... samples, [B].
-        count: number of samples, at least 1.
-    """
+    """Splits samples into the micro-batches that `accumulated` chose, largest first."""
     ways, found = _ways(seconds, np.array([count]))
     way = int(np.argmin(found[:, 0]))
     if way < len(ways):
