@@ -79,10 +79,8 @@ def _sequence(like: Sequence, parts: list) -> Any:
 
 
 _log = logging.getLogger("gulliver")
-DEFAULT_LIMIT = 2**30
-"""Default limit of an arena, in bytes."""
-PORTABLE = 1
-"""`cudaHostRegisterPortable`: page-locked for all devices of the process."""
+DEFAULT_LIMIT = 2**30  # default limit of an arena, in bytes
+PORTABLE = 1  # `cudaHostRegisterPortable`: page-locked for all devices of the process
 
 
 class CopyEvent(Protocol):

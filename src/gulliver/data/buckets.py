@@ -26,8 +26,7 @@ from gulliver.errors import GulliverError, nearest
 from gulliver.io.files import named_errors
 from gulliver.options import SHARE
 
-Sizes = dict[float, tuple[int, int]]
-"""Height and width in pixels for each ratio of height to width."""
+Sizes = dict[float, tuple[int, int]]  # height and width in pixels for each ratio of height to width
 
 
 @dataclass(frozen=True)
@@ -113,8 +112,7 @@ LARGEST_SIZES = (
 SQUARES = {"256": 16, "512": 32, "1024": 64, "2048": 128}
 SIDES = ("2.39:1", "2:1", "16:9", "1.85:1", "9:16", "5:8", "3:2", "4:3", "1:1")
 """Ratios of width to height for computed sizes (2.0), which also include their transposes."""
-GRID = 16
-"""Computed sides are multiples of this many pixels."""
+GRID = 16  # computed sides are multiples of this many pixels
 
 
 def _table(ratios: str, sizes: str, unit: int = 1) -> Sizes:
@@ -198,8 +196,7 @@ def resolution(name: str) -> Resolution:
 # Source: Open-Sora 1.1 to 2.0 (`bucket_config` of their configurations).
 
 
-ENOUGH_PIXELS = 0.8
-"""Minimum pixels of a clip, as a fraction of those of its bucket."""
+ENOUGH_PIXELS = 0.8  # minimum pixels of a clip, as a fraction of those of its bucket
 VARIABLE = "bucket_config"
 EXAMPLE = '{"240p": {1: (1.0, 120), 51: (0.5, 12)}}'
 

@@ -21,10 +21,8 @@ from torch import Tensor
 
 from gulliver.errors import GulliverError, missing_extra
 
-STILL_FPS = 120.0
-"""Frame rate that marks a still in Open-Sora's models."""
-ORIENTATION = 0x0112
-"""EXIF tag of an image's orientation."""
+STILL_FPS = 120.0  # frame rate that marks a still in Open-Sora's models
+ORIENTATION = 0x0112  # EXIF tag of an image's orientation
 
 
 class Turn(NamedTuple):

@@ -21,8 +21,7 @@ STEPS = 8
 """Number of planned lengths per power of two; they exceed the real ones by at most an eighth."""
 SHORTEST = 16
 IGNORED = -100
-FIELDS = ("input_ids", "labels", "attention_mask")
-"""Allowed fields of a text."""
+FIELDS = ("input_ids", "labels", "attention_mask")  # allowed fields of a text
 
 
 def document_shapes(lengths: Iterable[int], causal: bool = True) -> list[SampleShape]:

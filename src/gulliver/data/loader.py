@@ -45,8 +45,7 @@ from gulliver.data.sampler import check_content, check_position, order_of
 from gulliver.errors import GulliverError
 from gulliver.options import Options
 
-AT_EXIT_S = 5.0
-"""Seconds that an exiting interpreter waits for a thread to end its workers."""
+AT_EXIT_S = 5.0  # seconds that an exiting interpreter waits for a thread to end its workers
 NEWER = "this iteration was ended by a newer one, or by another position, of the same loader"
 _OPEN: weakref.WeakSet[Feed] = weakref.WeakSet()
 

@@ -21,13 +21,11 @@ from gulliver.errors import GulliverError, missing_extra, nearest
 from gulliver.io.files import named_errors
 from gulliver.options import Range
 
-NUMBERS = ("num_frames", "height", "width", "fps")
-"""Columns that make opening a file unnecessary."""
+NUMBERS = ("num_frames", "height", "width", "fps")  # columns that make opening a file unnecessary
 FPS = Range(0.1, 1000)
 
 _MEDIA = ".mp4 .m4v .mov .mkv .webm .avi .gif .png .jpg .jpeg .webp .bmp"
-MEDIA = frozenset(_MEDIA.split())
-"""Suffixes of videos and images in a folder."""
+MEDIA = frozenset(_MEDIA.split())  # suffixes of videos and images in a folder
 
 Record = dict[str, Any]
 
@@ -176,8 +174,7 @@ def _number(where: str, column: str, cell: object) -> float | None:
 # Source: Open-Sora 1.2 (numbers), 1.3 (words), 2.0 (motion score).
 
 
-SCORES = ("aes", "flow", "motion_score")
-"""Columns of scores that can be added to captions."""
+SCORES = ("aes", "flow", "motion_score")  # columns of scores that can be added to captions
 AESTHETICS = (
     *((4.0, "terrible"), (4.5, "very poor"), (5.0, "poor"), (5.5, "fair"), (6.0, "good")),
     *((6.5, "very good"), (math.inf, "excellent")),

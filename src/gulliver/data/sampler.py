@@ -21,8 +21,7 @@ from gulliver.data.clips import Bucket
 from gulliver.errors import GulliverError
 from gulliver.options import whole_number
 
-KEYS = {"epoch", "done", "rank", "generators", "inner", "is_over"}
-"""Keys of every loader state."""
+KEYS = {"epoch", "done", "rank", "generators", "inner", "is_over"}  # keys of every loader state
 
 
 def set_state(generator: torch.Generator, state: str) -> None:
@@ -63,8 +62,7 @@ def order_of(source: Any) -> str:
 # therefore just (epoch, batches done): a run resumes exactly, on as many ranks as it likes.
 
 
-Groups = dict[Bucket, tuple[np.ndarray, int]]
-"""Samples of each bucket, and the bucket's batch size."""
+Groups = dict[Bucket, tuple[np.ndarray, int]]  # samples of each bucket, and the bucket's batch size
 
 
 @dataclass(frozen=True)

@@ -97,8 +97,7 @@ def check_sample(
 # What a planner of data-centric steps asks of costs, and checks of its degrees and window.
 
 
-WINDOW, STEPS_AHEAD = 4096, 16
-"""Default window in samples, or in steps for budgets in samples."""
+WINDOW, STEPS_AHEAD = 4096, 16  # default window in samples, or in steps for budgets in samples
 
 
 class Costs(Protocol):

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 from gulliver.data_centric.steps import RankGroup, StepPlan
 
-COLUMNS = 60
-"""Width of a step's longest group, in characters."""
+COLUMNS = 60  # width of a step's longest group, in characters
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 
 

@@ -179,10 +179,8 @@ def place(
 # and all others in groups of their own.
 
 
-REMEMBERED = 4096
-"""Number of cached phase solutions, because the same steps recur."""
-SPLIT = 1.02
-"""Ratio of time to bound above which wide samples may get a separate phase."""
+REMEMBERED = 4096  # number of cached phase solutions, because the same steps recur
+SPLIT = 1.02  # ratio of time to bound above which wide samples may get a separate phase
 
 
 class Phases:

@@ -16,8 +16,7 @@ from gulliver.hardware.operators import LookupLoad, lookup_seconds
 from gulliver.solve.rows import index_bytes
 from gulliver.solve.tables import TableOption, place_tables
 
-BLOCK = 4096
-"""Number of rows that are initialized from one seed."""
+BLOCK = 4096  # number of rows that are initialized from one seed
 
 
 @dataclass(frozen=True)
@@ -94,8 +93,7 @@ def _seed_of(*numbers: int) -> int:
 STATE = {"sgd": 0.0, "adagrad": 1.0, "row-wise adagrad": 0.0, "sparse adam": 2.0}
 """Optimizer state elements per row element; row-wise Adagrad has one element per row instead."""
 ITEM = 4
-SLOT_BYTES = 4
-"""Device bytes per slot in addition to its record, for the index of its row."""
+SLOT_BYTES = 4  # device bytes per slot in addition to its record, for the index of its row
 CRITEO_1TB = (
     *(45833188, 36746, 17245, 7413, 20243, 3, 7114, 1441, 62, 29275261, 1572176, 345138, 10),
     *(2209, 11267, 128, 4, 974, 14, 48937457, 11316796, 40094537, 452104, 12606, 104, 35),

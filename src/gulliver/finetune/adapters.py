@@ -36,8 +36,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "bloom": ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"),
 }
 """Names of the target layers, as suffixes, by model family."""
-ANY = "all-linear"
-"""PEFT's value for every linear layer except the head, for other families."""
+ANY = "all-linear"  # PEFT's value for every linear layer except the head, for other families
 CONFIG, WEIGHTS, FACTS = "adapter_config.json", "adapter_model.safetensors", "gulliver.json"
 
 

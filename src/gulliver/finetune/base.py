@@ -29,8 +29,7 @@ from gulliver.errors import GulliverError, missing_extra
 from gulliver.io.files import named_errors, require_space
 from gulliver.parallel.tensor.apply import materialize
 
-ALIGNMENT = 64
-"""Alignment in bytes of tensors in the temporary file."""
+ALIGNMENT = 64  # alignment in bytes of tensors in the temporary file
 
 
 # [Note: weights larger than memory] Under a memory limit a model may be larger than memory before
@@ -100,8 +99,7 @@ def _reserved(like: Iterable[Tensor], scratch: Path) -> dict[Tensor, Tensor | No
 
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-LOOKED_AT = 1 << 20
-"""Bytes at each end of a weight file that are hashed for the fingerprint."""
+LOOKED_AT = 1 << 20  # bytes at each end of a weight file that are hashed for the fingerprint
 
 
 @dataclass(frozen=True)

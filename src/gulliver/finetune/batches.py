@@ -31,10 +31,8 @@ _TESTED = (
     "phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open stablelm starcoder2 "
     "vaultgemma youtu "
 )
-EXACT = frozenset(_TESTED.split())
-"""Model types of transformers for which packing is exact."""
-ATTENTIONS = ("eager", "sdpa")
-"""Attention implementations whose masks are exact."""
+EXACT = frozenset(_TESTED.split())  # model types of transformers for which packing is exact
+ATTENTIONS = ("eager", "sdpa")  # attention implementations whose masks are exact
 LAYERS = {"full_attention", "sliding_attention"}
 """Supported kinds of layers; others keep recurrent state or attend to selected tokens."""
 
@@ -95,14 +93,12 @@ def _frequencies_vary(config: Any, length: int | None) -> bool:
 # any accumulation use the same tokens per step, and the position is a number of steps.
 
 
-IGNORED = -100
-"""Ignored label in the losses of torch and transformers."""
+IGNORED = -100  # ignored label in the losses of torch and transformers
 SHORTEST_GRAIN = 8
 GRAINS = 32
 """Sorted batches treat lengths as equal if they differ by less than 1 / GRAINS of the longest."""
 
-Rows = list[list[int]]
-"""Indices of the sequences of each row."""
+Rows = list[list[int]]  # indices of the sequences of each row
 
 
 # [Note: as many steps in each epoch] Both orders are laid out once, on the sorted lengths:

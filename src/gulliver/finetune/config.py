@@ -27,8 +27,7 @@ from gulliver.options import (
 
 FORMS = ("messages", "instruction", "completion", "text")
 LONGEST = 2**20
-LENGTH = 2048
-"""Default sequence length, if the model's context is not shorter."""
+LENGTH = 2048  # default sequence length, if the model's context is not shorter
 
 
 @dataclass(frozen=True)
@@ -86,8 +85,7 @@ def check_data(config: DataConfig) -> None:
 # chosen once model and data are known, and printed with the reason (`planning.py`).
 
 
-SIZE = Range(1, 65536)
-"""Allowed number of ranks that share a model."""
+SIZE = Range(1, 65536)  # allowed number of ranks that share a model
 
 
 @dataclass(frozen=True)

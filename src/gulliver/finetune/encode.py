@@ -18,8 +18,7 @@ from gulliver.finetune.rows import BadRow, TextSample
 Array = np.ndarray[Any, Any]
 
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
-SHOWN = 8
-"""Number of tokens around a mismatch to show in an error message."""
+SHOWN = 8  # number of tokens around a mismatch to show in an error message
 
 MARK_THEM = "mark the answers in the template with {% generation %}, or use --answers-only no"
 
@@ -130,8 +129,7 @@ def _refuse_template(
 # Converts samples to tokens and labels, and splits long texts.
 
 
-AT_ONCE = 256
-"""Number of samples per tokenizer call, which its threads share."""
+AT_ONCE = 256  # number of samples per tokenizer call, which its threads share
 
 
 # [Note: each token once] The first token of a sequence is never trained, because nothing precedes

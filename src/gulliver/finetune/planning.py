@@ -27,8 +27,7 @@ from gulliver.plan.plan import Plan
 from gulliver.plan.tree import Work
 from gulliver.planner.measure import estimate_work
 
-CHUNK_MB = 4.0
-"""ZeRO chunk size; tuning it would not converge for steps of many different lengths."""
+CHUNK_MB = 4.0  # ZeRO chunk size; tuning it would not converge for steps of many different lengths
 USABLE = 0.9
 """Fraction of the memory that a plan without a limit may use; the interpreter needs the rest."""
 HOST_SHARE = "70%"
@@ -247,10 +246,8 @@ def fitting(config: Any, plan: Plan, places: int, accumulate: int) -> PlannedRun
 # Defaults of a run that depend on model and data, each with its reason.
 
 
-LEAST_STEPS = 100
-"""Minimum number of steps for the learning rate to rise and decay."""
-MOST_TOKENS = 32_768
-"""Tokens per step above which more steps are better than larger ones."""
+LEAST_STEPS = 100  # minimum number of steps for the learning rate to rise and decay
+MOST_TOKENS = 32_768  # tokens per step above which more steps are better than larger ones
 LR_FULL, FULL_SIZE = 2e-5, 7e9
 """Learning rate of full fine-tuning, and the model size for which it is typical."""
 LORA_FACTOR = 10.0

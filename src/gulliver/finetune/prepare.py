@@ -50,8 +50,7 @@ FINGERPRINTS = {
     "data": "--data or the tokenizer is not the one that the run was started with",
 }
 
-WRITTEN = ("result", "save_dtype")
-"""Options that apply only to a merged model."""
+WRITTEN = ("result", "save_dtype")  # options that apply only to a merged model
 
 
 @dataclass(frozen=True)

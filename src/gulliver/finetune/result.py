@@ -143,8 +143,7 @@ def _version(name: str) -> str:
 
 
 NO_BETTER = "no evaluation improved on the first"
-CARRIED = ("generation_config.json",)
-"""Files copied from the base model's folder to the result."""
+CARRIED = ("generation_config.json",)  # files copied from the base model's folder to the result
 
 
 def write_result(

@@ -171,8 +171,7 @@ def _plain(model: nn.Module) -> nn.Module:
 # Prompts for sampling during training: from held-out texts and from the user.
 
 
-SHOWN = 32
-"""Maximum number of prompt tokens taken from a plain text."""
+SHOWN = 32  # maximum number of prompt tokens taken from a plain text
 
 
 @dataclass(frozen=True)

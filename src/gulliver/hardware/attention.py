@@ -53,8 +53,7 @@ RING_LAUNCHES, RING_RANK_LAUNCHES = 58, 26
 constant, and per rank. All four numbers were counted in steps of 2 and 4 ranks
 (tests/data_centric/test_step_prices.py counts them again).
 """
-GATHER_LAUNCHES = 5
-"""Packing operations if tensor ranks all-gather, or reduce-scatter, a sequence."""
+GATHER_LAUNCHES = 5  # packing operations if tensor ranks all-gather, or reduce-scatter, a sequence
 
 
 @dataclass(frozen=True)

@@ -259,8 +259,7 @@ _SECONDS = {
 # Costs of a step's collectives on a torus of any shape, mapped to a cluster.
 
 
-Collectives = Sequence[tuple[str, int]]
-"""Names of collectives, and bytes of their full tensors."""
+Collectives = Sequence[tuple[str, int]]  # names of collectives, and bytes of their full tensors
 
 
 # [Note: like with like] A measured cluster has timings of collectives on its own axes and on all

@@ -31,12 +31,10 @@ LONG_S, BUDGET_S = 0.3, 1.0
 EXCHANGES, EXCHANGES_S = 7, 0.05
 """Maximum number of exchanges per size in a sweep, and their maximum seconds."""
 FASTEST = LINK[0][1]
-NEAR = 2.0
-"""Links between nodes must be slower than the links inside nodes by this factor."""
+NEAR = 2.0  # links between nodes must be slower than the links inside nodes by this factor
 BUSY_SIDE, BUSY_PRODUCTS = 512, 4
 """Side and number of the matrices multiplied before a collective that is timed under load."""
-SEEN_BY = 1 << 20
-"""Message size in bytes at which links are compared."""
+SEEN_BY = 1 << 20  # message size in bytes at which links are compared
 
 
 # [Note: from a meeting] All ranks synchronize before each timed message, as before each collective.

@@ -17,8 +17,7 @@ VISIT_LAUNCHES, TRANSFER_LAUNCHES = 120, 80
 """CPU time of a visit to state, and of a transfer between tiers, in units of an operation's launch
 time. Measured on a model of tiny layers, with and without a limit (docs/lab-notes.md).
 """
-REPEATS = 4
-"""Number of simulated steps; the first ones start without transfers in flight."""
+REPEATS = 4  # number of simulated steps; the first ones start without transfers in flight
 DISK, HOST = "disk", "host"
 
 

@@ -124,10 +124,8 @@ def operator_seconds(
 
 
 FP8 = "float8_e4m3fn"
-ITEM = 2
-"""Bytes per element of the 16-bit layer that FP8 is compared with."""
-STEP, LARGEST = 16, 1 << 16
-"""Step and maximum of the layer sides to try for the break-even size."""
+ITEM = 2  # bytes per element of the 16-bit layer that FP8 is compared with
+STEP, LARGEST = 16, 1 << 16  # step and maximum of the layer sides to try for the break-even size
 
 
 @dataclass(frozen=True)

@@ -279,8 +279,7 @@ SHORT = {
     "laptop": "laptop-cpu",
 }
 """Descriptions by short device names."""
-MOST = 1 << 14
-"""Maximum number of ranks of a named cluster."""
+MOST = 1 << 14  # maximum number of ranks of a named cluster
 
 
 def named_cluster(text: str, ranks: int | None = None) -> Cluster:
@@ -318,19 +317,15 @@ def named_cluster(text: str, ranks: int | None = None) -> Cluster:
 
 Progress = Callable[[str], None]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-FP8_CAPABILITY = (8, 9)
-"""Minimum compute capability for FP8: Ada, Hopper and later."""
+FP8_CAPABILITY = (8, 9)  # minimum compute capability for FP8: Ada, Hopper and later
 SIDES = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 """Sides of the square matrices to time, until a product takes longer than `LONGEST_S`."""
 LONGEST_S = 0.02
 TENSOR_BYTES = (1 << 12, 1 << 16, 1 << 19, 1 << 21, 1 << 23, 1 << 25, 1 << 27)
 """Tensor sizes for an element-wise operation that reads two tensors and writes one."""
-BLOCK_BYTES = 1 << 24
-"""Bytes of a disk request."""
-DISK_BYTES = 1 << 28
-"""Bytes of the file for measuring a disk."""
-TURN_S = 0.5
-"""Target seconds of a round on a disk."""
+BLOCK_BYTES = 1 << 24  # bytes of a disk request
+DISK_BYTES = 1 << 28  # bytes of the file for measuring a disk
+TURN_S = 0.5  # target seconds of a round on a disk
 WAYS = {"reading": (True, False), "writing": (False, True), "both at once": (True, True)}
 
 

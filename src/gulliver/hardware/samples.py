@@ -292,7 +292,7 @@ def measure_samples(
     depths: Sequence[int] = (1, 2),
     repeats: int = 3,
 ) -> list[SamplePoint]:
-    """Measures samples after a warm-up; `run(shape, batch, depth)` returns seconds and peak bytes."""
+    """Measures samples; `run(shape, batch, depth)` returns seconds and peak bytes."""
     points = []
     for shape, batch, depth in itertools.product(shapes, batches, depths):
         run(shape, batch, depth)

@@ -189,8 +189,7 @@ def nbytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
 # The joint search problem of a forward: strategies, conversions and bytes of every operator.
 
 
-STEP_COPIES = 2
-"""Maximum temporary copies of a parameter in a step: Adam's square root and divisor."""
+STEP_COPIES = 2  # maximum temporary copies of a parameter in a step: Adam's square root and divisor
 
 
 # [Note: bytes on the safe side] A run must not exceed the predicted bytes. Temporaries that no

@@ -21,8 +21,7 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from gulliver.operators.trace import OperatorCall, Ref
 
 WHOLE, SUMMED, TERMS = "R", "T", "P"
-Layout = tuple[str, ...]
-"""Layout along each mesh axis."""
+Layout = tuple[str, ...]  # layout along each mesh axis
 
 
 def cut(dim: int) -> str:

@@ -34,10 +34,8 @@ from gulliver.operators.rules import (
 from gulliver.operators.trace import OperatorCall, Ref, Trace, name_of
 
 Placements = tuple[Placement, ...]
-VALUE = "_gulliver_value"
-"""Attribute of a DTensor with the number of its value."""
-FORKED = "_gulliver_fork"
-"""Attribute of a DTensor with the output of its fork."""
+VALUE = "_gulliver_value"  # attribute of a DTensor with the number of its value
+FORKED = "_gulliver_fork"  # attribute of a DTensor with the output of its fork
 
 
 # [Note: two graphs in one] Between calls autograd's graph consists of DTensors, inside a call of

@@ -35,12 +35,9 @@ from gulliver.solve.activations import (
     least_room,
 )
 
-MOSTLY = 0.5
-"""Recompute all blocks if their activations exceed this share of the limit."""
-ROOMS = 6
-"""Number of activation budgets to try, in addition to the smallest one."""
-STEPS = 3
-"""Number of replayed steps; the last one predicts state traffic."""
+MOSTLY = 0.5  # recompute all blocks if their activations exceed this share of the limit
+ROOMS = 6  # number of activation budgets to try, in addition to the smallest one
+STEPS = 3  # number of replayed steps; the last one predicts state traffic
 
 
 def plan_activations(

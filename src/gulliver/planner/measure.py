@@ -39,8 +39,7 @@ from gulliver.precision.fp8.layers import Recipe
 TURNS = 3
 UPDATED = 1 << 22
 """Maximum number of elements in the timed optimizer step; larger ones are extrapolated."""
-ADDED_UP = ("row", "vocabulary")
-"""Styles of modules whose outputs are summed over tensor ranks."""
+ADDED_UP = ("row", "vocabulary")  # styles of modules whose outputs are summed over tensor ranks
 
 
 def measure_work(
@@ -356,12 +355,9 @@ def _nbytes(value: Any) -> int:
 # kind gets random weights, inputs of the right shapes, and is timed.
 
 
-ROOM = 4
-"""A block is timed if it and its gradients need at most 1 / ROOM of the memory."""
-DEVIATION = 0.02
-"""Standard deviation of the random weights of timed blocks."""
-Seconds = tuple[float, float]
-"""Seconds of a forward pass and of its backward pass."""
+ROOM = 4  # a block is timed if it and its gradients need at most 1 / ROOM of the memory
+DEVIATION = 0.02  # standard deviation of the random weights of timed blocks
+Seconds = tuple[float, float]  # seconds of a forward pass and of its backward pass
 
 
 class _Seen(Exception):

@@ -38,8 +38,7 @@ from gulliver.planner.state_bytes import (
 )
 from gulliver.solve.replacement import Action, MiddleReplacement, Move, Policy, Replacement
 
-WINDOW = 2
-"""Minimum number of chunks whose parameters are on the device together."""
+WINDOW = 2  # minimum number of chunks whose parameters are on the device together
 
 
 @dataclass

@@ -33,14 +33,11 @@ from gulliver.planner.replay import Replay, ReplayedUse
 from gulliver.planner.state_bytes import BACKWARD, FORWARD, UPDATE, Key, StateBytes
 from gulliver.solve.replacement import Policy
 
-STEPS, MORE = 4, 2
-"""Steps after which the moves repeat, with two tiers and with three."""
+STEPS, MORE = 4, 2  # steps after which the moves repeat, with two tiers and with three
 ENDLESS = 1 << 60
 GIB = 2**30
-KNOWN = 32
-"""Number of cached replays; one `boost` needs the same ones several times."""
-FEW, MANY = 8, 96
-"""Bounds on the number of chunks; sizes that yield fewer or more are not tried."""
+KNOWN = 32  # number of cached replays; one `boost` needs the same ones several times
+FEW, MANY = 8, 96  # bounds on the number of chunks; sizes that yield fewer or more are not tried
 
 
 @dataclass(frozen=True)

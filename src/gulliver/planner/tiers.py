@@ -23,8 +23,7 @@ from gulliver.planner.ranks import largest_residency, rank_states, rank_work, st
 from gulliver.planner.residency import chunk_sizes, tier_rates
 from gulliver.planner.resolve import cut_model
 
-_ANY = 2**60
-"""Any memory size, to which a share applies while only its syntax is checked."""
+_ANY = 2**60  # any memory size, to which a share applies while only its syntax is checked
 
 
 @dataclass(frozen=True)
@@ -193,5 +192,4 @@ class OffloadTiers:
             )
 
 
-NOTHING = OffloadTiers()
-"""No slower tiers."""
+NOTHING = OffloadTiers()  # no slower tiers

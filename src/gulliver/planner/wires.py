@@ -34,8 +34,7 @@ from gulliver.planner.ranks import ResolvedPlan, places
 from gulliver.planner.resolve import predict_memory
 from gulliver.precision.wire.formats import WireFormat, wire_format
 
-SAMPLE_BYTES = 1 << 20
-"""Message size assumed if the sizes of a step are unknown."""
+SAMPLE_BYTES = 1 << 20  # message size assumed if the sizes of a step are unknown
 
 
 @dataclass(frozen=True)

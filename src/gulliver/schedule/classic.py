@@ -12,12 +12,9 @@ import numpy as np
 from gulliver.schedule.state import Allotment, Decision, FreeSlots, JobState, Policy, View
 from gulliver.solve.allocation import allocate
 
-PERIOD = 60.0
-"""Seconds between scheduling rounds; arrivals and ends also trigger one."""
-FULL_WEIGHT = 14400.0
-"""Slot-seconds above which Pollux decreases a job's weight."""
-LEAST_SPEEDUP = 0.05
-"""Speedup that Pollux assigns to a job without slots."""
+PERIOD = 60.0  # seconds between scheduling rounds; arrivals and ends also trigger one
+FULL_WEIGHT = 14400.0  # slot-seconds above which Pollux decreases a job's weight
+LEAST_SPEEDUP = 0.05  # speedup that Pollux assigns to a job without slots
 
 
 def packed(view: View, order: Sequence[JobState], blocking: bool = False) -> Decision:

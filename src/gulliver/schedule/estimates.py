@@ -16,10 +16,8 @@ from gulliver.schedule.state import JobState
 # requested slots, of jobs that lasted longer, with a tail that halves with every doubling for
 # unseen lengths. perfect: the truth, to show the potential of a better estimate.
 Way = Literal["curves", "lengths", "perfect"]
-LEAST = 3
-"""Minimum number of finished jobs before their loss curves are used."""
-FLAT = 1e-6
-"""Smaller decreases of the loss are ignored (the script may report none)."""
+LEAST = 3  # minimum number of finished jobs before their loss curves are used
+FLAT = 1e-6  # smaller decreases of the loss are ignored (the script may report none)
 QUANTILES = (np.arange(16) + 0.5) / 16
 """Quantiles over which a job's remaining samples are averaged."""
 

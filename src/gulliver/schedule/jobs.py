@@ -15,8 +15,7 @@ from gulliver.hardware.cluster import Cluster
 from gulliver.hardware.scaling import Scaling, batch_efficiency, best_batch
 from gulliver.options import AT_LEAST_1, Range, check_options
 
-Parts = tuple[int, ...]
-"""Number of slots on each node."""
+Parts = tuple[int, ...]  # number of slots on each node
 
 
 def place(counts: Sequence[int], free: Sequence[int]) -> list[Parts]:

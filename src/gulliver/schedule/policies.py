@@ -24,10 +24,8 @@ from gulliver.solve.allocation import fluid_bound
 
 HORIZON = 40
 """Maximum number of jobs, those with the least remaining work, that share slots in a phase."""
-NEVER = 1e30
-"""Seconds per sample if a job cannot run."""
-LATE = 1e9
-"""Penalty in seconds for a missed deadline."""
+NEVER = 1e30  # seconds per sample if a job cannot run
+LATE = 1e9  # penalty in seconds for a missed deadline
 
 Share = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 
@@ -279,8 +277,7 @@ class Worlds:
 # Samples futures: remaining work of jobs, and arrivals, from the history so far.
 
 
-LEAST_SEEN = 6
-"""Minimum number of past arrivals before future ones are predicted."""
+LEAST_SEEN = 6  # minimum number of past arrivals before future ones are predicted
 
 
 class Futures(NamedTuple):
@@ -363,12 +360,9 @@ def _totals(flat: list[JobState], estimator: Estimator, draw: np.random.Generato
 # Castanon 1999, "Rollout algorithms for stochastic scheduling problems").
 
 
-MOVES = 64
-"""Maximum number of first steps to try per round of moves."""
-ROUNDS = 2
-"""Rounds of moving slots between jobs if no arrivals are expected."""
-MARGIN = 0.003
-"""Minimum relative saving that justifies a change."""
+MOVES = 64  # maximum number of first steps to try per round of moves
+ROUNDS = 2  # rounds of moving slots between jobs if no arrivals are expected
+MARGIN = 0.003  # minimum relative saving that justifies a change
 
 
 class Rollout(Policy):

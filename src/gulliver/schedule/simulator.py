@@ -191,8 +191,7 @@ def bound_of(jobs: tuple[Job, ...], cluster: JobCluster) -> float:
     return _bounds[key]
 
 
-MOST_EVENTS = 2_000_000
-"""Number of events without progress after which a simulation is aborted."""
+MOST_EVENTS = 2_000_000  # number of events without progress after which a simulation is aborted
 
 
 def simulate(

@@ -23,8 +23,7 @@ COSTS = tuple(field.name for field in fields(Scaling) if field.name.endswith("_s
 NEEDED = ("name", "arrival", "samples", "batch", "slots")
 HINTS = get_type_hints(Job, include_extras=True) | dict.fromkeys(COSTS, float)
 COLUMNS = tuple(name for name in HINTS if name != "scaling")
-MEASURED = "measured"
-"""Key of measured points in a JSON job, which replace the costs."""
+MEASURED = "measured"  # key of measured points in a JSON job, which replace the costs
 
 
 def read_trace(path: str | Path) -> tuple[Job, ...]:

@@ -21,8 +21,7 @@ from gulliver.errors import GulliverError
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.intp]
-DIGITS = 1e12
-"""Relative tolerance for sums of the same numbers in another order."""
+DIGITS = 1e12  # relative tolerance for sums of the same numbers in another order
 PAIRS, AT_ONCE = 128, 16
 
 

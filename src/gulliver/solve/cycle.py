@@ -29,14 +29,10 @@ from numpy.typing import NDArray
 # Time is circular: a gap may extend from the end of a cycle into the next.
 
 
-ROUNDS = 200
-"""Iterations of the subgradient method."""
-SNAPSHOTS = 10
-"""Iterations between plans built from the current prices."""
-STATES = 4000
-"""Maximum number of states visited by the depth-first search."""
-LONGEST = 200
-"""Maximum number of gaps for the depth-first search."""
+ROUNDS = 200  # iterations of the subgradient method
+SNAPSHOTS = 10  # iterations between plans built from the current prices
+STATES = 4000  # maximum number of states visited by the depth-first search
+LONGEST = 200  # maximum number of gaps for the depth-first search
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Flags = NDArray[np.bool_]
@@ -299,14 +295,10 @@ class _Search:
             self._problem.change(self._slack, gap, nbytes)
 
 
-NEVER = 1 << 60
-"""Position of a use that is not in the schedule."""
-MARGIN_SHARE = 4
-"""Margins may use 1 / MARGIN_SHARE of the memory by default."""
-WORTH = 1.618
-"""Margins are used if they increase the moves at most by this factor; see the note."""
-FEW, TURNS = 60, 6
-"""Limits of a plan over several steps: number of gaps, and of steps."""
+NEVER = 1 << 60  # position of a use that is not in the schedule
+MARGIN_SHARE = 4  # margins may use 1 / MARGIN_SHARE of the memory by default
+WORTH = 1.618  # margins are used if they increase the moves at most by this factor; see the note
+FEW, TURNS = 60, 6  # limits of a plan over several steps: number of gaps, and of steps
 What = Literal["use", "done", "discard", "lend", "give", "budget"]
 
 

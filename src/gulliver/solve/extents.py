@@ -9,10 +9,8 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 
-PAGE = 4096
-"""Bytes of a page; block sizes are multiples of it."""
-STEPS = 8
-"""Number of size classes per doubling."""
+PAGE = 4096  # bytes of a page; block sizes are multiples of it
+STEPS = 8  # number of size classes per doubling
 
 
 # [Note: best fit] First fit would break up large holes for small blocks. With few size classes the

@@ -25,8 +25,7 @@ from typing import NamedTuple
 from gulliver.errors import GulliverError
 from gulliver.solve.activations import Choice
 
-ENTRY = -1
-"""Index of a block's input, which is the output of the previous block."""
+ENTRY = -1  # index of a block's input, which is the output of the previous block
 
 
 # [Note: runs] Recomputation happens in runs, as with activation checkpointing: a run begins at a

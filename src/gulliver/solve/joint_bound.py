@@ -25,14 +25,11 @@ from numpy.typing import NDArray
 from gulliver.solve.activations import Choice, Floats
 from gulliver.solve.joint import ENTRY, Block
 
-STEPS = 40
-"""Number of prices to try with the same shares."""
-SHARES = 16
-"""Number of updates of the shares."""
+STEPS = 40  # number of prices to try with the same shares
+SHARES = 16  # number of updates of the shares
 BUMP = 1e-3
 GOLDEN = (5**0.5 - 1) / 2
-NOTHING = 1e-6
-"""Relative gain below which no higher price is tried, because sums become inexact."""
+NOTHING = 1e-6  # relative gain below which no higher price is tried, because sums become inexact
 
 
 @dataclass(frozen=True)

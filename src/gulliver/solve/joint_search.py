@@ -63,8 +63,7 @@ from gulliver.solve.joint_bound import Bound, Guide, GuidedStates, Relaxation
 FORWARD, BACKWARD, STATE, LEFT, PEAK, RUN, REPLAYED = range(7)
 CHOICES: tuple[Choice, ...] = ("keep", "recompute")
 Bytes = NDArray[np.int16]
-COMPARED = 16
-"""Maximum states to compare per state kept; beyond it, the best are compared."""
+COMPARED = 16  # maximum states to compare per state kept; beyond it, the best are compared
 PRICES = np.array(
     sorted(
         product((0.3, 0.5, 0.7, 0.85, 1.0, 1.2, 1.5, 2.0, 3.0), (0.0, 0.3, 0.7)),
@@ -283,10 +282,8 @@ LEVELS, STATES, LAST = (16, 64), 256, 2
 """States kept per kind in the first rounds and in the last, and a factor for the last block."""
 HOPES = (1e-3, 2e-3, 4e-3, 8e-3, 0.016, 0.032, 0.064, math.inf)
 """Relative distances from the bound to try; smaller ones prune more."""
-SCARCE = 0.1
-"""Price of the whole budget if memory is not scarce, as a fraction of the seconds."""
-SAME = 1e-9
-"""Relative difference below which seconds are treated as equal."""
+SCARCE = 0.1  # price of the whole budget if memory is not scarce, as a fraction of the seconds
+SAME = 1e-9  # relative difference below which seconds are treated as equal
 
 
 @dataclass(frozen=True)
@@ -319,8 +316,8 @@ def solve_joint(
 ) -> JointPlan:
     """Finds the fastest picks within a memory budget.
 
-    Successive rounds keep more states per kind, up to `states`, until the gap is at most `tolerance`;
-    the first starts close to the lower bound.
+    Successive rounds keep more states per kind, up to `states`, until the gap is at most
+    `tolerance`; the first starts close to the lower bound.
 
     Raises:
         GulliverError: no picks fit into the budget; names the smallest feasible budget and the

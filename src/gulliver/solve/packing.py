@@ -63,10 +63,8 @@ def pack(sizes: Sequence[int], capacity: int) -> Packing:
 
 Filled = tuple[int, float, list[tuple[int, int]]]
 """Degree, seconds, and number of samples of each shape in a group."""
-Packed = tuple[list[Filled], list[int]]
-"""Groups, and the remaining samples of each shape."""
-CLOSE = 0.004
-"""Ratio to the bound below which the search stops."""
+Packed = tuple[list[Filled], list[int]]  # groups, and the remaining samples of each shape
+CLOSE = 0.004  # ratio to the bound below which the search stops
 FALLBACK_TRIES = 24
 
 
@@ -196,10 +194,8 @@ def _answer(packed: Packed) -> FallbackAnswer:
 # the same.
 
 
-TRIES = 10
-"""Number of times to try."""
-FIRST = 1.05
-"""First time limit to try, relative to the bound."""
+TRIES = 10  # number of times to try
+FIRST = 1.05  # first time limit to try, relative to the bound
 WIDENED = tuple(1.06 ** (2**number) for number in range(7))
 """Factors by which the limit grows after each failed attempt."""
 OTHERWISE = ((0.5, 1, 0.02), (2.0, 1, 0.06), (0.0, 2, 0.06), (0.0, 4, 0.06))
@@ -208,8 +204,7 @@ group;
 1 / the maximum fraction of ranks in a group (one wide group makes all samples pay for its
 messages); and the gap to the bound above which the attempt is made.
 """
-SHORTER = 0.01
-"""Relative improvement over the best result that a second attempt must reach."""
+SHORTER = 0.01  # relative improvement over the best result that a second attempt must reach
 INTERFACE = 1
 """Version of the extension's interface; increment it on both sides if its calls change."""
 PACKERS = ("native", "python")

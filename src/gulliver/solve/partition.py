@@ -20,8 +20,7 @@ from gulliver.errors import GulliverError
 # Manual, 10.7.
 
 
-_SLACK = 1e-12
-"""Relative tolerance for sums of floats that should be equal."""
+_SLACK = 1e-12  # relative tolerance for sums of floats that should be equal
 
 
 # [Note: two passes] Many partitions reach the smallest maximum, and some leave the other parts

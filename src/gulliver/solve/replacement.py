@@ -62,10 +62,8 @@ class Action:
 
 
 Policy = Literal["planned", "farthest", "recent"]
-LONGEST = 1 << 16
-"""Maximum number of events after which a step ends automatically."""
-FARTHEST_JUMP = 4
-"""The cursor may skip at most 1 / FARTHEST_JUMP of a step at once."""
+LONGEST = 1 << 16  # maximum number of events after which a step ends automatically
+FARTHEST_JUMP = 4  # the cursor may skip at most 1 / FARTHEST_JUMP of a step at once
 
 
 # [Note: where we are] An unexpected event means either that events of this step were skipped (the

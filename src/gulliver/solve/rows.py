@@ -231,11 +231,9 @@ class DecayedCounts:
 
 
 NEVER = 2**50
-_SOON = 1e15
-"""Key of rows in immediate use; all other keys are smaller."""
+_SOON = 1e15  # key of rows in immediate use; all other keys are smaller
 Slots = NDArray[np.int64]
-HALF_LIVES = (8.0, 512.0)
-"""Half-lives, in batches, to choose from if none is given."""
+HALF_LIVES = (8.0, 512.0)  # half-lives, in batches, to choose from if none is given
 
 
 # [Note: look-ahead] Inside the window the future is known. Rows used there leave after all others,
@@ -473,12 +471,9 @@ class RowReplacement:
         return np.concatenate([sure, equal])
 
 
-SAMPLE = 16
-"""The comparison of half-lives samples one in this many rows."""
-MEMORY = 0.99
-"""Decay per batch of the sample's miss counts."""
-LEAD = 0.01
-"""Fraction of the misses that another half-life must save to be selected."""
+SAMPLE = 16  # the comparison of half-lives samples one in this many rows
+MEMORY = 0.99  # decay per batch of the sample's miss counts
+LEAD = 0.01  # fraction of the misses that another half-life must save to be selected
 
 
 class HalfLifeTrial:

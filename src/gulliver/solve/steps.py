@@ -100,8 +100,7 @@ def _ways(seconds: np.ndarray, counts: np.ndarray) -> tuple[list[np.ndarray], np
 # Source: McNaughton 1959, "Scheduling with Deadlines and Loss Functions" (the wrap-around rule).
 
 
-REMEMBERED = 4096
-"""Number of cached plans; steps may recur."""
+REMEMBERED = 4096  # number of cached plans; steps may recur
 
 
 class GroupSamples(NamedTuple):
@@ -314,8 +313,7 @@ def _less(
 
 LIMITS = 12
 """Number of micro-batch limits to try per group, from the largest to an eighth of it or less."""
-SHORTER = 0.8
-"""Ratio of successive limits."""
+SHORTER = 0.8  # ratio of successive limits
 
 Seconds = Mapping[Hashable, Mapping[int, np.ndarray]]
 """Seconds of a stage for micro-batches of 1, 2, ... samples, by shape and degree."""

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 
 FORWARD, BACKWARD, INPUTS, WEIGHTS = "F", "B", "I", "W"
 """Kinds of work: forward, backward, and the two halves of a split backward."""
-Work = tuple[str, int, int]
-"""Kind, stage and micro-batch of an action."""
+Work = tuple[str, int, int]  # kind, stage and micro-batch of an action
 
 
 @dataclass(frozen=True)

@@ -33,8 +33,7 @@ from gulliver.planner.model import HALVES, cast_floats, convert, modules_kept, r
 from gulliver.planner.ranks import cut_numel
 
 STAGES = (0, 1, 2, 3)
-CHUNKS_MB = (4, 8, 16, 32)
-"""Chunk sizes to try for ZeRO; the first is the default."""
+CHUNKS_MB = (4, 8, 16, 32)  # chunk sizes to try for ZeRO; the first is the default
 
 
 @dataclass(frozen=True, order=True)
@@ -121,8 +120,7 @@ def axes_of(ranks: int, batch: int, blocks: int, modes: Sequence[str]) -> Iterat
                     yield Axes(data, sequence, tensor, pipeline, "split_gather")
 
 
-FORWARD_ONLY = ("gpipe", "interleaved")
-"""Schedules that differ in a forward-only pipeline."""
+FORWARD_ONLY = ("gpipe", "interleaved")  # schedules that differ in a forward-only pipeline
 
 
 def grids_of(axes: Axes, batch: int, blocks: int, trains: bool = True) -> Iterator[Grid]:

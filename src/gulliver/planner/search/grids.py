@@ -33,8 +33,7 @@ from gulliver.planner.search.score import Scored, Scorer
 from gulliver.planner.tiers import NOTHING, OffloadTiers
 
 BEST = 10
-RESERVED = 0.06
-"""Share of a GPU's memory reserved for its context, allocator and libraries."""
+RESERVED = 0.06  # share of a GPU's memory reserved for its context, allocator and libraries
 
 
 @dataclass(frozen=True)
@@ -268,12 +267,9 @@ def axes_text(axes: Axes) -> str:
 
 
 GIB = 1 << 30
-SHARES = (0.5, 0.75, 1.0, 1.5)
-"""Multiples of the limit at which memory is priced."""
-DOUBLINGS = 4
-"""Maximum number of times that a cluster is doubled if the model does not fit."""
-COUNTS = 24
-"""Numbers of ranks up to this one are searched individually."""
+SHARES = (0.5, 0.75, 1.0, 1.5)  # multiples of the limit at which memory is priced
+DOUBLINGS = 4  # maximum number of times that a cluster is doubled if the model does not fit
+COUNTS = 24  # numbers of ranks up to this one are searched individually
 
 
 # [Note: few searches] The fastest grid under a limit is also the fastest under every limit between

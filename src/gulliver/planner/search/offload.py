@@ -34,12 +34,9 @@ from gulliver.planner.state_bytes import BACKWARD, FORWARD
 from gulliver.planner.tiers import OffloadTiers
 
 ENDLESS = 1 << 60
-REPLAYED = 96
-"""Maximum number of replayed micro-batches (summed over ranks and grids) in a search."""
-ASKED = 32
-"""The same limit when searching for the minimum memory."""
-MICRO_BATCHES = 16
-"""Pipelines with more micro-batches are not replayed."""
+REPLAYED = 96  # maximum number of replayed micro-batches (summed over ranks and grids) in a search
+ASKED = 32  # the same limit when searching for the minimum memory
+MICRO_BATCHES = 16  # pipelines with more micro-batches are not replayed
 
 
 # [Note: few replays] A replay takes from 10 ms to some seconds, and there are thousands of grids.

@@ -20,16 +20,13 @@ from gulliver.plan.tree import SHARED_BY_TENSOR
 from gulliver.planner.search.facts import CHUNKS_MB, Facts, Grid, TensorShares
 
 MIB = 1 << 20
-AHEAD = 2
-"""Number of chunks that stage 3 prefetches by default."""
+AHEAD = 2  # number of chunks that stage 3 prefetches by default
 GATHERED = AHEAD + 2
 """Number of chunks gathered together at stage 3: prefetched, current and previous."""
-PUTS_OFF = ("zero_bubble", "zbv")
-"""Schedules that defer weight gradients."""
+PUTS_OFF = ("zero_bubble", "zbv")  # schedules that defer weight gradients
 COLLECTED = IN_FLIGHT + 1
 """Number of chunks with full gradients from stage 2: being reduced or being filled."""
-WIDE = 4
-"""Bytes per float32 element."""
+WIDE = 4  # bytes per float32 element
 
 
 # [Note: moments] Activations peak when a backward begins, gradients when it ends, and the

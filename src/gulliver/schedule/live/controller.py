@@ -27,10 +27,8 @@ from gulliver.schedule.live.tracking import (
 from gulliver.schedule.simulator import Change, Round, Segment
 from gulliver.schedule.state import Policy, View, limits_of, placed
 
-ROUNDS = 1000
-"""Number of decisions to keep."""
-LEAST_SECONDS = 0.5
-"""Minimum seconds between decisions that are triggered only by time."""
+ROUNDS = 1000  # number of decisions to keep
+LEAST_SECONDS = 0.5  # minimum seconds between decisions that are triggered only by time
 
 
 @dataclass

@@ -33,10 +33,8 @@ from gulliver.schedule.policies import make_policy
 PROGRAM = "from gulliver.schedule.live.daemon import main; main()"
 TICK_S = 0.1
 SECONDS_BETWEEN_WRITES = 0.5
-DRAIN_S = 60.0
-"""Seconds for jobs to save when the scheduler is stopped."""
-START_S = 300.0
-"""Seconds for a new scheduler to report that it is running."""
+DRAIN_S = 60.0  # seconds for jobs to save when the scheduler is stopped
+START_S = 300.0  # seconds for a new scheduler to report that it is running
 
 
 @contextmanager

@@ -17,8 +17,7 @@ from importlib import import_module
 from typing import Any
 
 PRELOADED = ("torch", "gulliver.booster", "gulliver.checkpoint", "gulliver.schedule")
-DIE_WITH_PARENT = 1
-"""`PR_SET_PDEATHSIG` of prctl."""
+DIE_WITH_PARENT = 1  # `PR_SET_PDEATHSIG` of prctl
 
 
 class Forker:

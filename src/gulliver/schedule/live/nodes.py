@@ -24,10 +24,8 @@ from gulliver.errors import GulliverError, missing_extra
 from gulliver.schedule.live.options import Submission
 from gulliver.schedule.live.training import ATTEMPT, BATCH, JOB
 
-IMPORTS_S = 300.0
-"""Seconds for the forking process to import torch."""
-KILLED = -9
-"""Exit code reported for ranks on a lost node."""
+IMPORTS_S = 300.0  # seconds for the forking process to import torch
+KILLED = -9  # exit code reported for ranks on a lost node
 
 
 class RankEnd(NamedTuple):
@@ -302,17 +300,12 @@ class LocalNodes(Nodes):
 # Nodes of a Ray cluster: an agent on each reserves the node's CPUs or GPUs as slots.
 
 
-AUTH_MODE = "RAY_AUTH_MODE"
-"""Environment variable that enables Ray's token authentication."""
+AUTH_MODE = "RAY_AUTH_MODE"  # environment variable that enables Ray's token authentication
 NAMESPACE, SCHEDULER = "gulliver", "gulliver-scheduler"
-SECONDS_BETWEEN_LOOKS = 1.0
-"""Seconds between checks for new or lost nodes."""
-ANSWER_S = 30.0
-"""Seconds until an unresponsive agent counts as lost."""
-START_S = 180.0
-"""Seconds for the first process of a new Ray cluster to start."""
-STORE_BYTES = 80 << 20
-"""Bytes of a local cluster's object store, which is hardly used."""
+SECONDS_BETWEEN_LOOKS = 1.0  # seconds between checks for new or lost nodes
+ANSWER_S = 30.0  # seconds until an unresponsive agent counts as lost
+START_S = 180.0  # seconds for the first process of a new Ray cluster to start
+STORE_BYTES = 80 << 20  # bytes of a local cluster's object store, which is hardly used
 
 
 def show_token(address: str) -> None:

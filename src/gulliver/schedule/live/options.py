@@ -19,11 +19,9 @@ if TYPE_CHECKING:
     from gulliver.hardware.scaling import Scaling
     from gulliver.schedule.jobs import Job
 
-HERE, LOCAL = "here", "local"
-"""Addresses for no Ray, and for a new local Ray cluster."""
+HERE, LOCAL = "here", "local"  # addresses for no Ray, and for a new local Ray cluster
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-ENDLESS = 1e15
-"""Number of samples of a job of unknown length."""
+ENDLESS = 1e15  # number of samples of a job of unknown length
 SLOTS = Range(1, 4096)
 DAY = Range(0, 86400, open_below=True)
 

@@ -115,14 +115,10 @@ class Spool:
 # A live job: its phase, its measurements, and the job that policies see.
 
 
-RESIZE_SECONDS = 10.0
-"""Seconds assumed for a resize until one has been measured."""
-LAST = 5
-"""Number of recent measurements to use."""
-FEW = 3
-"""Minimum number of steps of an attempt before their mean is used."""
-NOTICED = 0.05
-"""Relative change of the step time that triggers a new fit of the costs."""
+RESIZE_SECONDS = 10.0  # seconds assumed for a resize until one has been measured
+LAST = 5  # number of recent measurements to use
+FEW = 3  # minimum number of steps of an attempt before their mean is used
+NOTICED = 0.05  # relative change of the step time that triggers a new fit of the costs
 
 
 class MeasuredSeconds(NamedTuple):

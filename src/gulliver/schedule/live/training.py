@@ -31,8 +31,7 @@ from gulliver.schedule.live.tracking import read_object, write_object
 
 JOB, ATTEMPT, BATCH = "GULLIVER_JOB", "GULLIVER_JOB_ATTEMPT", "GULLIVER_JOB_BATCH"
 """Environment variables with the job's folder, attempt and initial batch size."""
-SECONDS_BETWEEN = 0.2
-"""Minimum seconds between writes of progress."""
+SECONDS_BETWEEN = 0.2  # minimum seconds between writes of progress
 
 
 def share_of(batch: int, part: int, parts: int) -> range:
