@@ -94,7 +94,7 @@ def open_video(path: Path) -> Iterator[tuple[Any, Any]]:
     try:
         with av.open(str(path)) as container:
             if not container.streams.video:
-                raise GulliverError("holds no video")
+                raise GulliverError("contains no video")
             yield container, container.streams.video[0]
     except GulliverError:
         raise

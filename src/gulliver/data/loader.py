@@ -403,7 +403,7 @@ class DataLoader(torch_data.DataLoader):
             GulliverError: batches may be out of order.
         """
         if not self.in_order:
-            raise GulliverError("batches out of order have no position: leave in_order at True")
+            raise GulliverError("batches out of order have no position: use in_order=True")
         mark = self._mark
         if mark is None and self._stateful is not None:
             mark = self._stateful.state_dict()

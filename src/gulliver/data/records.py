@@ -59,7 +59,7 @@ def _files_of(folder: Path) -> list[Record]:
     files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in MEDIA)
     if not files:
         raise GulliverError(
-            f"folder {folder} holds no video or picture ({' '.join(sorted(MEDIA))})"
+            f"folder {folder} contains no video or image ({' '.join(sorted(MEDIA))})"
         )
     return [
         {"path": str(path.relative_to(folder)), "text": re.sub("[_-]+", " ", path.stem)}
@@ -157,11 +157,11 @@ def _number(where: str, column: str, cell: object) -> float | None:
         ) from None
     if column == "fps" and value not in FPS:
         raise GulliverError(
-            f"{where}: fps is {text}, it must be {FPS}: leave the cell empty to have it read from "
+            f"{where}: fps is {text}, but must be {FPS}: leave the cell empty to have it read from "
             "the file"
         )
     if math.isinf(value):
-        raise GulliverError(f"{where}: {column} is {text}: leave the cell empty where unknown")
+        raise GulliverError(f"{where}: {column} is {text}: leave the cell empty if unknown")
     return None if math.isnan(value) else value
 
 

@@ -104,7 +104,7 @@ class ClipTable:
         """Moves a share of the rows into a new table, and returns it."""
         taken = [_chance(row.name, seed) < share for row in self.rows]
         if len(set(taken)) < 2:
-            which = "every" if all(taken) else "no"
+            which = "all" if all(taken) else "none"
             raise GulliverError(
                 f"a share of {share:g} holds out {which} of the {len(taken)} clips; choose another"
             )
@@ -162,7 +162,9 @@ class ClipTable:
     def samples(self, index: int) -> list[tuple[Bucket, int]]:
         """Lists a row's possible buckets, each with the seeds of all windows."""
         if not self.windows:
-            raise GulliverError("windows that begin at any frame cannot be listed: name a number")
+            raise GulliverError(
+                "windows that begin at any frame cannot be listed: set the number of windows"
+            )
         row = self.rows[index]
         if isinstance(self.buckets, BucketConfig):
             size = row.probe.frames, row.probe.height, row.probe.width
@@ -234,7 +236,7 @@ class ClipTable:
         row = self.rows[index]
         bucket = bucket or row.bucket
         if bucket is None:
-            raise GulliverError(f"{row.name} is in no bucket of the first epoch: name one")
+            raise GulliverError(f"{row.name} is in no bucket of the first epoch: pass a bucket")
         try:
             content = self._content(index, bucket, seed)
         except GulliverError as error:

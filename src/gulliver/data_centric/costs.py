@@ -45,7 +45,7 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Seconds:
-    """A step of at most a given number of predicted seconds."""
+    """A step that is predicted to take at most this many seconds."""
 
     seconds: float
 
@@ -90,7 +90,7 @@ def check_sample(
     if isinstance(budget, Seconds) and least > budget.seconds:
         raise GulliverError(
             f"no step meets {budget}: sample {index} ({shape}) takes {least:.4g} s on {ranks} "
-            "ranks at best; use at least as many"
+            "ranks at best; use at least that much"
         )
 
 

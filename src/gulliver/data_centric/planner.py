@@ -182,7 +182,7 @@ class DataCentricPlanner:
         self.left_out.update({s: n for s, (_, n) in counts.items() if not self._fits[s]})
         if isinstance(self.budget, Samples) and self.budget.count > usable:
             raise GulliverError(
-                f"a step of {self.budget.count} samples is longer than the data set, which has "
+                f"a step of {self.budget.count} samples is longer than the dataset, which has "
                 f"{usable} that fit: use at most as many"
             )
 

@@ -70,8 +70,8 @@ class DataCentricPlugin(HybridParallelPlugin):
     ) -> None:
         if sequence_parallelism_mode not in MODES:
             raise GulliverError(
-                f"sequence_parallelism_mode={sequence_parallelism_mode!r}: changing groups need a "
-                f"mode with separate ranks: {nearest(str(sequence_parallelism_mode), MODES)}"
+                f"sequence_parallelism_mode={sequence_parallelism_mode!r}: groups that change between "
+                f"steps need a mode with a separate sequence axis: {nearest(str(sequence_parallelism_mode), MODES)}"
             )
         for name in options:
             if name not in OPTIONS:

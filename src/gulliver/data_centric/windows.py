@@ -66,7 +66,7 @@ class SampleStream:
             if isinstance(shapes, torch.Tensor):
                 raise GulliverError("shapes are a tensor: pass a list, such as shapes.tolist()")
             if not len(shapes):
-                raise GulliverError("the data set is empty: nothing to train on")
+                raise GulliverError("the dataset is empty: nothing to train on")
             # A copy: what the caller does to the list afterwards would be seen by one rank alone.
             self._shapes = shapes = list(shapes)
             self.counts = _counted(shapes)

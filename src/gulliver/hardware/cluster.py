@@ -37,9 +37,9 @@ class Curve:
 
     def __post_init__(self) -> None:
         if not self.sizes or len(self.sizes) != len(self.seconds):
-            raise GulliverError("a curve needs sizes and as many seconds")
+            raise GulliverError("a curve needs equally many sizes and seconds")
         if any(a >= b for a, b in itertools.pairwise(self.sizes)):
-            raise GulliverError("the sizes of a curve must ascend")
+            raise GulliverError("the sizes of a curve must be in ascending order")
 
     def at(self, size: float) -> float:
         """Seconds at a size: interpolated, or extrapolated beyond the last point at its rate."""

@@ -69,7 +69,7 @@ class TableCosts:
             changes: fields that are not in the file.
 
         Raises:
-            GulliverError: the file is not such a table, or its lengths contradict its seconds.
+            GulliverError: the file has another format, or its lengths contradict its seconds.
         """
         try:
             values = json.loads(Path(path).read_text(encoding="utf-8"))

@@ -172,7 +172,9 @@ class OperatorOptimizer(BoostedOptimizer):
         """Scales the gradients so that their global norm is at most `max_norm`."""
         self.check_norm(max_norm, norm_type)
         if norm_type != 2:
-            raise GulliverError(f"norm_type={norm_type} is not supported by a plan of operators: 2")
+            raise GulliverError(
+                f"norm_type={norm_type} is not supported by a plan of operators; use 2"
+            )
         squares = torch.zeros((), dtype=torch.float64)
         grads = [_spread(p.grad) for p in self.names if p.grad is not None]
         for grad in grads:

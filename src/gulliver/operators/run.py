@@ -97,7 +97,7 @@ class OperatorMode(TorchFunctionMode):
         return out
 
     def end(self) -> None:
-        """Rejects a forward with fewer calls than planned."""
+        """Rejects a forward pass with fewer calls than planned."""
         if self._at < len(self._calls):
             raise self._other("the end", self._calls[self._at])
 

@@ -116,7 +116,7 @@ def check_range(model: nn.Module, dtype: torch.dtype, kept: Collection[str]) -> 
         if lost.any():
             half = next(half for half, other in HALVES.items() if other is dtype)
             raise GulliverError(
-                f"precision={half!r} cannot hold {name!r}: {values[lost][0].item()} is beyond "
+                f"precision={half!r} cannot represent {name!r}: {values[lost][0].item()} is beyond "
                 f"{torch.finfo(dtype).max:g}; scale it, or use another precision"
             )
 

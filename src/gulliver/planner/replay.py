@@ -166,7 +166,7 @@ class Replay:
 
     @property
     def minimum(self) -> int:
-        """Peak bytes in use together so far, which no policy can evict."""
+        """Peak bytes pinned so far, the minimum for any policy."""
         return self._core.minimum
 
     def step(self) -> list[ReplayedUse]:

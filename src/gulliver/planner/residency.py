@@ -1,4 +1,4 @@
-"""Residency of state: what stays on the device, what moves, and the cost.
+"""Plans which state stays on the device and which moves, and predicts the cost.
 
 `find_residency` replays a plan's steps; if the limit is too small, the error names the smallest
 sufficient one.

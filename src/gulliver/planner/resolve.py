@@ -126,7 +126,7 @@ def _check_kept(plan: Plan, model: nn.Module) -> None:
     }
     for number, path in enumerate(plan.precision.kept):
         if path not in own:
-            what = "has no own parameters" if path in paths else "the model does not have"
+            what = "has no direct parameters" if path in paths else "the model does not have"
             where = _lined(plan, f"precision.kept[{number}]")
             raise GulliverError(f"{where} names {path!r}, which {what}: {nearest(path, own)}")
 
@@ -266,7 +266,9 @@ def _with_chunks(plan: Plan, model: nn.Module, sizes: list[TensorSize]) -> Plan:
                 told = f"{_lined(plan, where)} names {name!r}"
                 raise GulliverError(f"{told}, which is not a parameter: {nearest(name, known)}")
             if order.count(name) > 1:
-                raise GulliverError(f"{_lined(plan, where)} names {name!r}, which is named twice")
+                raise GulliverError(
+                    f"{_lined(plan, where)} names {name!r}, which occurs more than once"
+                )
     found = ordered_layouts(sizes, order, zero.chunk_bytes, zero.stage, plan.mesh.replicas)
     chunks = tuple(
         ChunkPlan(

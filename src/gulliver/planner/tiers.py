@@ -50,12 +50,12 @@ class MemoryTiers:
         if self.shard_param_frac != 1:
             raise GulliverError(
                 f"shard_param_frac={self.shard_param_frac} is not supported: 1.0 shards all "
-                "parameters; LowLevelZeroPlugin(stage=2) keeps them whole on every rank"
+                "parameters; LowLevelZeroPlugin(stage=2) keeps full parameters on every rank"
             )
         for name in ("offload_optim_frac", "offload_param_frac"):
             if (share := getattr(self, name)) is not None and self.placement_policy != "static":
                 raise GulliverError(
-                    f"{name}={share} needs placement_policy='static': 'auto' finds the shares"
+                    f"{name}={share} needs placement_policy='static': 'auto' chooses the shares"
                 )
 
     def tiers(self, device: str) -> Tiers:

@@ -468,7 +468,7 @@ class Rollout(Policy):
         return alone, float(alone.cost[0]) + gain
 
     def _best(self, jobs: Jobs, view: View) -> tuple[WorldsOutcome, float]:
-        """Finds the best world without arrivals, and the lowest cost of those only adding slots."""
+        """Finds the best world without arrivals, and the lowest cost if slots are only added."""
         share, limited = shares(view), bool(view.cluster.quotas)
         rules = self._rules(jobs)
         found = Worlds(jobs, rules, share, None, limited).follow()

@@ -250,7 +250,7 @@ class Facts:
 
     @cached_property
     def has_stack(self) -> bool:
-        """Whether a pipeline can split the blocks: a chain that holds most of the model."""
+        """Whether the blocks form a chain with most of the model, which a pipeline can split."""
         try:
             blocks = stack_of(self.model, None).blocks
         except GulliverError:
@@ -298,7 +298,7 @@ class Facts:
         )
 
     def _each(self, seconds: float, operators: int) -> float:
-        """Seconds per sample without launch overhead, from those of the analyzed batch."""
+        """Seconds per sample, without launch overhead, in the analyzed batch."""
         return max(0.0, seconds - self.device.launch_s * operators) / self.samples
 
     @cached_property
@@ -368,7 +368,7 @@ class Facts:
 
     @cached_property
     def launches(self) -> tuple[float, float]:
-        """Launch overhead of a forward and of a backward pass, in seconds."""
+        """Launch overhead of the forward and the backward pass, in seconds."""
         parts = (*self.parts, self.outside)
         forward, backward = (sum(part.operators[n] for part in parts) for n in (0, 1))
         return self.device.launch_s * forward, self.device.launch_s * backward

@@ -85,7 +85,7 @@ class Found:
         return (
             f"nothing fits {size_at_least(self.limit)} per rank: the minimum is "
             f"{size_at_least(least.bytes)} ({least.grid}), of which {largest.replace('_', ' ')} "
-            f"are {size_text(kinds[largest])}; give more memory, more ranks or a smaller batch"
+            f"are {size_text(kinds[largest])}; use more memory, more ranks or a smaller batch"
             + self._off_load()
         )
 

@@ -160,7 +160,7 @@ class Submission(Options):
 
     @property
     def first_scaling(self) -> Scaling:
-        """The given step costs; default: one second per step on the requested slots."""
+        """The submitted step costs; default: one second per step on the requested slots."""
         from gulliver.hardware.scaling import Scaling
 
         if self.sample_seconds is None:

@@ -124,7 +124,7 @@ class Elastic:
         )
 
     def weight(self, part: int | None = None, parts: int | None = None) -> float:
-        """Factor for this rank's mean loss that makes gradients those of the global mean."""
+        """Scale of this rank's mean loss that yields the gradients of the global mean loss."""
         count = _world().size if parts is None else parts
         return len(self.share(part, parts)) * count / self.batch
 
