@@ -108,7 +108,7 @@ def _read_csv(table: Path) -> tuple[list[tuple[str, Record]], list[str]]:
 
 
 def _fitted(where: str, cells: list[str], columns: list[str]) -> Record:
-    """Returns a row by column, with missing cells at its end as empty text."""
+    """Returns the cells by column; missing cells at the end are empty."""
     if len(cells) > len(columns):
         raise GulliverError(
             f"{where}: the row has {len(cells)} fields but the header has {len(columns)}: quote "

@@ -120,7 +120,7 @@ class Costs(Protocol):
 
 
 def alone(costs: Costs) -> Costs:
-    """Costs by which a step's samples are chosen, independent of tensor ranks."""
+    """Costs that determine a step's samples, independent of tensor ranks."""
     return getattr(costs, "alone", costs)
 
 

@@ -70,8 +70,9 @@ class DataCentricPlugin(HybridParallelPlugin):
     ) -> None:
         if sequence_parallelism_mode not in MODES:
             raise GulliverError(
-                f"sequence_parallelism_mode={sequence_parallelism_mode!r}: groups that change between "
-                f"steps need a mode with a separate sequence axis: {nearest(str(sequence_parallelism_mode), MODES)}"
+                f"sequence_parallelism_mode={sequence_parallelism_mode!r}: changing groups "
+                "need a separate sequence axis: "
+                f"{nearest(str(sequence_parallelism_mode), MODES)}"
             )
         for name in options:
             if name not in OPTIONS:
@@ -160,7 +161,7 @@ class DataCentricPlugin(HybridParallelPlugin):
 
 
 def _why_alone(model: nn.Module) -> str:
-    """Explains why every group has one rank; empty if sequences can be shared."""
+    """Explains why sequences cannot be sharded; empty if they can."""
     known = families().get(family_of(model) or "")
     if known is None:
         name = type(model).__name__

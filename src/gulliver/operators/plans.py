@@ -103,7 +103,7 @@ def find_operators(
     optimizer: torch.optim.Optimizer | None = None,
     states: int = 64,
 ) -> Plan:
-    """Searches sharding and recomputation of a model's operators together.
+    """Searches jointly for the sharding and recomputation of a model's operators.
 
     Args:
         model: full model, possibly on the meta device.

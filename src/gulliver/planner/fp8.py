@@ -1,4 +1,4 @@
-"""FP8 layers of a plan: which layers of a model, and how ranks agree on their scales.
+"""Chooses the FP8 layers of a plan, and synchronizes their scales over ranks.
 
 Layers are chosen from the full model, its shards and the device's rates; `use_fp8` converts them
 after sharding.

@@ -288,7 +288,7 @@ SAME = 1e-9  # relative difference below which seconds are treated as equal
 
 @dataclass(frozen=True)
 class JointPlan:
-    """The picks found, with their cost and a bound."""
+    """Result of the search: picks, their cost and a lower bound."""
 
     # Picks of each block's operators.
     picks: tuple[tuple[Pick, ...], ...]

@@ -427,7 +427,7 @@ class Replacement:
     def _enough_victims(
         self, victims: Iterable[tuple[Hashable, _Object]], short: int
     ) -> list[tuple[Hashable, _Object]]:
-        """Returns the fewest leading victims that free enough memory, without superfluous ones."""
+        """Returns the first victims that free enough memory, minus those not needed for it."""
         chosen: list[tuple[Hashable, _Object]] = []
         for victim in victims:
             if short <= 0:

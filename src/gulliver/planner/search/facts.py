@@ -604,7 +604,7 @@ def _tensors(batch: Any) -> list[torch.Tensor]:
 
 
 def _trained(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple[int, int]:
-    """Number of trained elements, and of optimizer state elements for each."""
+    """Number of trained elements, and of optimizer state elements per trained element."""
     if optimizer is None:
         return 0, 0
     count = most = 0
