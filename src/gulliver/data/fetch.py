@@ -166,7 +166,7 @@ class Fetch(Dataset):
                 return self._collate(self._samples(work.indices))
             except StopIteration as error:
                 # It would end the epoch as if all were well.
-                raise RuntimeError(f"the data set raised StopIteration for {work}") from error
+                raise RuntimeError(f"the dataset raised StopIteration for {work}") from error
 
     def _seeded(self, work: Work) -> AbstractContextManager[None]:
         if self._seed is None:

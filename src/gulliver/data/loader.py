@@ -556,7 +556,7 @@ class DataLoader(torch_data.DataLoader):
         on_device = self.device is not None and self.device.type != "cpu"
         if arena is not None and arena.is_pinned and not on_device:
             raise GulliverError(
-                "this page-locked arena would not know when copies are done: set the loader's "
+                "this page-locked arena cannot detect when copies are complete: set the loader's "
                 "device, or omit the arena"
             )
         # Where there is CUDA and no device is given, users copy by themselves, and only torch's own

@@ -183,7 +183,7 @@ class DataCentricPlanner:
         if isinstance(self.budget, Samples) and self.budget.count > usable:
             raise GulliverError(
                 f"a step of {self.budget.count} samples is longer than the dataset, which has "
-                f"{usable} that fit: use at most as many"
+                f"{usable} usable samples: use at most that many"
             )
 
     def _needs(self, shape: Shape) -> tuple[int, float]:

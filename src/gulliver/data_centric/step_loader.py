@@ -274,7 +274,7 @@ def _check(loader: DataCentricLoader) -> None:
         if loader.degree is None:
             raise GulliverError(
                 f"groups of up to {wide[-1]} ranks are planned, but {type(loader.model).__name__} "
-                "does not share sequences: boost a model of a known family with "
+                "does not shard sequences: boost a model of a known family with "
                 "DataCentricPlugin, or plan with intra=False, degree=1"
             )
         loader.degree.of_rows([range(optimizer.size)])

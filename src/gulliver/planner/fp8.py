@@ -146,7 +146,7 @@ def _check_sequence(plan: Plan, model: nn.Module) -> None:
     if plan.mesh.of("sequence") > 1 and not (known and known.causal):
         raise GulliverError(
             f"use_fp8 excludes sp_size={plan.mesh.of('sequence')}: some linear layers of "
-            f"{type(model).__name__} do not work on tokens, so their gradients would be partial; "
+            f"{type(model).__name__} are not applied per token, so gradients would be partial; "
             "omit sp_size, or use tp_size or pp_size"
         )
 

@@ -185,7 +185,7 @@ def _check_host(state: StateBytes, tiers: Tiers) -> None:
     if tiers.host < least:
         raise GulliverError(
             f"host_limit={size_text(tiers.host)} is too small for disk={tiers.disk!r} with "
-            f"{size_text(tiers.disk_bytes)}: transfers and what exceeds the disk need "
+            f"{size_text(tiers.disk_bytes)}: transfers and state beyond the disk need "
             f"{size_text(least)}; set it to {size_at_least(least)}, or omit it"
         )
 
