@@ -228,7 +228,7 @@ def _hop_bytes(split: SequenceSplit, shape: AttentionShape) -> tuple[float, floa
 
 
 def _block_seconds(device: Device, shape: AttentionShape, split: SequenceSplit) -> float:
-    """Forward seconds of a block (queries of one ring position, keys of another), busiest rank."""
+    """Forward seconds of one ring position's queries with another's keys, on the busiest rank."""
     half = shape.causal and (split.balanced or split.ring == 1)
     rows = shape.batch * -(-shape.heads // split.ulysses)
     queries = max(1, shape.length // split.ring // (2 if half else 1))

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 # the inputs from outside of the run, which are kept, and with the values that the run has made.
 # Calls that draw random numbers are rejected.
 class Origin(NamedTuple):
-    """Origin of a storage."""
+    """Source of a saved storage: an input, a layout conversion, or the call itself."""
 
     # Number of the call.
     call: int

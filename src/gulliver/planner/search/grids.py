@@ -423,7 +423,7 @@ def _fits(found: Found, samples: int, ranks: int) -> bool:
 
 
 def least_bytes(facts: Facts, cluster: Cluster, samples: int, limit: int = 0) -> tuple[int, Grid]:
-    """Smallest peak of the fullest rank, and its grid, with every block recomputed."""
+    """Minimum memory per rank over all grids, with every block recomputed; and its grid."""
     scorer, meshes = _scorer(facts, cluster, samples)
     again, trains = len(facts.recomputable), facts.optimizer is not None
     best: tuple[int, Grid] | None = None
