@@ -1,6 +1,6 @@
 """Options of fine-tuning: frozen dataclasses that also define the command line.
 
-Nothing here imports torch, so that `--help` is fast.
+This module does not import torch, so that `--help` is fast.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from gulliver.options import (
 
 FORMS = ("messages", "instruction", "completion", "text")
 LONGEST = 2**20
-LENGTH = 2048
-"""Default sequence length, if the model's context is not shorter."""
+LENGTH = 2048  # default sequence length, if the model's context is not shorter
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ class DataConfig(Options):
 
 
 def check_data(config: DataConfig) -> None:
-    """Validates the data options before anything is read.
+    """Validates the data options without reading files.
 
     Raises:
         GulliverError: an option is invalid.
@@ -86,8 +85,7 @@ def check_data(config: DataConfig) -> None:
 # chosen once model and data are known, and printed with the reason (`planning.py`).
 
 
-SIZE = Range(1, 65536)
-"""Allowed number of ranks that share a model."""
+SIZE = Range(1, 65536)  # allowed number of ranks that share a model
 
 
 @dataclass(frozen=True)
@@ -187,7 +185,7 @@ class FinetuneConfig(DataConfig):
 
     @property
     def ranks_of_a_model(self) -> int:
-        """Ranks that hold one model together and read the same texts."""
+        """Number of ranks that share a model and read the same texts."""
         return self.tp_size * self.pp_size * self.sp_size
 
 
@@ -198,11 +196,11 @@ MAY_CHANGE = frozenset(
     | {"save_dtype", "result", "bad_rows", "report_to", "push_to_hub"}
     | {"samples", "sample_tokens", "prompt", "steps", "epochs"}
 )
-"""Options that may change on resume: they affect where, how and how long a run trains."""
+"""Options that may change on resume: they affect only where, how and how long a run trains."""
 
 
 def check_finetune(config: FinetuneConfig) -> FinetuneConfig:
-    """Validates the options before anything is read.
+    """Validates the options without reading files.
 
     Raises:
         GulliverError: an option is invalid.
@@ -234,7 +232,6 @@ def check_finetune(config: FinetuneConfig) -> FinetuneConfig:
 
 
 def _check_out(config: FinetuneConfig, model: Path) -> None:
-    """Raises an error if the run folder overlaps with the inputs."""
     out = config.out.resolve()
     folders = [("--model", model), ("--adapter", config.adapter)]
     files = [("--data", path) for path in config.data]

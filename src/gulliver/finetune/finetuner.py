@@ -35,11 +35,11 @@ from gulliver.options import resolved
 
 
 def finetune(config: FinetuneConfig) -> Outcome:
-    """Fine-tunes a language model as `config` says; called on every rank.
+    """Fine-tunes a language model; called on every rank.
 
     Raises:
-        GulliverError: the options, the model, the data or the machine do not allow it; nothing is
-            written then. Or the loss is not finite, or another rank has failed.
+        GulliverError: options, model, data and machine are not compatible (nothing is written); the
+            loss is not finite; or another rank has failed.
     """
     config = check_finetune(config)
     world = init_world()
@@ -118,7 +118,7 @@ class Finetuner(TrainingLoop):
         return super().is_over or bool(patience and self.worse >= patience)
 
     def run_to_end(self, stop: StopRequest) -> Outcome:
-        """Trains until the last step or a signal; always saves the last state."""
+        """Trains until the last step or a signal; always saves the final state."""
         result = None
         if self.train(stop):
             job, model = self.job, self.plain_model
@@ -127,7 +127,7 @@ class Finetuner(TrainingLoop):
         return Outcome(self.step_number, self.is_over, self.seconds, best, result)
 
     def batches(self) -> Iterator[tuple[list[Any], Any]]:
-        """Yields the micro-batches of consecutive steps, over as many epochs as needed."""
+        """Yields the micro-batches of consecutive steps over all epochs."""
         while True:
             # The rest of an epoch is too small for a step and is dropped.
             batches = list[Any]()
