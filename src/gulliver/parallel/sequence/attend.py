@@ -1,10 +1,10 @@
-"""Attention over a sequence that is sharded over several ranks: the function that models call.
+"""The `attention` function, for sequences that are sharded over several ranks.
 
     groups = make_groups(SequencePlan(ulysses=2, inner=2, layout="zigzag"))
     out = attention(q, k, v, groups, mask=Mask(causal=True))
 
-Ulysses first exchanges tokens for heads within the group, the ring then circulates the groups' keys
-and values, and Ulysses exchanges the output back. Nothing is kept between calls.
+Ulysses first exchanges tokens for heads within its group, then the ring circulates keys and values
+between groups, and Ulysses exchanges the output back. No state is kept between calls.
 """
 
 from __future__ import annotations
@@ -54,21 +54,19 @@ def attention(
 ) -> Tensor:
     """Computes exact softmax attention for any layout (collective over the sequence).
 
-    With `length`, ranks skip checks; without it, they first compare shapes and masks, which costs a
-    small message each and a synchronization on GPUs. Gradients are those of the sum of all ranks'
-    losses.
+    Without `length`, ranks first compare shapes and masks, which costs small messages and a GPU
+    synchronization. Gradients are those of the sum of all ranks' losses.
 
-    Under autocast q, k and v are cast as for torch's own attention.
+    Autocast applies to q, k and v as in torch's own attention.
 
     Args:
         q: this rank's queries, ``[batch, heads, local length, head dim]``.
-        k: this rank's keys, ``[batch, KV heads, local key length, head dim]``; the KV heads divide
-            the heads.
+        k: this rank's keys, ``[batch, KV heads, local key length, head dim]``; their number divides
+            that of the heads.
         v: this rank's values, ``[batch, KV heads, local key length, value dim]``.
-        groups: rank groups of the plan; queries and keys are sharded as the plan's layout shards
-            their lengths.
-        mask: rule for which keys each query sees, in positions of the full sequence; None for no
-            mask. A query that sees no keys gives zeros, and zero gradients.
+        groups: rank groups of the plan; queries and keys have to be sharded in the plan's layout.
+        mask: visible keys of each query, by positions in the full sequence; None for all. A query
+            without visible keys outputs zeros and has zero gradients.
         scale: factor of the logits; None is ``1 / sqrt(head dim)``.
         length: tokens of the full sequence; None gathers it from all ranks.
         key_length: tokens of a cross-attention's keys; None for `length`, if given.
@@ -140,7 +138,6 @@ def _apply(q: Tensor, k: Tensor, v: Tensor, call: RingCall) -> Tensor:
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Casts like torch's attention under autocast."""
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
         return tensors
@@ -151,7 +148,7 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 def _check_arguments(q: Tensor, k: Tensor, v: Tensor, mask: object, dropout: float) -> None:
     if dropout:
         raise GulliverError(
-            f"attention dropout of {dropout} is not supported over several ranks: set it to 0 "
+            f"attention dropout {dropout} is not supported over several ranks: set it to 0 "
             "(other dropout may stay)"
         )
     if not (mask is None or isinstance(mask, Mask)):
@@ -185,7 +182,6 @@ def _layouts(
     length: int | None,
     key_length: int | None,
 ) -> tuple[Layout, Layout]:
-    """Returns the layouts of queries and keys, checked against the ranks' lengths."""
     own = {groups.rank: (q.shape[2], k.shape[2])}
     if length is None:
         held = dict(enumerate(_compare_lengths(q, k, v, groups, mask)))
@@ -235,7 +231,6 @@ def _short(values: list[int]) -> str:
 
 
 def _kinds(mask: Mask, queries: Layout) -> tuple[Literal["plain", "causal", "masked"], ...]:
-    """Returns the kinds of tiles of a mask."""
     contents = (mask.documents, mask.key_lengths, mask.query_lengths, mask.keys)
     if mask.window is not None or any(part is not None for part in contents):
         return ("plain", "causal", "masked") if mask.causal else ("plain", "masked")
@@ -243,7 +238,6 @@ def _kinds(mask: Mask, queries: Layout) -> tuple[Literal["plain", "causal", "mas
 
 
 def _swap(heads: Heads, groups: SequenceGroups, queries: Layout, keys: Layout) -> Swap:
-    """Describes the exchange of q, k and v in this rank's Ulysses group."""
     first = groups.place * groups.plan.ulysses
     of_q, of_k = (
         tuple(layout.sizes()[first : first + groups.plan.ulysses]) for layout in (queries, keys)
