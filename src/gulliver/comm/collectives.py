@@ -185,7 +185,7 @@ def reduce_scatter(
         accumulate_dtype: dtype of the sum and of `output`; may be wider than that of `input`.
         purpose: what the collective is for, the same on all ranks; gloo reports differences.
         wire: wire format of the elements.
-        error: as in `all_reduce`; has the size of the input.
+        error: rounding error, as in `all_reduce`, with the size of the input.
     """
     _check(output, op)
     _check(input, op)

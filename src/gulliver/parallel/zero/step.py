@@ -314,13 +314,13 @@ UNFINISHED = (
     "micro-batches, and the optimizer's step(), zero_grad() and clipping after the loop"
 )
 LEFT = (
-    "the loop over a step ended early, so its gradients are incomplete: call the optimizer's "
-    "zero_grad() on all ranks and repeat the step"
+    "the loop over a step was left before its end, so its gradients are incomplete: call the "
+    "optimizer's zero_grad() on all ranks and repeat the step"
 )
 OUTSIDE = (
     "loss.backward() was called inside a step whose ranks have unequal work: its gradient would "
-    "not be weighted; call step.backward(loss) once per micro-batch, with all terms in that loss; "
-    "to restart the step, call optimizer.zero_grad() on all ranks"
+    "not be weighted; call step.backward(loss) once for each micro-batch, with all terms in that "
+    "loss; to restart the step, call optimizer.zero_grad() on all ranks"
 )
 
 
