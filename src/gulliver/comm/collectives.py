@@ -75,7 +75,6 @@ class Handle:
             finish()
 
     def is_completed(self) -> bool:
-        """Whether `wait` would return immediately; it must still be called."""
         return all(work.is_completed() for work in self._works)
 
 
@@ -86,6 +85,7 @@ def group_size(group: Group = None) -> int:
 
 
 def group_rank(group: Group = None) -> int:
+    """Returns this process's rank in a group."""
     if isinstance(group, Torus):
         return group.rank
     return dist.get_rank(group) if dist.is_initialized() else 0
@@ -278,6 +278,7 @@ def all_gather(
 
 
 def barrier(group: Group = None) -> None:
+    """Waits until all ranks have called it."""
     if group_size(group) > 1:
         dist.barrier(_plain(group)[0])
 
@@ -333,7 +334,7 @@ def _rank_groups(group: Group) -> tuple[RankGroup, ...]:
 
 
 def _plain(group: Group, rank: int = 0) -> tuple[dist.ProcessGroup | None, int]:
-    """Returns torch's process group for a group, and the world rank of one of its ranks."""
+    """Returns a group's process group, and the world rank of its rank `rank`."""
     if not isinstance(group, Torus):
         return group, rank
     rank_group = group.flat

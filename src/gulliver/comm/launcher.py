@@ -108,7 +108,6 @@ _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)
 
 
 def under_launcher() -> bool:
-    """Whether a launcher started this process as a rank."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 

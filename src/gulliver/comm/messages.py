@@ -63,7 +63,6 @@ class Messages:
         self._works, self._keep, self._finish, self.arriving = works, keep, finish, arriving
 
     def wait(self) -> Any:
-        """Waits for all messages; returns the received tensors."""
         for work in self._works:
             work.wait()
         finish, self._finish = self._finish, None
@@ -212,7 +211,6 @@ class PackedTensors:
         self._arriving: list[tuple[Tensor, Tensor, WireFormat]] = []
 
     def tag(self, tag: int) -> int:
-        """Returns a tag that differs between wire formats."""
         return (1 + PACKED_CODE + self.wire.code) * TAGS + tag
 
     def sending(self, tensor: Tensor) -> Tensor:
@@ -270,7 +268,6 @@ def exchange(
 
 
 def _note(rank_group: RankGroup, wire: WireFormat) -> None:
-    """Records an exchange, so that differing wire formats are reported."""
     # Over NCCL nothing has tags, and formats are agreed upon when a model is boosted.
     flight_recorder.note_exchange(rank_group.process_group, with_wire(ANY, wire))
 

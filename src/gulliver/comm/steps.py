@@ -69,7 +69,6 @@ class PendingCollective:
             raise self._error
 
     def is_completed(self) -> bool:
-        """Whether `wait` would return immediately."""
         return self._done.is_set()
 
     def end(self, error: BaseException | None = None) -> None:
@@ -135,7 +134,6 @@ def start(steps: Steps, apart: bool = False) -> PendingCollective:
 
 
 def drive(steps: Steps) -> None:
-    """Runs a collective in this thread until it ends."""
     for messages in steps:
         messages.wait()
 
@@ -237,7 +235,6 @@ class AxisExchange:
         return Messages(works)
 
     def departures(self) -> Messages:
-        """Returns the pending sends; wait for each only once."""
         works, self.sends = self.sends, []
         return Messages(works, self.keep)
 
@@ -245,7 +242,6 @@ class AxisExchange:
 def segmented_reduce_scatter(
     output: Tensor, input: Tensor, op: str, rank_groups: Sequence[RankGroup], purpose: Purpose = ANY
 ) -> list[Steps]:
-    """Reduce-scatters in segments, along the inner axis first."""
     return [
         reduce_scatter_steps(output, input, op, rank_groups, _tags(rank_groups, purpose), segment)
         for segment in _segments(output.numel(), input.nbytes, rank_groups)
@@ -255,7 +251,6 @@ def segmented_reduce_scatter(
 def segmented_all_gather(
     output: Tensor, input: Tensor, rank_groups: Sequence[RankGroup], purpose: Purpose = ANY
 ) -> list[Steps]:
-    """All-gathers in segments, along the outer axis first."""
     return [
         all_gather_steps(output, input, rank_groups, _tags(rank_groups, purpose), segment)
         for segment in _segments(input.numel(), output.nbytes, rank_groups)
@@ -265,7 +260,6 @@ def segmented_all_gather(
 def segmented_all_reduce(
     tensor: Tensor, op: str, rank_groups: Sequence[RankGroup], purpose: Purpose = ANY
 ) -> list[Steps]:
-    """All-reduces in place in segments, along the inner axis first."""
     flat = tensor.view(-1)
     return [
         all_reduce_steps(

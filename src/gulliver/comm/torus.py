@@ -231,7 +231,6 @@ def run_chained(tensors: Sequence[Tensor], steps: Callable[[], None]) -> list[An
 def chained_reduce_scatter(
     output: Tensor, input: Tensor, op: str, rank_groups: Sequence[RankGroup]
 ) -> None:
-    """Reduce-scatters along the inner axis first."""
     parts = input.view(*(rank_group.size for rank_group in rank_groups), output.numel())
     for depth in reversed(range(len(rank_groups))):
         parts = _reduced(parts.movedim(depth, 0), op, rank_groups[depth], output.dtype)
@@ -241,7 +240,6 @@ def chained_reduce_scatter(
 
 
 def chained_all_gather(output: Tensor, input: Tensor, rank_groups: Sequence[RankGroup]) -> None:
-    """All-gathers along the outer axis first, in the order of the torus."""
     parts = input.view(-1)
     for depth, rank_group in enumerate(rank_groups):
         parts = _gathered(parts.contiguous(), rank_group).movedim(0, depth)

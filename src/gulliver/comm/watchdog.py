@@ -116,7 +116,6 @@ class FlightRecorder:
         return (1 + purpose.code) * TAGS + purpose.wire * _NUMBERS + number
 
     def note_exchange(self, group: dist.ProcessGroup | None, purpose: Purpose) -> None:
-        """Records an exchange that chooses its own tags."""
         # Numbered by themselves, below those of collectives, whose tags stay what they are.
         self.check()
         key = group or dist.group.WORLD
@@ -292,7 +291,6 @@ class Watchdog:
             self._publish()
 
     def enter(self) -> None:
-        """Records that the main thread enters a section of `together`."""
         self._passages += 1
         self._inside = True
 

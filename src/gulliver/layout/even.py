@@ -16,6 +16,5 @@ def split_evenly(count: int, parts: int, grain: int = 1) -> tuple[int, ...]:
 
 
 def intervals(sizes: Sequence[int]) -> tuple[Interval, ...]:
-    """Returns the intervals of consecutive parts of these sizes."""
     ends = tuple(accumulate(sizes))
     return tuple((end - size, end) for end, size in zip(ends, sizes, strict=True))

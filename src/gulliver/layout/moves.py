@@ -47,7 +47,6 @@ class MeshTensor:
         return tuple(found)
 
     def box(self, layout: Sharding, coordinate: Sequence[int]) -> Box:
-        """Returns the interval of each dim that a rank has."""
         return tuple(
             extent(length, [self.sizes[a] for a in axes], [coordinate[a] for a in axes])
             for length, axes in zip(self.shape, layout.cuts, strict=True)

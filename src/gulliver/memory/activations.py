@@ -179,7 +179,6 @@ class ActivationOffload:
     def saving(
         self, module: nn.Module | None = None, others: Iterable[Tensor] = ()
     ) -> Iterator[None]:
-        """Context in which tensors saved by this thread are offloaded."""
         self.sweep()
         buffers = set() if module is None else {_key(buffer) for buffer in module.buffers()}
         buffers |= {_key(tensor) for tensor in others}
@@ -187,7 +186,6 @@ class ActivationOffload:
             yield
 
     def wrap(self, model: nn.Module, paths: Iterable[str]) -> None:
-        """Offloads tensors that modules save in each of their calls."""
         # A module that is compiled by itself is taken around its compiled call.
         for path in paths:
             module = model.get_submodule(path)
@@ -208,7 +206,6 @@ class ActivationOffload:
             heapq.heappush(self._free[managed.nbytes], (managed.number, managed))
 
     def forget_unused(self) -> None:
-        """Frees managed tensors that are kept for reuse."""
         for unused in self._free.values():
             while unused:
                 self.manager.remove(unused.pop()[1])

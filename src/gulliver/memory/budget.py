@@ -51,7 +51,6 @@ class FreedMemory:
             self.keep(False)
 
     def keep(self, keeps: bool) -> None:
-        """Keeps freed memory for later allocations, or returns it immediately."""
         if self._libc is not None:
             self._libc.mallopt(_M_MMAP_THRESHOLD, _GROWN_MMAP if keeps else self._mapped)
             self._libc.mallopt(_M_TRIM_THRESHOLD, _ALL if keeps else self._mapped)
@@ -64,7 +63,6 @@ class FreedMemory:
             trim_heaps()
 
     def close(self) -> None:
-        """Restores glibc's configured handling of freed memory."""
         libc, self._libc = self._libc, None
         if libc is None:
             return
@@ -75,7 +73,6 @@ class FreedMemory:
 
 
 def trim_heaps() -> None:
-    """Returns freed memory to the system, if malloc is glibc's."""
     if not _reason():
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -229,7 +226,6 @@ class Footprint:
         return self._look(self.gauge.used)
 
     def end_step(self) -> StepFootprint:
-        """Ends a step; returns its memory."""
         self._look(self.gauge.most)
         with self._lock:
             step = StepFootprint(self._other, self._total)
@@ -410,13 +406,9 @@ class Budgeted(Protocol):
     """Methods of a manager that `BudgetController` needs."""
 
     @property
-    def minimum(self) -> int:
-        """Peak of the bytes in use together."""
-        ...
+    def minimum(self) -> int: ...
 
-    def set_budget(self, nbytes: int) -> None:
-        """Sets the budget, which applies as soon as possible."""
-        ...
+    def set_budget(self, nbytes: int) -> None: ...
 
 
 class BudgetController:
@@ -570,7 +562,6 @@ def smallest_limit(minimum: int, predicted: int) -> int:
 
 
 def _limit_for(need: int) -> int:
-    """Returns the smallest limit that exceeds `need` by its margin."""
     limit = (need + MARGIN_BYTES) * MARGIN_SHARE // (MARGIN_SHARE - 1) - 2
     while limit - limit // MARGIN_SHARE - MARGIN_BYTES < need:
         limit += 1

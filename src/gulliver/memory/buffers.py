@@ -75,7 +75,6 @@ class BufferPool:
             return torch.empty(size, dtype=dtype, device=device)
 
     def give(self, buffer: Tensor, kind: str) -> None:
-        """Returns a buffer to the pool; its views stay valid."""
         self.counter.add(kind, -buffer.nbytes)
         if buffer.device.type != "cpu":
             return
@@ -100,7 +99,6 @@ def moment_size(sizes: Iterable[int]) -> int:
 
 
 def first_elements(sizes: Mapping[str, int]) -> dict[str, int]:
-    """Returns each parameter's offset in a buffer."""
     starts, end = dict[str, int](), 0
     for name, numel in sizes.items():
         starts[name] = end
@@ -170,7 +168,6 @@ class ShardPiece:
 
     @property
     def end(self) -> int:
-        """Index after the last element in the shard."""
         return self.start + self.numel
 
 
@@ -201,7 +198,6 @@ class ChunkLayout:
         return [0, *runs, self.size]
 
     def gaps(self) -> list[tuple[int, int]]:
-        """Returns start and end of each padding range."""
         edges = self._edges()
         pairs = zip(edges[::2], edges[1::2], strict=True)
         return [(start, end) for start, end in pairs if start < end]
@@ -211,7 +207,6 @@ class ChunkLayout:
         return [end - start for start, end in pairwise(self._edges())]
 
     def pieces(self, part: int) -> list[ShardPiece]:
-        """Returns the pieces of tensors in a shard, in order."""
         low, high = part * self.part_size, (part + 1) * self.part_size
         found = []
         for slot in self.slots:

@@ -46,7 +46,6 @@ class ReducedGradient(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Rejects norms and in-place changes; other operations see NaN."""
         name = getattr(func, "__name__", "")
         in_place = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
         # Not everything is rejected: torch.compile looks at the gradients of what it traces.
@@ -129,7 +128,6 @@ class ChunkGradients:
         """Loads a managed buffer, to reduce it."""
 
     def place(self, name: str) -> None:
-        """Moves a parameter's first gradient into the buffer."""
         parameter, view = self.parameters[name], self._views[name]
         gradient = parameter.grad
         if gradient is view:
@@ -152,7 +150,6 @@ class ChunkGradients:
                 raise _left(name)
 
     def mark_reduced(self) -> None:
-        """Replaces the parameters' gradients by placeholders."""
         for parameter, stand_in in zip(self._members, self._stand_ins, strict=True):
             parameter.grad = stand_in
         self._views, self.placed = {}, {}
@@ -181,12 +178,10 @@ class ChunkGradients:
             return [name for name, p in self.parameters.items() if p.grad is None]
 
     def note_cleared(self, cleared: Sequence[str]) -> None:
-        """Drops accumulated gradients that were set to None."""
         self.placed = {name: True for name in self.placed if name not in cleared}
         self.blank = frozenset(cleared)
 
     def foreign_names(self) -> list[str]:
-        """Returns the parameters whose gradient the user replaced."""
         views = self._views
         with without_torch_functions():
             gradients = [p.grad for p in self._members]
@@ -216,7 +211,6 @@ class ChunkGradients:
 
     @contextmanager
     def reduced(self, kept: Tensor, write: bool = False) -> Iterator[Tensor]:
-        """Context with a kept gradient in memory."""
         yield kept
 
     @contextmanager
@@ -304,7 +298,6 @@ class Chunk:
 
     @property
     def data(self) -> Tensor:
-        """The full parameter buffer, if it exists."""
         assert self.buffer is not None, "the chunk has been released"
         return self.buffer
 
@@ -314,7 +307,6 @@ class Chunk:
 
     @property
     def has_master(self) -> bool:
-        """Whether `master_shard` has a wider dtype than the parameters."""
         return self.master_shard.dtype != self.dtype
 
     @property
@@ -367,7 +359,6 @@ class Chunk:
         return not self._separate and self.buffer is not None
 
     def publish(self) -> None:
-        """Copies `master_shard` to this rank's shard of the buffer."""
         if not self.master_is_view:
             self.shard.copy_(self.master_shard)
 
@@ -422,7 +413,6 @@ class Chunk:
         return self.wire is not IDENTITY and self.shown_part is None
 
     def versions(self) -> list[int]:
-        """Returns the parameters' version counters, which their views share."""
         with without_torch_functions():
             return [parameter._version for parameter in self.members]
 
@@ -478,7 +468,6 @@ class Chunk:
         self.moments = {}
 
     def check_parameters(self) -> None:
-        """Raises if parameters were moved out of this chunk."""
         with without_torch_functions():
             addresses = list(map(Tensor.data_ptr, self.members))
             forms = list(map(_form, self.members))

@@ -45,9 +45,7 @@ class Copier(Protocol):
 
     def unlock_pages(self, memory: Tensor) -> None: ...
 
-    def mark(self) -> Any:
-        """Records the current point of the device's work, for `copy`."""
-        ...
+    def mark(self) -> Any: ...
 
     def copy(self, target: Tensor, source: Tensor, incoming: bool, after: Any = None) -> Copy:
         """Starts a copy to the device (`incoming`) or from it, after a recorded point."""
@@ -157,7 +155,6 @@ class HostStore:
         return self._starts[found[0]] + found[1]
 
     def free(self, offset: int, nbytes: int) -> None:
-        """Frees pages for reuse; the memory stays pinned."""
         slab, begin = self._place(offset)
         self._extents.give(slab, begin, whole_pages(nbytes))
         self.used -= whole_pages(nbytes)
@@ -389,7 +386,6 @@ class HostDiskStore(Middle):
 
     @property
     def used(self) -> int:
-        """Bytes of tensors that have content in this store."""
         return self.transit.used
 
     def allocate(self, nbytes: int, owner: ManagedTensor | None = None) -> int:
@@ -423,7 +419,6 @@ class HostDiskStore(Middle):
         return copy
 
     def advance(self) -> None:
-        """Starts all pending copies whose data have arrived, without waiting."""
         for read in [*self._reads.values()]:
             if self.host.has_arrived(self._objects[read.key]):
                 self.send(read)

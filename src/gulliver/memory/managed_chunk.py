@@ -88,7 +88,6 @@ class ManagedGradients(ChunkGradients):
 
     @cached_property
     def _reduced(self) -> ManagedTensor:
-        """Gradient shard."""
         name = f"gradients from {self.layout.slots[0].name}"
         return self._manager.add(name, GRADIENTS, self.layout.part_size, self.reduced_dtype)
 
@@ -331,7 +330,6 @@ class ManagedChunk(Chunk):
             self._set(before, True)
 
     def _set(self, master: Tensor, moments: bool) -> None:
-        """Replaces the shard and the moments by meta tensors."""
         self.master_shard = master
         for moment in self.moments.values() if moments else ():
             moment.buffer = _on_meta(moment.managed)
@@ -371,7 +369,6 @@ class ManagedChunk(Chunk):
         self._manager.discard(self._copy)
 
     def _refuse_write(self) -> None:
-        """Rejects writes to parameters inside an uneven step."""
         raise GulliverError(
             f"a parameter of the chunk of {self.layout.slots[0].name!r} was written inside a step "
             "with unequal work per rank: under a memory limit, write parameters on all ranks, "

@@ -86,7 +86,6 @@ class Manager:
 
     @property
     def held(self) -> int:
-        """Bytes in memory now, in whole pages, including cached pages."""
         return self._traffic.held
 
     def release_with(self, release_idle: Callable[[], None]) -> None:
@@ -144,7 +143,6 @@ class Manager:
             return self.arrive(managed, self.begin_use(managed, write, fresh), write or fresh)
 
     def begin_use(self, managed: ManagedTensor, write: bool = False, fresh: bool = False) -> bool:
-        """Starts `use` without waiting; pass the result to `arrive`."""
         with self._entered():
             stored = self._core.is_stored(managed.number)
             actions = self._decided(lambda: self._core.use(managed.number, write, fresh))
@@ -190,7 +188,6 @@ class Manager:
     def using(
         self, managed: ManagedTensor, write: bool = False, fresh: bool = False
     ) -> Iterator[Tensor]:
-        """Context of `use` and `done`."""
         tensor = self.use(managed, write, fresh)
         try:
             yield tensor
@@ -228,7 +225,6 @@ class Manager:
     # Loans, budget, steps
 
     def allocate_buffer(self, numel: int, dtype: torch.dtype, kind: str) -> Tensor:
-        """Allocates an uninitialized flat buffer, evicting tensors if necessary."""
         with self._entered():
             self._tell()
             nbytes = numel * dtype.itemsize
@@ -246,7 +242,6 @@ class Manager:
             return tensor
 
     def free_buffer(self, tensor: Tensor, kind: str, keeps: bool = False) -> None:
-        """Frees a buffer, or leaves it to its views (`keeps`)."""
         with self._entered():
             memory = self._lent.pop(tensor.data_ptr(), None)
             if memory is None:
@@ -260,7 +255,6 @@ class Manager:
 
     @contextmanager
     def reserved(self, nbytes: int, kind: str) -> Iterator[None]:
-        """Context in which room is reserved for memory allocated elsewhere."""
         size = whole_pages(nbytes)
         with self._entered():
             self._tell()

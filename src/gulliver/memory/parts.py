@@ -28,7 +28,6 @@ class Region:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Shape of the concatenated slices."""
         size = sum(stop - start for start, stop in self.runs)
         return (*self.shape[: self.dim], size, *self.shape[self.dim + 1 :])
 
@@ -38,7 +37,6 @@ class Region:
 
 
 def set_region(parameter: Tensor, region: Region) -> None:
-    """Marks a parameter as a region of a full tensor."""
     if tuple(parameter.shape) != region.local_shape:
         raise GulliverError(
             f"a parameter of {tuple(parameter.shape)} cannot hold a region of {region.local_shape}"

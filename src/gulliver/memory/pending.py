@@ -144,7 +144,6 @@ class PendingParameter(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Answers metadata queries; passes other operations to the handler."""
         kwargs = kwargs or {}
         if func in _METADATA:
             return super().__torch_function__(func, types, args, kwargs)
@@ -172,7 +171,6 @@ def hide_from_compilers() -> None:
 
 
 def mark_pending(parameters: Iterable[nn.Parameter], handler: Handler) -> None:
-    """Routes operations on parameters to `handler`."""
     for parameter in parameters:
         if type(parameter) is not PendingParameter:
             parameter._ready_class = type(parameter)  # type: ignore[attr-defined]

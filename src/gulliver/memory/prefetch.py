@@ -123,7 +123,6 @@ class Prefetcher:
         self._at = {id(resident): place for place, resident in enumerate(order)}
 
     def prefetch(self) -> None:
-        """Starts loading the first residents of the next forward."""
         self.begin(Pass.FORWARD)
         self._issue(self.ahead)
         self.current = Pass.NONE
@@ -141,7 +140,6 @@ class Prefetcher:
         self.current = Pass.NONE
 
     def end_backward(self) -> None:
-        """Ends a backward, completes its pass, and releases all residents."""
         self.complete()
         self.release_all()
 
@@ -185,7 +183,6 @@ class Prefetcher:
         self._issue(place + 1 + self.ahead)
 
     def use_together(self, residents: Sequence[Any]) -> None:
-        """Waits for residents that are read together."""
         self._needed = residents
         try:
             for resident in residents:

@@ -71,7 +71,6 @@ class _Room:
         return torch.frombuffer(self.memory, dtype=torch.uint8, count=nbytes, offset=self.begin)
 
     def free(self, start: int, stop: int) -> None:
-        """Returns the pages between two offsets to the system."""
         self.memory.madvise(mmap.MADV_DONTNEED, self.begin + start, stop - start)
 
 
@@ -116,7 +115,6 @@ class Pages:
             return room.shown(size)
 
     def forget(self, memory: Tensor) -> None:
-        """Leaves the pages of a buffer to its views."""
         self._rooms.pop(memory.data_ptr(), None)
 
     def drop(self, memory: Tensor) -> None:
@@ -168,11 +166,9 @@ class Middle:
     def remove(self, number: int) -> None:
         """A tensor was removed."""
 
-    def end_step(self) -> None:
-        """A step has ended."""
+    def end_step(self) -> None: ...
 
-    def raise_write_error(self) -> None:
-        """Raises the error of a failed write."""
+    def raise_write_error(self) -> None: ...
 
     def stats(self) -> dict[str, Any]:
         """Returns statistics of transfers below the store."""
@@ -215,13 +211,10 @@ class Store(Protocol):
         """Maps bytes as a flat, writable uint8 tensor."""
         ...
 
-    def close(self) -> None:
-        """Waits for transfers in flight, and frees everything."""
-        ...
+    def close(self) -> None: ...
 
 
 def whole_pages(nbytes: int) -> int:
-    """Rounds up to whole pages, at least one."""
     return max(-(-nbytes // BLOCK), 1) * BLOCK
 
 
@@ -374,7 +367,6 @@ def _engine() -> Engine:
 
 
 def check_disk_folder(folder: Path) -> None:
-    """Rejects folders that are unsuitable for a disk store."""
     if not folder.is_dir():
         what = "is not a folder" if folder.exists() else "does not exist"
         raise GulliverError(f"disk folder {folder} {what}: create it, or use one on a local disk")
@@ -488,7 +480,6 @@ class ManagedTensor:
 
     @property
     def done(self) -> bool:
-        """Whether no transfer is in flight."""
         return self.transfer is None or self.transfer.done
 
     def enter(self, residency: Residency) -> None:

@@ -129,7 +129,6 @@ class ActivationPeak:
 
     @property
     def where(self) -> str:
-        """Phase and module of the peak."""
         if not self.curve:
             return "a step"
         at = max(self.curve, key=lambda point: point.peak)
@@ -309,16 +308,13 @@ class StorageCounter(DispatchMode):
         self.ran(func, (args, kwargs, output), taken, given)
         return output
 
-    def begins(self, func: Any) -> None:
-        """Called before an operation; for subclasses."""
+    def begins(self, func: Any) -> None: ...
 
     def ran(
         self, func: Any, call: tuple[Any, Any, Any], taken: list[Tensor], given: list[Tensor]
-    ) -> None:
-        """Called after an operation; for subclasses."""
+    ) -> None: ...
 
     def add(self, tensors: Sequence[Tensor]) -> int:
-        """Starts counting storages; returns the bytes of new ones."""
         before = self.live
         for tensor in tensors:
             storage = tensor.untyped_storage()
@@ -353,7 +349,6 @@ def _grouped_products(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Returns the output of a grouped matmul, without computing it."""
     for factor in (one, other):
         rows = max(factor.stride()[-2:]) * factor.element_size()
         if rows % ALIGNED:

@@ -82,7 +82,6 @@ class Traffic:
     # Objects
 
     def bring(self, managed: ManagedTensor, reads: bool, zero: bool = False) -> None:
-        """Starts loading a tensor; reads its content if `reads`."""
         managed.reads, managed.zero = reads, zero
         if managed.residency is not Residency.LEAVING:
             managed.enter(Residency.QUEUED)
@@ -94,7 +93,6 @@ class Traffic:
         self._write(managed)
 
     def drop(self, managed: ManagedTensor) -> None:
-        """Frees a tensor's memory without writing it."""
         if managed.residency is not Residency.LEAVING:
             with suppress(GulliverError):  # what could not be read is not wanted
                 self.wait_arrived(managed)
@@ -176,13 +174,13 @@ class Traffic:
     # Memory
 
     def memory(self, size: int) -> Tensor:
-        """Allocates whole pages, within the room that a decision has made."""
+        """Allocates whole pages; a decision has made room for them."""
         found = self._memory(size, wait=True)
         assert found is not None
         return found
 
     def reserve(self, size: int) -> None:
-        """Accounts for memory allocated elsewhere, within the room that a decision has made."""
+        """Accounts for memory allocated elsewhere; a decision has made room for it."""
         while not self._trim(size):
             self._wait_oldest_write(size)
         self.held += size
@@ -191,7 +189,6 @@ class Traffic:
         self._free.setdefault(memory.numel(), []).append((memory, trusted))
 
     def leave(self, memory: Tensor) -> None:
-        """Leaves memory to its views, without accounting for it."""
         self.held -= memory.numel()
         self._pages.forget(memory)
 
@@ -227,7 +224,6 @@ class Traffic:
                 self._wait_oldest_write(size)
 
     def _free_of_users(self, memory: Tensor) -> None:
-        """Waits for snapshots and copies that may still read memory."""
         # The manager's lock is held meanwhile. That is safe: the threads that copy a snapshot read
         # memory that was shown to them before, and never take this lock.
         before_write([memory])
@@ -378,7 +374,6 @@ class Traffic:
         self._leaving.append(managed)
 
     def _finish(self, managed: ManagedTensor, again: bool = True) -> None:
-        """Waits for a write, and frees its memory."""
         try:
             self._wait(managed)
         except GulliverError as error:

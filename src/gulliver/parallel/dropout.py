@@ -70,7 +70,6 @@ def keep_mask(key: int, p: float, dims: Sequence[Along], device: torch.device) -
 
 
 def _finalize(state: Tensor) -> Tensor:
-    """Applies SplitMix64's finalizer in place; masks emulate unsigned shifts."""
     state ^= (state >> 30) & ((1 << 34) - 1)
     state *= _signed(FIRST)
     state ^= (state >> 27) & ((1 << 37) - 1)

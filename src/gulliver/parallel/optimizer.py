@@ -499,11 +499,10 @@ class BoostedOptimizer(torch.optim.Optimizer):
         """Restores ordinary parameters in the model; state can still be saved."""
 
     def full_parameters(self) -> AbstractContextManager[None]:
-        """Context with full parameters."""
         return nullcontext()
 
     def no_sync(self) -> AbstractContextManager[Any]:
-        """Context that accumulates gradients until the next backward outside."""
+        """Context in which backward only accumulates gradients."""
         return nullcontext()
 
     def zero_grad(self, set_to_none: bool = True) -> None:

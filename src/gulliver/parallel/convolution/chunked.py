@@ -212,7 +212,6 @@ def chunked_convolution(
     groups: int,
     call: Any = None,
 ) -> Tensor:
-    """Computes a convolution in chunks if it exceeds the budget."""
     if has_torch_function_unary(input):
         arguments = input, weight, bias, stride, padding, dilation, groups
         return handle_torch_function(chunked_convolution, (input,), *arguments, call=call)

@@ -86,7 +86,6 @@ def encoder_of(autoencoder: nn.Module, frames: int | None = None) -> Callable[[T
 
 
 def decoder_of(autoencoder: nn.Module, frames: int | None = None) -> Callable[[Tensor], Tensor]:
-    """Returns the function that maps latents to videos; see `encoder_of`."""
     own = getattr(autoencoder, "stream_decoder", None)
     if own is not None:
         return own if frames is None else _with_frames(own, frames)

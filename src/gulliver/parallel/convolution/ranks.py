@@ -67,7 +67,6 @@ class Ranks(PartLayout):
         return before, after
 
     def rows(self, x: Sharded, window: SlidingWindow, after: int, key: Key) -> tuple[Rows, Sizes]:
-        """Fetches the inputs of this rank's outputs."""
         sizes = self.layout(window.count(x.cut.extent, after))
         return self.rows_for(x, window, sizes), sizes
 
@@ -143,7 +142,6 @@ class Ranks(PartLayout):
         return torch.stack([part.view(own.shape) for part in arrived]).sum(0)
 
     def statistics(self, x: Sharded, own: Statistics, key: Key) -> Statistics:
-        """Gathers all ranks' statistics and merges them."""
         _, mean, squares = own
         flat = torch.cat([mean.reshape(-1), squares.reshape(-1)])
         arrived = self.exchange([flat] * self.size, [flat.numel()] * self.size)

@@ -347,7 +347,6 @@ def _pixel_shuffle(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def given_of(given: Sequence[Any], kwargs: dict[str, Any], *names: tuple[str, Any]) -> list[Any]:
-    """Returns arguments that were passed by position or by name."""
     found = [kwargs.get(name, default) for name, default in names]
     found[: len(given)] = given
     return found

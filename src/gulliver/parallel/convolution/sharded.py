@@ -92,16 +92,14 @@ class PartLayout(ABC):
     def whole(self, x: Sharded, key: Key) -> Tensor: ...
 
     @abstractmethod
-    def align(self, parts: Sequence[Sharded], key: Key) -> list[Sharded]:
-        """Gives activations of equal length the same sharding."""
+    def align(self, parts: Sequence[Sharded], key: Key) -> list[Sharded]: ...
 
     @abstractmethod
     def at_ends(self, x: Sharded, before: int, after: int, mode: str) -> tuple[int, int]:
         """Returns the padding to apply now, before the first position and after the last."""
 
     @abstractmethod
-    def statistics(self, x: Sharded, own: Statistics, key: Key) -> Statistics:
-        """Merges the statistics of all shards."""
+    def statistics(self, x: Sharded, own: Statistics, key: Key) -> Statistics: ...
 
 
 Sizes = tuple[int, ...]
@@ -230,7 +228,6 @@ def _keep_gradients(name: str, x: Sharded, given: Any) -> None:
 
 
 def in_place(func: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether a function writes to its first argument."""
     name = func.__name__
     by_name = name.endswith("_") and not name.endswith("__")
     return by_name or name.strip("_") in IN_PLACE or bool(kwargs.get("inplace"))
@@ -257,8 +254,6 @@ def _of_messages(error: BaseException) -> bool:
 
 
 def handles(*names: str) -> Callable[[Handler], Handler]:
-    """Registers a handler under the names of torch's functions."""
-
     def register(handler: Handler) -> Handler:
         HANDLERS.update(dict.fromkeys(names, handler))
         return handler
@@ -279,7 +274,6 @@ def first(args: Any, kwargs: Any = None) -> Sharded:
 
 
 def parts_in(values: Any) -> list[Sharded]:
-    """Returns the `Sharded` tensors in nested arguments, in order."""
     if isinstance(values, Sharded):
         return [values]
     if isinstance(values, dict):
@@ -290,7 +284,6 @@ def parts_in(values: Any) -> list[Sharded]:
 
 
 def locals_of(values: Any, change: Callable[[Any], Any]) -> Any:
-    """Returns nested arguments with `change` applied to tensors."""
     if isinstance(values, Tensor):
         return change(values)
     if isinstance(values, dict):

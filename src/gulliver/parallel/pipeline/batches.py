@@ -58,6 +58,7 @@ def _shape(value: Any) -> str:
 
 
 def split(batch: Batch, parts: int) -> list[MicroBatch]:
+    """Splits a batch into micro-batches along dim 0."""
     rows = {path: len(v) for path, v in leaves(batch) if isinstance(v, Tensor) and v.ndim > 0}
     if not rows:
         raise GulliverError("the batch has no tensor to split into micro-batches along dim 0")
@@ -260,7 +261,6 @@ class Losses:
 
     @property
     def given(self) -> list[float] | None:
-        """Weights of the criterion's losses; None if unknown."""
         return self._weights.given
 
     def __call__(self, output: Any, number: Tensor) -> Tensor:

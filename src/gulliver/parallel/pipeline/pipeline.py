@@ -93,7 +93,6 @@ class Pipeline:
 
     @property
     def model(self) -> nn.Module:
-        """This rank's part of the model."""
         return self.stage.model
 
     def run(
@@ -255,7 +254,6 @@ class Pipeline:
                 runner.clear_runtime_states()
 
     def _alone(self, run: PipelineRun, losses: Losses, forward_only: bool) -> None:
-        """Runs micro-batches one at a time, without a schedule."""
         with torch.set_grad_enabled(not forward_only):
             for number in range(len(run.micros)):
                 args, kwargs = run.arguments(number)

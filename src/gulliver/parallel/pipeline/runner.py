@@ -330,7 +330,6 @@ class StageMessages:
         return found
 
     def arrived(self, cut: int, micro: int) -> None:
-        """Decompresses tensors received across the boundary before stage `cut`."""
         packed = self._packed.pop((cut, micro), None)
         if packed is not None:
             packed.unpack()
@@ -458,8 +457,7 @@ class StageRunner:
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """Does nothing: the losses are already weighted."""
 
-    def scale_grads(self, grad_scale_factor: int) -> None:
-        """Does nothing: the losses are already weighted."""
+    def scale_grads(self, grad_scale_factor: int) -> None: ...
 
     # Forward.
 

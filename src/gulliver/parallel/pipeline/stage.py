@@ -155,7 +155,6 @@ def checkpoint_blocks(stage: Stage, paths: Collection[str] | None = None) -> Non
 
 
 def check_stages(model: nn.Module, stack: Stack) -> None:
-    """Rejects models whose blocks would run differently in a pipeline."""
     for path, module in model.named_modules():
         if getattr(module, "layerdrop", 0.0) and model.training:
             raise GulliverError(

@@ -28,7 +28,6 @@ def to_meta(module: nn.Module) -> nn.Module:
 
 
 def run_on_meta(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Runs a meta module on meta copies of its inputs."""
     with torch.no_grad():
         return module(*map_tensors(args, _empty), **map_tensors(kwargs, _empty))
 
@@ -249,7 +248,6 @@ class StageForward:
     def _enter(
         self, state: ForwardState, block: nn.Module, args: Any, kwargs: Any
     ) -> tuple[Any, Any]:
-        """Replaces the output of placeholders with the received hidden state."""
         state.live = True
         if state.hidden is None:
             return args, kwargs

@@ -92,7 +92,6 @@ def predict(cluster: Cluster, shape: Shape, plan: SequencePlan, stride: int = 1)
 
 
 def volume(plan: SequencePlan, shape: Shape) -> Volume:
-    """Returns the bytes that each rank sends per attention call."""
     return split_attention_bytes(_split(plan, shape), shape)
 
 

@@ -59,7 +59,6 @@ class Heads:
 
 
 def deal_heads(heads: int, kv_heads: int, ranks: int) -> Heads:
-    """Distributes heads over the ranks of a Ulysses group."""
     if kv_heads < 1 or heads % kv_heads:
         raise GulliverError(
             f"{kv_heads} KV heads do not divide {heads} heads evenly: choose a divisor of {heads}"

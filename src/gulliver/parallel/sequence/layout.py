@@ -68,7 +68,6 @@ class Layout:
         return [size_of(self.of_place(place)) for place in range(self.ring)]
 
     def positions(self, rank: int) -> Tensor:
-        """Returns the positions that a rank holds, ``[local length]`` int64."""
         return positions_of(self.of_rank(rank))
 
     def order(self) -> Tensor:
@@ -131,7 +130,6 @@ class Tail:
         return [sum(b - a for a, b in self.of_rank(rank)) for rank in range(self.degree)]
 
     def order(self) -> Tensor:
-        """Returns the tail tokens' numbers, rank by rank."""
         runs = [torch.arange(a, b) for rank in range(self.degree) for a, b in self.of_rank(rank)]
         return torch.cat(runs)
 
@@ -179,12 +177,10 @@ class SequencePlan:
 
     @property
     def ring(self) -> int:
-        """Size of the ring, outer and inner together."""
         return self.outer * self.inner
 
     @property
     def degree(self) -> int:
-        """Number of ranks that share a sequence."""
         return self.ring * self.ulysses
 
     def lay(self, length: int) -> Layout:

@@ -186,7 +186,6 @@ class _Trip:
     groups: SequenceGroups
 
     def steps(self, own: Tensor) -> _Steps:
-        """Runs both rings; returns the sum for the local block."""
         if self.groups.plan.ring == 1:
             return (yield self.ring.visit(0, 0, own))
         ring, outer = self.ring, self.groups.outer
@@ -298,7 +297,6 @@ class _Cuts:
         return last - first
 
     def held(self, visit: Visit) -> tuple[Interval, ...]:
-        """Returns the global positions of a chunk."""
         return part_of(self._layout.of_place(visit.place), *self.range(visit.place, visit.piece))
 
 

@@ -433,7 +433,6 @@ def _stack_of(path: str, shared: Mapping[str, SharedSequence]) -> SharedSequence
 def cut_parameter(
     whole: nn.Parameter, dim: int, runs: tuple[Interval, ...], copies: int
 ) -> nn.Parameter:
-    """Creates a parameter for a region, which `copies` ranks share."""
     region = Region(tuple(whole.shape), dim, runs, copies)
     with torch.no_grad():
         part = torch.cat([whole.narrow(dim, start, stop - start) for start, stop in runs], dim)

@@ -186,7 +186,6 @@ class Reduction:
 
 
 def gather_sizes(size: int, rank_group: RankGroup, device: torch.device) -> tuple[int, ...]:
-    """Gathers one integer from every rank."""
     own = torch.tensor([size], device=device)
     sizes = own.new_empty(rank_group.size)
     all_gather(sizes, own, group=rank_group.process_group)

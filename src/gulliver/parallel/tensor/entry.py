@@ -228,7 +228,6 @@ class Entry:
         self._ring: Iterator[tuple[int, Tensor]] | None = None
 
     def join(self) -> None:
-        """Registers a column layer that will have a gradient."""
         self._columns += 1
 
     def begin(self, own: Tensor) -> None:
@@ -409,7 +408,6 @@ class GatheringTensor(Tensor):
 
 
 def token_of(x: Tensor) -> Tensor:
-    """Returns an entered tensor as autograd records it."""
     return vars(x).get("_token", x)
 
 
@@ -475,7 +473,6 @@ class SharedSequence:
         return UNCUT
 
     def gather_lengths(self, piece: Tensor) -> tuple[int, ...]:
-        """Gathers the lengths of all ranks' shards."""
         return gather_sizes(piece.shape[1], self.rank_group, piece.device)
 
     def cut_of(self, piece: Tensor) -> SequenceCut | None:

@@ -269,7 +269,6 @@ class _Column(Function):
 
 
 def _gathered(source: Tensor, entry: Entry) -> Tensor:
-    """Returns the full input, for double backward."""
     cut = entry.cut
     return source if cut is None else gather_partial(source, cut.dim, cut.lengths, entry.rank_group)
 

@@ -172,11 +172,9 @@ class _Planner:
 
     @property
     def _automatic(self) -> bool:
-        """Whether a Hugging Face model has known sharding rules."""
         return bool(self.own) or (self.known is not None and self.known.rest)
 
     def _keep_scaled(self, placed: dict[str, ShardedModule], replicated: list[str]) -> None:
-        """Replicates embeddings with unsupported options, and modules tied to them."""
         whole = {
             id(module._parameters.get("weight"))
             for path, module in self.modules.items()
@@ -247,7 +245,6 @@ class _Planner:
         placed[path] = self._place(path, self.modules[path], style)
 
     def _is_head_norm(self, path: str, site: str) -> bool:
-        """Whether a module normalizes each head with the same weight."""
         module, width = self.modules[path], vars(self.modules[site]).get("head_dim")
         if "norm" not in path.rpartition(".")[2].lower() or not isinstance(width, int):
             return False
@@ -255,7 +252,6 @@ class _Planner:
         return sizes == {width} and not any(True for _ in module.children())
 
     def _style(self, path: str, module: nn.Module) -> str | None:
-        """Returns a module's style; LoRA factors follow their layer."""
         # Next to columns the second factor is columns, too; next to rows the first is rows; the
         # other one is whole, and so is what is between them.
         layer, factor = layer_of(path)
@@ -428,7 +424,6 @@ class _Planner:
 
     @staticmethod
     def _local_sites(placed: dict[str, ShardedModule]) -> set[str]:
-        """Returns parents of column layers with sharded outputs."""
         return {
             layer_of(path)[0].rpartition(".")[0]
             for path, one in placed.items()

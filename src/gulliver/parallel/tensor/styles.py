@@ -390,7 +390,6 @@ class TensorPlan:
     whole: tuple[str, ...] = ()
 
     def share_of(self, model: nn.Module) -> float:
-        """Returns the sharded fraction of the blocks' parameters."""
         whole = cut = 0
         lists = [p for p, m in model.named_modules() if isinstance(m, nn.ModuleList)]
         for path, module in model.named_modules():

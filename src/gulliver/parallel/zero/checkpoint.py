@@ -104,7 +104,6 @@ def _entries(
 
 
 def scatter_state(shards: ShardedState, state: State) -> None:
-    """Loads this rank's pieces of a full optimizer state."""
     optimizer, capturing = shards.inner, shards.groups.capturing()
     shards.states.drop(shards.chunks)
     for sharded in shards.chunks:
@@ -579,7 +578,6 @@ class ZeroCheckpoint(OptimizerCheckpoint):
 
 
 def _copied(part: Part) -> Part:
-    """Copies a small buffer immediately, because forward may overwrite it."""
     if part.value.nbytes > SMALL:
         return part
     return replace(part, value=part.value.clone(), owner=None)

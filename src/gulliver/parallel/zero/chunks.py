@@ -175,7 +175,6 @@ class ShardedChunk(Resident):
         self.phase = phase
 
     def show_gradients(self, used: Container[str]) -> None:
-        """Sets the gradients of used pieces, for an optimizer step."""
         whole = self.gradient_shard
         for piece, owned in self.pieces:
             if whole is None or piece.name not in used:
@@ -238,7 +237,6 @@ class ShardedChunk(Resident):
         self.gradient_shard = self.factor = self.squared = None
 
     def zero_gradients(self, names: Collection[str]) -> None:
-        """Zeroes these parameters' elements in the gradient shard, if any."""
         if not names:
             return
         for gradient in self.gradients(write=True):
@@ -252,7 +250,6 @@ class ShardedChunk(Resident):
         return self.chunk.layout.parts == 1 and not self.chunk.has_master
 
     def hide_gradients(self) -> None:
-        """Replaces the pieces' gradients by placeholders until `zero_grad`."""
         for owned, stand_in in zip(self.owned, self.stand_ins, strict=True):
             owned.grad = stand_in
 
@@ -267,7 +264,6 @@ class ShardedChunk(Resident):
 
 
 def check_not_ahead(chunks: Iterable[ShardedChunk]) -> None:
-    """Rejects reading parameters that were stepped during backward."""
     for sharded in chunks:
         if sharded.is_ahead:
             raise GulliverError(

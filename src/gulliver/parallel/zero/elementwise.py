@@ -89,12 +89,10 @@ def is_per_parameter(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def steps_by_chunk(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer may step chunks in separate calls."""
     return is_elementwise(optimizer) or is_per_parameter(optimizer)
 
 
 def needs_whole(optimizer: torch.optim.Optimizer, assume_elementwise: bool) -> bool:
-    """Whether an optimizer needs unsplit parameters."""
     known = is_elementwise(optimizer) or assume_elementwise
     return is_per_parameter(optimizer) or not known
 
@@ -107,7 +105,6 @@ def check_optimizer(
     tp_size: int = 1,
     pp_size: int = 1,
 ) -> None:
-    """Rejects an optimizer that cannot step this rank's shards."""
     name = type(optimizer).__name__
     if _is_torchs(optimizer) and name in NEVER:
         raise GulliverError(f"ZeRO cannot run {name}: {NEVER[name]}, or {name} without gulliver")

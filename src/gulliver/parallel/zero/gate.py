@@ -76,7 +76,6 @@ class GradientGate:
         self._sums[name] = taken if known is None else known + taken
 
     def end_step(self, names: Sequence[str] = (), group: Group | RankGroup = ALONE) -> None:
-        """Checks the gradients added in this step (collective)."""
         checked, self._steps = self.checking, self._steps + 1
         if not checked:
             return

@@ -310,7 +310,6 @@ class Gatherer:
     # more on each rank.
     @contextmanager
     def _from_copies(self) -> Iterator[None]:
-        """Context in which chunks are unsharded from local copies."""
         self.release_all()
         before = self._prefetcher
         with ExitStack() as stack:
@@ -354,7 +353,6 @@ class Gatherer:
 
     @property
     def idle(self) -> bool:
-        """Whether no pass is running."""
         return self._depth == 0 and self._prefetcher.current is Pass.NONE
 
     def end_step(self) -> None:
@@ -392,7 +390,6 @@ class Gatherer:
                 self.release(sharded)
 
     def use_together(self, chunks: Sequence[ShardedChunk]) -> None:
-        """Unshards all chunks that a compiled region reads."""
         check_not_ahead(chunks)
         for sharded in chunks:
             if self.sharded:
@@ -446,7 +443,6 @@ class Gatherer:
         return result
 
     def _read(self, chunks: Sequence[ShardedChunk]) -> None:
-        """Gathers exact values of chunks, outside of passes."""
         self._end_reads(chunks, viewed=self._tight)
         for sharded in chunks:
             if sharded.chunk.wire is not IDENTITY and not sharded.chunk.sent_exact:
@@ -515,7 +511,6 @@ class Gatherer:
         return result
 
     def _see_operations(self, chunks: Iterable[ShardedChunk]) -> None:
-        """Intercepts operations outside forwards, so that autograd saves references."""
         for sharded in chunks if self.sharded else ():
             if sharded.presence is Presence.WHOLE and not sharded.held:
                 sharded.asked = True

@@ -242,20 +242,16 @@ class StepReplay(ABC):
         """A chunk's all-gather starts; `fresh` if into a new buffer."""
 
     @abstractmethod
-    def gives_back(self, chunk: ImaginedChunk) -> None:
-        """A chunk's full parameters are freed."""
+    def gives_back(self, chunk: ImaginedChunk) -> None: ...
 
     @abstractmethod
-    def collects(self, chunk: ImaginedChunk) -> None:
-        """A chunk's first gradient arrives."""
+    def collects(self, chunk: ImaginedChunk) -> None: ...
 
     @abstractmethod
-    def sends(self, chunk: ImaginedChunk) -> None:
-        """A chunk's reduction starts."""
+    def sends(self, chunk: ImaginedChunk) -> None: ...
 
     @abstractmethod
-    def lands(self, chunk: ImaginedChunk) -> None:
-        """A chunk's reduction completes."""
+    def lands(self, chunk: ImaginedChunk) -> None: ...
 
 
 class _Counted(StepReplay):
@@ -339,7 +335,6 @@ def ordinary_step(
 def backward_uses(
     names: Sequence[str], again: Sequence[str] = ()
 ) -> Iterator[tuple[list[str], list[tuple[int, str]]]]:
-    """Yields the modules' uses of parameters in backward order."""
     entered = None
     backwards = reversed(list(enumerate(names)))
     for module, found in groupby(backwards, key=lambda entry: entry[1].rpartition(".")[0]):

@@ -113,7 +113,6 @@ class BufferSync:
         self._own = votes
 
     def sync(self) -> None:
-        """Broadcasts the other buffers (collective)."""
         for buffers in self._messages():
             # As bytes: backends do not know every dtype.
             runs = [b.contiguous().view(-1).view(torch.uint8) for b in buffers]
@@ -243,12 +242,10 @@ class ZeroOptimizer(BoostedOptimizer):
 
     @property
     def all_chunks(self) -> list[ShardedChunk]:
-        """All chunks, in the order of use."""
         return self.shards.all_chunks
 
     @property
     def chunks(self) -> list[ShardedChunk]:
-        """Chunks of trained parameters, in the order of use."""
         return self.shards.chunks
 
     @property
@@ -270,7 +267,6 @@ class ZeroOptimizer(BoostedOptimizer):
         self.tuner = tuner
 
     def sync_buffers(self, buffers: BufferSync) -> None:
-        """Enables broadcasting the first rank's buffers after every step."""
         self._buffers = buffers
 
     @contextmanager
@@ -315,12 +311,11 @@ class ZeroOptimizer(BoostedOptimizer):
             yield
 
     def full_parameters(self) -> AbstractContextManager[None]:
-        """Context in which the model has full parameters (collective)."""
         return self.gatherer.full_parameters()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulates gradients; only stages 2 and 3 reduce them."""
+        """Accumulates gradients locally; stages 2 and 3 still reduce them."""
         before = self._deferred, self._accumulating
         self._deferred, self._accumulating = self.stage < 2, True
         try:
@@ -366,7 +361,6 @@ class ZeroOptimizer(BoostedOptimizer):
             self.shards.manager.end_step()
 
     def _all_finite(self) -> bool:
-        """Whether all gradients are finite; also updates the loss scale."""
         assert self.scaler is not None
         clipped = math.isfinite(self.options.max_norm)
         norm = self.grad_norm if clipped else self.clip_grad_by_norm(math.inf)
@@ -483,12 +477,10 @@ class ZeroOptimizer(BoostedOptimizer):
         return sum(t.nbytes for t in held if t is not None and not t.is_meta)
 
     def memory(self) -> dict[str, int]:
-        """Predicts this rank's bytes by kind; see `gulliver.parallel.zero.memory`."""
         return predicted(self.shards, self.adds_micro_batches)
 
     @property
     def held_bytes(self) -> ByteCounter:
-        """Counts current and peak bytes on this rank."""
         return self.shards.pool.counter
 
 

@@ -294,7 +294,6 @@ class GradientReducer:
         sharded.used_up = True
 
     def check_cleared(self) -> None:
-        """Rejects accumulation into dropped gradients if `zero_grad` was not called."""
         for sharded in self.chunks:
             if sharded.used_up:
                 self._check_cleared(sharded)
@@ -311,7 +310,6 @@ class GradientReducer:
 
     @property
     def voted(self) -> bool:
-        """Whether no gradient arrived after `vote_and_flush`."""
         return self._voted
 
     def end_step(self) -> None:
@@ -368,7 +366,6 @@ class GradientReducer:
             parameter.grad = None  # the first gradient is taken as it comes
 
     def _reduce_complete(self) -> None:
-        """Reduces complete chunks, in the common order of all ranks."""
         order = self._order
         while self._next < len(order) and not order[self._next].waiting:
             self._next += 1
@@ -516,7 +513,6 @@ class GradientSender:
 
     @property
     def checking(self) -> bool:
-        """Whether this step compares compressed reductions with exact ones."""
         return self.gate is not None and self.gate.checking
 
     def send(self, sharded: ShardedChunk) -> tuple[Tensor, Handle]:
@@ -569,18 +565,15 @@ class GradientSender:
         return self._lost[id(sharded)][1]
 
     def lost(self) -> dict[str, Tensor]:
-        """Returns this rank's accumulated packing errors, by parameter."""
         found = dict(self._given)
         for sharded, lost in self._lost.values():
             found |= sharded.chunk.named_views(lost)
         return found
 
     def take_lost(self, found: Mapping[str, Tensor]) -> None:
-        """Replaces the accumulated packing errors."""
         self._lost, self._given = {}, dict(found) if self.feeds else {}
 
     def check_reduced(self, sharded: ShardedChunk, incoming: Tensor) -> None:
-        """Compares a chunk's reduced gradient with the exact one."""
         exact = self.references.pop(id(sharded), None)
         if exact is None or self.gate is None:
             return
@@ -589,6 +582,5 @@ class GradientSender:
             self.gate.add(piece.name, incoming[run], exact[run])
 
     def end_step(self, names: Sequence[str], cut: bool) -> None:
-        """Ends a step with complete gradients (collective)."""
         if self.gate is not None:
             self.gate.end_step(names, self.group if cut else ALONE)

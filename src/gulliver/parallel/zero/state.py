@@ -167,12 +167,10 @@ class ShardedState:
 
     @property
     def part(self) -> int:
-        """Index of this rank's shard in each chunk."""
         return self.rank if self.parts > 1 else 0
 
     @property
     def has_whole(self) -> bool:
-        """Whether every piece is a full parameter."""
         return self.whole or self.parts == 1
 
     # Chunks.
@@ -221,7 +219,6 @@ class ShardedState:
         return self._sharded(chunk, trained)
 
     def replaced(self, order: Sequence[str], chunk_bytes: int) -> list[ShardedChunk]:
-        """Copies all parameters to chunks of another order and size."""
         views = dict[str, Tensor]()
 
         def read(parameter: Tensor) -> Tensor:
@@ -343,7 +340,6 @@ class ShardedState:
                 sharded.chunk.take_writes()
 
     def publish_exact(self) -> None:
-        """Sends the accumulated compression errors to all ranks (collective)."""
         if self.stage < 3 and any(c.chunk.wire is not IDENTITY for c in self.all_chunks):
             self.publish()
 
@@ -353,7 +349,6 @@ class ShardedState:
             self.publish()
 
     def publish(self) -> None:
-        """Updates parameters on all ranks from the shards (collective)."""
         for sharded in self.all_chunks:
             if self.stage < 3:
                 self.gatherer.start(sharded, exact=True)
@@ -458,7 +453,6 @@ class _Calls:
             self._check_wrapped(gatherer)
 
     def _check_wrapped(self, gatherer: Gatherer) -> None:
-        """Rejects pending parameters wrapped by `torch.func`, which hides reads."""
         if not gatherer.sharded:
             gatherer.finish_all()
         for parameter in self._modules[0].parameters():

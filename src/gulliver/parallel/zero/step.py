@@ -54,7 +54,6 @@ class Updates:
             raise GulliverError("step the optimizer that boost returned, not the original one")
 
     def begin(self) -> None:
-        """Allows optimizer steps until `end`."""
         self._allowed = True
 
     def step(self, numbers: Sequence[int], used: set[str], gather: bool = True) -> None:
@@ -201,7 +200,6 @@ class InBackward:
         sharded.updates += 1
 
     def _is_gathered_later(self, number: int) -> bool:
-        """Whether a chunk's gather waits for `step`."""
         shards = self._shards
         gathered = shards.stage in (1, 2) and shards.size > 1
         return gathered and not gathers_in_backward(number, len(shards.chunks))
@@ -212,7 +210,6 @@ class InBackward:
         self._hooks.enter_context(step_hooks(self._shards.inner))
 
     def _prepare(self, sharded: ShardedChunk) -> None:
-        """Copies parameters that the user modified to the chunk's shard."""
         sharded.chunk.check_parameters()
         gatherer = self._shards.gatherer
         if self._shards.stage == 3:
@@ -273,7 +270,6 @@ class InBackward:
         self._suspended = why
 
     def check_whole(self) -> None:
-        """Raises if an interrupted backward has stepped only some chunks."""
         if self._torn:
             raise GulliverError(
                 f"the last backward failed after step_in_backward had stepped {self._torn}, so the "
@@ -372,7 +368,6 @@ class UnevenStep:
 
     @contextmanager
     def _passes(self) -> Iterator[None]:
-        """Gathers and releases parameters during backward under a memory limit."""
         if self._optimizer.shards.manager is None:
             yield
             return

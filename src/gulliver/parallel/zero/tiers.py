@@ -97,7 +97,6 @@ class OptimizerGroups:
         return [piece for piece in pieces if self._number_of[piece.name] in numbers]
 
     def list_pieces(self, chunks: Sequence[ShardedChunk]) -> None:
-        """Builds each group's list of pieces, once for all steps."""
         mine = {piece.name: owned for c in chunks for piece, owned in c.pieces}
         self._pieces = [[mine[n] for n in names if n in mine] for names in self.names]
         self._by_chunk = []
@@ -129,7 +128,6 @@ class OptimizerGroups:
         }
 
     def is_moved(self) -> bool:
-        """Whether the user changed the groups' parameters."""
         groups = self._inner.param_groups
         return len(groups) != len(self._members) or any(
             len(group["params"]) != len(members) or not all(map(is_, group["params"], members))
@@ -142,7 +140,7 @@ class OptimizerGroups:
             raise GulliverError(MOVED)
 
     def votes(self) -> list[int]:
-        """Returns this rank's bytes for a max all-reduce, which shows differences between ranks."""
+        """Returns bytes whose maximum over the ranks shows differences between them."""
         moved = self.is_moved()
         # Of a byte and its complement both largest are this rank's only if all ranks have it.
         digest = hashlib.sha256(repr([] if moved else self.options()).encode()).digest()[:DIGEST]
@@ -306,7 +304,6 @@ class PieceStates:
                     state[key] = view.view(value.shape)
 
     def place_new(self, sharded: ShardedChunk, used: set[str]) -> None:
-        """Moves state that a step created into the chunk's buffers."""
         if self.by_chunk and len(sharded.placed) < len(sharded.pieces):
             new = {piece.name for piece, _ in sharded.pieces} & used - sharded.placed
             if new:
@@ -347,7 +344,6 @@ class TieredStates(PieceStates):
 
     @contextmanager
     def opened(self, sharded: ShardedChunk) -> Iterator[None]:
-        """Loads a chunk with its state into the fast tier."""
         with sharded.chunk.opened(write=True, moments=True):
             try:
                 self._point(sharded)
@@ -359,7 +355,6 @@ class TieredStates(PieceStates):
 
     @contextmanager
     def shown(self, sharded: ShardedChunk, fill: bool = False) -> Iterator[None]:
-        """Shows shard and state without changing their tier; see `ManagedChunk.shown`."""
         with sharded.chunk.shown(fill):
             try:
                 self._point(sharded)
@@ -416,7 +411,6 @@ class TieredStates(PieceStates):
         return chunk.place_moment(key, {piece.name: value}, sizes)[piece.name].view(value.shape)
 
     def place_new(self, sharded: ShardedChunk, used: set[str]) -> None:
-        """Moves new state into the chunk's buffers; call inside `opened`."""
         self.place(sharded)
 
     def _point(self, sharded: ShardedChunk) -> None:

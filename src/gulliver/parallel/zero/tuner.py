@@ -117,7 +117,6 @@ class BucketTuner:
 
     @property
     def tuning(self) -> bool:
-        """Whether tuning continues; it communicates and re-partitions chunks."""
         return self.stage is not TuningStage.DONE
 
     def stepped(self) -> None:
