@@ -254,7 +254,7 @@ def all_gather(
         wire = wire.of(input)
     _check_parts(input, output, size, input.dtype if add else None)
     if add and (wire is IDENTITY or size == 1):
-        raise GulliverError("an all-gather can add to its output only in a wire format")
+        raise GulliverError("all_gather(add=True) needs a wire format")
     if size == 1:
         if output.data_ptr() != input.data_ptr():
             output.copy_(input)
@@ -418,7 +418,8 @@ def _exchanged(
 def _check_parts(part: Tensor, whole: Tensor, size: int, dtype: torch.dtype | None = None) -> None:
     if part.numel() * size != whole.numel() or part.dtype != (dtype or whole.dtype):
         raise GulliverError(
-            f"{size} parts of {part.numel()} {part.dtype} do not make {whole.numel()} {whole.dtype}"
+            f"{size} parts of {part.numel()} {part.dtype} do not add up to {whole.numel()} "
+            f"{whole.dtype}"
         )
 
 

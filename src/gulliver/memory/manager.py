@@ -355,9 +355,9 @@ class Manager:
         total, behind = self._total + managed.kept, self.store.capacity if self.store else 0
         if self.store is not None and total > self.budget + behind:
             raise GulliverError(
-                f"{managed.name} does not fit: all objects need {total} bytes, the memory budget "
-                f"of {self.budget} and the {self.store.name} of {behind} lack "
-                f"{total - self.budget - behind} bytes"
+                f"{managed.name} does not fit: all objects need {total} bytes, but the memory "
+                f"budget of {self.budget} and the {self.store.name} of {behind} are "
+                f"{total - self.budget - behind} bytes too small"
             )
 
     def _run(self, actions: Iterable[Action]) -> None:

@@ -57,7 +57,7 @@ def _pointwise(func: Any, args: Any, kwargs: Any) -> Any:
     x = max(given, key=lambda part: part.cut.extent)
     for part in given:
         if part.cut.dim - part.dim() != x.cut.dim - x.dim():
-            reject("an operation on activations that are cut along different dims", x)
+            reject("an operation on activations that are sharded along different dims", x)
     alike = x.holder.align(given, ("align", 0)) if len(given) > 1 else given
     x = max(alike, key=lambda part: part.cut.extent)
     found = dict(zip(map(id, given), alike, strict=True))
@@ -104,7 +104,7 @@ def _along(func: Any, args: Any, kwargs: Any) -> Any:
         reject(f"torch's {name} over all dims", x)
     dims = [d % x.dim() for d in (dims if isinstance(dims, list | tuple) else [dims])]
     if x.cut.dim in dims:
-        reject(f"torch's {name} along the cut dim", x)
+        reject(f"torch's {name} along the sharded dim", x)
     made = func(x.local, *given, **kwargs)
     fewer = sum(d < x.cut.dim for d in dims) if made.dim() < x.dim() else 0
     return like(x, made, replace(x.cut, dim=x.cut.dim - fewer))
@@ -115,7 +115,7 @@ def _layer_norm(func: Any, args: Any, kwargs: Any) -> Sharded:
     x, *given = args
     (shape,) = given_of(given[:1], kwargs, ("normalized_shape", None))
     if x.cut.dim >= x.dim() - len(shape):
-        reject(f"torch's {func.__name__} over the cut dim", x)
+        reject(f"torch's {func.__name__} over the sharded dim", x)
     return like(x, func(x.local, *given, **kwargs))
 
 
@@ -133,7 +133,7 @@ def _linear(func: Any, args: Any, kwargs: Any) -> Sharded:
     x, *given = args
     weight, bias = given_of(given, kwargs, ("weight", None), ("bias", None))
     if x.cut.dim == x.dim() - 1:
-        reject("a linear layer over the cut dim", x)
+        reject("a linear layer over the sharded dim", x)
     return like(x, func(x.local, weight, bias))
 
 
@@ -169,7 +169,7 @@ def _convolution(func: Any, args: Any, kwargs: Any) -> Sharded:
     if x.cut.dim == 0:
         return _of_samples(x, lambda local: convolve(local, weight, bias, pads))
     if x.cut.dim == 1:
-        reject("a convolution over the cut dim", x)
+        reject("a convolution over the sharded dim", x)
     at = x.cut.dim - 2
     if kernel[at] == stride[at] == 1 and pads[at] == (0, 0):
         return _of_samples(x, lambda local: convolve(local, weight, bias, pads))
@@ -296,7 +296,7 @@ def _pad(func: Any, args: Any, kwargs: Any) -> Sharded:
     if before < 0 or after < 0 or not is_plain(x):
         reject("cropping by pad", x)
     if mode not in ("constant", "replicate"):
-        reject(f"padding in mode {mode} along the cut dim", x, "zeros and replicate are exact")
+        reject(f"padding in mode {mode} along the sharded dim", x, "zeros and replicate are exact")
     before, after = x.holder.at_ends(x, before, after, mode)
     sizes = list(x.cut.sizes)
     held = [rank for rank, size in enumerate(sizes) if size]
@@ -341,7 +341,7 @@ def _group_norm(func: Any, args: Any, kwargs: Any) -> Sharded:
     if x.cut.dim == 0:
         return like(x, func(x.local, groups, weight, bias, eps))
     if x.cut.dim == 1:
-        reject("a group norm over the cut dim", x)
+        reject("a group norm over the sharded dim", x)
     name = ("group_norm", 0 if weight is None else id(weight))
     local = _GroupNorm.apply(x.local, weight, bias, groups, eps, x, name)
     return like(x, local)

@@ -139,7 +139,7 @@ def _elsewhere(x: Sharded, dim: int) -> Sharded:
     """Removes a sharded dim of size one by merging it into another dim."""
     # Parts that do not hold it then hold nothing of the other dim.
     if not is_plain(x) or x.cut.extent != 1:
-        reject("dropping the cut dim", x)
+        reject("dropping the sharded dim", x)
     at = x.cut.dim
     if dim < at:
         merged = x.local.movedim(at, dim + 1).flatten(dim, dim + 1)
@@ -153,7 +153,7 @@ def _back_to(x: Sharded, dim: int) -> Sharded:
     if x.cut.dim == dim:
         return x
     if x.cut.extent != 1 or x.cut.inner != 1 or x.shape[dim] != 1:
-        reject("joining activations that are cut along different dims", x)
+        reject("joining activations that are sharded along different dims", x)
     held = x.cut.sizes[x.holder.rank]
     at = x.cut.dim - (dim < x.cut.dim)
     local = x.local.squeeze(dim).unflatten(at, (x.cut.outer, held)).movedim(at + 1, dim)

@@ -278,7 +278,7 @@ class FrameStream(PartLayout):
     def at_ends(self, x: Sharded, before: int, after: int, mode: str) -> tuple[int, int]:
         """Returns the padding at the start, and at the end once the last frame is known."""
         if after and self.final and not x.local.shape[x.cut.dim]:
-            reject("padding after the last frame", x, "end with a longer stretch")
+            reject("padding after the last frame", x, "end with a longer segment")
         return before, after if self.final else 0
 
     def statistics(self, x: Sharded, own: Statistics, key: Key) -> Statistics:

@@ -164,12 +164,13 @@ def _check_arguments(q: Tensor, k: Tensor, v: Tensor, mask: object, dropout: flo
     if not (q.dtype == k.dtype == v.dtype and q.dtype in DTYPES):
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
         raise GulliverError(
-            f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}: make all the same, one of {names}"
+            f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}: use the same dtype for all, one "
+            f"of {names}"
         )
     if k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
         raise GulliverError(
-            f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not fit: all have "
-            "one batch, q and k one head dim, k and v the same heads and length"
+            f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not match: all "
+            "need the same batch size, q and k the same head dim, k and v the same heads and length"
         )
 
 
@@ -199,7 +200,7 @@ def _layouts(
                 raise GulliverError(
                     f"rank {rank} holds {lengths[number]} tokens of {name}: the "
                     f"{groups.plan.layout} layout of {layouts[number].length} gives the ranks "
-                    f"{_short(wanted)}; cut sequences with shard"
+                    f"{_short(wanted)}; shard sequences with shard()"
                 )
     return layouts
 
@@ -219,8 +220,8 @@ def _compare_lengths(
         if len(set(found)) > 1:
             shown = "differ" if name in ("mask", "dtype") else f"are {_short(found)}"
             raise GulliverError(
-                f"ranks of one sequence differ: {name} {shown}; pass each its part of the same "
-                "batch"
+                f"ranks of one sequence differ: {name} {shown}; pass each rank its part of the "
+                "same batch"
             )
     return [(values[0], values[1]) for values in ranks]
 

@@ -232,7 +232,7 @@ def _rows(name: str, values: Tensor | None, batch: int, length: int) -> Tensor:
     rows = rows.unsqueeze(0) if rows.dim() == 1 else rows
     if rows.dim() != 2 or rows.shape[1] != length or rows.shape[0] not in (1, batch):
         raise GulliverError(
-            f"{name} has shape {tuple(values.shape)}: it must describe the whole sequence: "
+            f"{name} has shape {tuple(values.shape)}, but must cover the full sequence: "
             f"[{length}] or [{batch}, {length}]"
         )
     return rows

@@ -254,7 +254,7 @@ def check_mode(model: nn.Module, plan: TensorPlan, sequence: str | None) -> None
         raise GulliverError(
             f"sequence_parallelism_mode={sequence!r} would pass shards of a sequence to "
             f"{', '.join(plan.whole[:3])}{more}, which may mix tokens (experts, mixers, attention "
-            "cut without heads): use None"
+            "not sharded by heads): use None"
         )
     known = family.sequences
     if known is not None and sequence not in known.modes:

@@ -348,7 +348,7 @@ class GradientReducer:
         if self._voted and not self._reducing:
             raise GulliverError(
                 "loss.backward() was called after clipping or reading the gradients and before "
-                "step: do that when all gradients are there, or use booster.backward"
+                "step: clip or read them after the last backward, or use booster.backward"
             )
         if sharded.phase is Phase.REDUCING or sharded.chunk.gradients.parked:
             if self._reducing:
