@@ -154,7 +154,7 @@ def plan_conversion(
     found = search(None if room is None else room // item)
     if found is None:
         raise GulliverError(
-            f"{size_text(room or 0)} are not enough memory to convert {text_of(ends[0])} to "
+            f"{size_text(room or 0)} of memory is not enough to convert {text_of(ends[0])} to "
             f"{text_of(ends[1])}: {_least_room(search, item)}"
         )
     times = tuple(seconds(move) for move in found.moves)

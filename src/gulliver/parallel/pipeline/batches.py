@@ -66,7 +66,7 @@ def split(batch: Batch, parts: int) -> list[MicroBatch]:
     for other, count in rows.items():
         if count not in (1, samples):
             raise GulliverError(
-                f"{other!r} of the batch has {count} rows where {path!r} has {samples}: tensors "
+                f"{other!r} of the batch has {count} rows, but {path!r} has {samples}: tensors "
                 "are split along dim 0, so each needs one row per sample, or one row"
             )
     if samples < parts:
@@ -136,7 +136,7 @@ def weigh(
             if not criterion:
                 raise GulliverError(
                     "it is unknown whether the model's own loss divides by num_items_in_batch: "
-                    "leave it out of a pipeline's batch"
+                    "remove it from the batch of a pipeline"
                 )
             own = None
     if found is not None:
@@ -159,7 +159,7 @@ def _said(
         raise GulliverError(f"weight={by!r} is not known: {nearest(by, WEIGHTS)}")
     counts = _label_counts(micros, "labels", shifted=by == "shifted_labels")
     if counts is None:
-        raise GulliverError(f"weight={by!r} needs integer labels in the batch, by that name")
+        raise GulliverError(f"weight={by!r} needs integer labels of that name in the batch")
     return _normal(counts)
 
 

@@ -338,7 +338,7 @@ class Pipeline:
         asked += ["output_router_logits"] if asks_routers(self.model, given) else []
         if asked:
             raise GulliverError(
-                f"{asked[0]}=True needs the outputs of all blocks: leave it out, or run the model "
+                f"{asked[0]}=True needs the outputs of all blocks: remove it, or run the model "
                 "without a pipeline"
             )
         known = inspect.signature(hugging_face_of(self.model).forward).parameters

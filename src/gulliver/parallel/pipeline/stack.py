@@ -345,7 +345,7 @@ def cut(
     if count < stages:
         raise GulliverError(
             f"the model has {count} blocks ({', '.join(stack.lists) or 'its own'}), too few for "
-            f"{stages} stages: at most {count} stages"
+            f"{stages} stages: use at most {count}"
         )
     known = list(costs) if costs is not None else block_costs(model, stack)
     if len(known) != count:
@@ -366,6 +366,6 @@ def _bounds(at: list[int], stages: int, count: int) -> tuple[int, ...]:
         raise GulliverError(
             f"cut={at} does not split {count} blocks into {stages} stages: give the blocks of each "
             f"stage ({stages} numbers of at least 1 that add up to {count}), or the first block of "
-            "each stage but the first"
+            "each stage except the first"
         )
     return tuple(given)

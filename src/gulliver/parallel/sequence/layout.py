@@ -233,7 +233,7 @@ def make_groups(
     if members is None:
         if world % plan.degree:
             raise GulliverError(
-                f"{plan} does not divide the world of {world}: ulysses x outer x inner must be "
+                f"{plan} does not divide the world size {world}: ulysses x outer x inner must be "
                 f"one of {', '.join(str(n) for n in range(1, world + 1) if world % n == 0)}"
             )
         members = [list(range(n, n + plan.degree)) for n in range(0, world, plan.degree)]

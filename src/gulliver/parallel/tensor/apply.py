@@ -246,8 +246,8 @@ def check_mode(model: nn.Module, plan: TensorPlan, sequence: str | None) -> None
         )
     if family.blocks is not None and family.blocks.parts:
         raise GulliverError(
-            f"sequence_parallelism_mode={sequence!r} needs blocks, and the layers of "
-            f"{type_of(model)} are lists of parts: use None"
+            f"sequence_parallelism_mode={sequence!r} needs modules as blocks, but the blocks of "
+            f"{type_of(model)} are lists of modules: use None"
         )
     if plan.whole:
         more = f" and {len(plan.whole) - 3} more" if len(plan.whole) > 3 else ""

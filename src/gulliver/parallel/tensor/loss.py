@@ -49,7 +49,7 @@ def cross_entropy(
     start, stop = vocabulary
     if logits.shape != (*labels.shape, stop - start):
         raise GulliverError(
-            f"logits of shape {tuple(logits.shape)} do not fit labels {tuple(labels.shape)} and "
+            f"logits of shape {tuple(logits.shape)} do not match labels {tuple(labels.shape)} and "
             f"columns {start} to {stop}: expected {(*labels.shape, stop - start)}"
         )
     return _CrossEntropy.apply(logits, labels, rank_group, start, ignore_index)

@@ -285,8 +285,9 @@ def parts_of_experts(path: str, module: Any, size: int) -> dict[str, ParameterCu
     )
     if not plain or not into or OUT not in held or set(held) - known:
         raise GulliverError(
-            f"{path} is a {type(module).__name__} with parameters {', '.join(held) or 'inside'}: "
-            "such experts cannot be sharded; use the rule 'replicate'"
+            f"{path} is a {type(module).__name__} with parameters "
+            f"{', '.join(held) or 'in submodules'}: such experts cannot be sharded; use the rule "
+            "'replicate'"
         )
     # Dim of a weight's inputs; 3 - inputs is that of its outputs.
     inputs = 1 if module.is_transposed else 2

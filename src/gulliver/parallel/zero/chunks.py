@@ -267,7 +267,8 @@ def check_not_ahead(chunks: Iterable[ShardedChunk]) -> None:
     for sharded in chunks:
         if sharded.is_ahead:
             raise GulliverError(
-                f"parameter {next(iter(sharded.chunk.parameters))!r}, or one next to it, was read "
+                f"parameter {next(iter(sharded.chunk.parameters))!r}, or another one in its "
+                "chunk, was read "
                 "after step_in_backward had updated it and before step: read it after step, "
                 "accumulate inside no_sync, and disable step_in_backward if recomputation in "
                 "backward reads later layers"

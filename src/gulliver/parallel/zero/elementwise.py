@@ -180,10 +180,11 @@ def check_trainable(names: Mapping[nn.Parameter, str]) -> None:
     for parameter, name in names.items():
         if parameter.dtype not in DTYPES:
             raise GulliverError(
-                f"parameter {name!r} is {parameter.dtype}: ZeRO trains "
+                f"parameter {name!r} is {parameter.dtype}: ZeRO supports only "
                 f"{', '.join(str(d).removeprefix('torch.') for d in DTYPES)}"
             )
         if is_boosted(parameter):
             raise GulliverError(
-                f"parameter {name!r} is trained by another boosted optimizer: give it to one"
+                f"parameter {name!r} is trained by another boosted optimizer: use one optimizer "
+                "per parameter"
             )

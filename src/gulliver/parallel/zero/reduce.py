@@ -354,7 +354,7 @@ class GradientReducer:
             if self._reducing:
                 raise GulliverError(
                     f"parameter {name!r} got a second gradient within one backward: with "
-                    "activation checkpointing of shared modules use use_reentrant=False"
+                    "activation checkpointing of shared modules, pass use_reentrant=False"
                 )
             self.wait_all_reductions()
         parameter = sharded.chunk.parameters[name]
