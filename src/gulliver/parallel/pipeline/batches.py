@@ -191,7 +191,7 @@ def _counts_of(micros: Sequence[MicroBatch], own: ModelLoss) -> list[float]:
 def _label_counts(
     micros: Sequence[MicroBatch], name: str, shifted: bool, ignored: int = IGNORED
 ) -> list[float] | None:
-    """Returns each micro-batch's number of counted labels; None for labels that are no integers."""
+    """Returns each micro-batch's number of counted labels; None for non-integer labels."""
     counts = []
     for micro in micros:
         labels = micro.given.get(name) if isinstance(micro.given, Mapping) else None
