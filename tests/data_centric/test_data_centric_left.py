@@ -176,7 +176,7 @@ def _inside(world: World) -> list[str]:
 
 def test_gradients_are_not_cleared_or_clipped_inside_a_step(pool: Pool) -> None:
     for told in pool.run(_inside, 2):
-        assert all("after that loop has ended" in line for line in told)
+        assert all("after the loop" in line for line in told)
 
 
 def _weighed(world: World, weights: list[float]) -> tuple[list[int], int]:

@@ -438,7 +438,7 @@ def _refusals(world: World, folder: str) -> list[tuple[str, str]]:
 
 def test_what_is_refused_is_refused_without_a_limit_too(pool: Pool, tmp_path: Path) -> None:
     (found,) = pool.run(_refusals, 1, str(tmp_path))
-    parts = "anew for each write", "before boost", "step_in_backward"
+    parts = "for each write", "before boost", "step_in_backward"
     for (limited, plain), part in zip(found, parts, strict=True):
         assert part in limited
         assert part in plain

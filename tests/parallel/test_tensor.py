@@ -560,7 +560,7 @@ def test_what_is_not_understood_is_named() -> None:
 
 def test_what_stands_between_columns_and_rows_needs_a_rule() -> None:
     rules = {k: v for k, v in RULES.items() if "norm" not in k}
-    with pytest.raises(GulliverError, match=r"q_norm.* between columns and rows"):
+    with pytest.raises(GulliverError, match=r"q_norm.* between column and row"):
         plan_tensor(_model(), 2, rules)
 
 
@@ -752,4 +752,4 @@ def _unknown_arguments(world: World) -> str:
 
 
 def test_other_differentiable_arguments_of_blocks_are_refused(pool: Pool) -> None:
-    assert "besides its hidden states" in pool.run(_unknown_arguments, 2)[0]
+    assert "its hidden states" in pool.run(_unknown_arguments, 2)[0]

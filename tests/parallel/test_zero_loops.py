@@ -521,7 +521,7 @@ def _edit_groups(world: World) -> list[str]:
 def test_edited_groups_are_refused_on_all_ranks_and_options_that_differ(pool: Pool) -> None:
     for found in pool.run(_edit_groups, 2):
         *moved, differ = found
-        assert ["param_groups have other parameters" in said for said in moved] == [True] * 3
+        assert ["param_groups" in said for said in moved] == [True] * 3
         assert "lr of the optimizer's group 0 is 0.01 on rank 0 and 0.5 on rank 1" in differ
 
 
