@@ -63,7 +63,6 @@ class Broadcast(Options):
 
     @property
     def every(self) -> dict[str, int]:
-        """Call intervals by kind."""
         return {kind: getattr(self, kind) for kind in KINDS}
 
     def reuses(self, kind: str, number: int, least: float, most: float) -> bool:
@@ -122,7 +121,7 @@ def _broadcast(text: str) -> Broadcast:
 
 @dataclass
 class Counts:
-    """Numbers of calls by kind."""
+    """Numbers of calls, by kind of layer."""
 
     ran: Counter[str] = field(default_factory=Counter)
     reused: Counter[str] = field(default_factory=Counter)
@@ -131,11 +130,10 @@ class Counts:
 
     @property
     def saved(self) -> float:
-        """Fraction of the calls that were saved."""
+        """Fraction of calls whose output was reused."""
         return self.reused.total() / max(1, self.reused.total() + self.ran.total())
 
     def add(self, others: Counts) -> None:
-        """Adds the counts of another cache."""
         self.ran.update(others.ran)
         self.reused.update(others.reused)
         self.nbytes = max(self.nbytes, others.nbytes)
@@ -397,7 +395,7 @@ def _video(out: Any) -> Tensor:
 
 
 def _given(block: nn.Module, args: tuple[Any, ...]) -> Tensor:
-    """Input tokens of a block: this rank's, if the block splits them."""
+    """Returns a block's input tokens; with sequence parallelism only those of this rank."""
     own = getattr(block, "own", None)
     return args[0] if own is None else own(args[0], args[5])
 
@@ -411,7 +409,7 @@ def _as_given_to(last: nn.Module, out: Any) -> Any:
 
 
 def _each(function: Callable[[Tensor, Tensor], Tensor], one: Any, other: Any) -> Any:
-    """Applies a function to two tensors, or to two pairs of them."""
+    """Applies a function to two tensors, or elementwise to two tuples of tensors."""
     if isinstance(one, tuple):
         return tuple(function(a, b) for a, b in zip(one, other, strict=True))
     return function(one, other)

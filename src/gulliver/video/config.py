@@ -88,7 +88,6 @@ PLANS_MAY_CHANGE = frozenset(
 
 
 def planner_needs(config: Any) -> dict[str, tuple[bool, str]]:
-    """Lists option requirements for `check_needs`."""
     centric, planner = config.data_centric, config.planner
     need = centric, "it needs --data-centric"
     other = planner.tokens is None and planner.seconds is None
@@ -112,7 +111,6 @@ def planner_needs(config: Any) -> dict[str, tuple[bool, str]]:
 
 
 def check_planner(config: Any) -> None:
-    """Raises an error for conflicting budgets and degrees."""
     planner = config.planner
     if planner.tokens is not None and planner.seconds is not None:
         raise GulliverError(
@@ -224,7 +222,7 @@ class ModelConfig(Options):
 
     @property
     def public(self) -> bool:
-        """Whether it trains public parts, which a `VideoPipeline` samples."""
+        """Whether the run trains a published model, which is sampled with `VideoPipeline`."""
         return self.weights is not None or self.text_encoder is not None
 
 
@@ -344,7 +342,6 @@ class TrainConfig(Options):
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches of a pipeline."""
         return max(self.accumulate, 2 * self.pp_size)
 
 
@@ -441,7 +438,6 @@ def check_config(config: TrainConfig) -> TrainConfig:
 
 
 def table_needs(data: DataConfig, *more: str) -> dict[str, tuple[bool, str]]:
-    """Lists options that need a table of clips, for `check_needs`."""
     need = not data.made, "it needs a --data.table"
     return {f"data.{name}": need for name in ("frame_interval", "windows", *more)}
 

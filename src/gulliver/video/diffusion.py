@@ -43,7 +43,7 @@ class Guidance(Options):
     full scale.
     """
     image_oscillation: Annotated[int | None, AT_LEAST_0] = None
-    """The same for the image scale."""
+    """Same for the image scale."""
     image_decay: bool = False
     """Whether the image scale decreases over the steps to 1, and increases over the frames from 1.
     """
@@ -70,11 +70,11 @@ class Guidance(Options):
         return torch.linspace(1, float(highest), frames, dtype=torch.float64)
 
     def combine(self, answers: Sequence[Tensor], step: int, steps: int) -> Tensor:
-        """Combines the velocities of a step.
+        """Combines the velocities of the guidance branches.
 
         Args:
-            answers: velocities [B, C, T, H, W] with caption and frames, without caption, and
-                without both; as many as `branches`.
+            answers: velocities [B, C, T, H, W], one per branch: with caption and frames, without
+                caption, without both.
             step: index of the step, from 0.
             steps: number of steps.
 
@@ -118,7 +118,6 @@ def check_oscillation(sampling: SamplingConfig) -> None:
 
 
 def guidance_of(sampling: SamplingConfig) -> Guidance:
-    """Returns the guidance of sampling options."""
     settings = {
         "--guidance": ("guidance_oscillation",),
         "--guidance-image": ("guidance_image_oscillation", "guidance_image_decay"),
@@ -193,7 +192,7 @@ class Diffusion(ABC):
     def _errors(
         self, output: Tensor, x0: Tensor, x_t: Tensor, noise: Tensor, timesteps: Tensor
     ) -> Tensor:
-        """Returns the error of each element of a model's output: [B, C, T, H, W]."""
+        """Computes the elementwise error of a model's output: [B, C, T, H, W]."""
 
     def loss(
         self,
@@ -242,8 +241,8 @@ class Diffusion(ABC):
     ) -> Tensor:
         """Runs the steps from noise to data.
 
-        `branches` holds the conditioning of each guidance branch; with `hide_given` the last one
-        sees the given frames as noisy as the others.
+        `branches` holds the conditioning of each guidance branch; with `hide_given`, the last
+        branch sees noisy given frames.
         """
         inputs, x = stacked(branches), noise if frames is None else frames.begin()
         for done, step in enumerate(steps, 1):
@@ -263,7 +262,7 @@ class Diffusion(ABC):
 
 
 class GivenFrames:
-    """Given frames during sampling, some of which may already be generated."""
+    """Given frames during sampling, including those that are regenerated from a level on."""
 
     # [Note: edit ratios] A given frame with mask value r is kept without noise down to level r.
     # There it is mixed with its part of `noise`, which has not been used before, and is generated
@@ -279,7 +278,7 @@ class GivenFrames:
     def of(
         cls, diffusion: Diffusion, given: Tensor | None, noise: Tensor, mask: Tensor | None
     ) -> GivenFrames | None:
-        """Returns the given frames of a call of `sample`; None without any."""
+        """Returns the given frames of a `sample` call; None if there are none."""
         if given is None and mask is None:
             return None
         if given is None or mask is None:
@@ -291,7 +290,7 @@ class GivenFrames:
         return self.keep(self._noise, self._given)
 
     def join(self, x: Tensor, level: float) -> Tensor:
-        """Adds noise to the frames that are generated from this level on."""
+        """Adds noise to the given frames whose regeneration starts at this level."""
         levels = self._noise.new_full((len(x),), level)
         self._noisy = self._diffusion.add_noise(self._given, self._noise, levels)
         # Ratios and levels are rounded: a ratio of 0.3 is also reached at 300.00001. A ratio of 0
@@ -303,7 +302,7 @@ class GivenFrames:
         return x
 
     def branches(self, x: Tensor, count: int, hidden: bool) -> tuple[list[Tensor], Tensor]:
-        """Returns the input of each branch, and x_mask of all of them."""
+        """Returns the input of each branch, and the x_mask of all branches."""
         shown, masks = [x] * count, [self._active] * count
         if hidden:
             shown[-1] = torch.where(over_pixels(self._active), x, self._noisy)
@@ -311,7 +310,7 @@ class GivenFrames:
         return shown, torch.cat(masks)
 
     def keep(self, moved: Tensor, x: Tensor) -> Tensor:
-        """Keeps given frames from `x`, and takes generated ones from `moved`."""
+        """Takes given frames from `x` and generated frames from `moved`."""
         return torch.where(over_pixels(self._active), moved, x)
 
 
@@ -321,7 +320,7 @@ def conditions(
     null: Mapping[str, Any] | None,
     imageless: Mapping[str, Any] | None = None,
 ) -> list[dict[str, Any]]:
-    """Returns the conditioning of each branch, which overrides parts of the previous one."""
+    """Returns the conditioning of each branch: overrides applied to the previous branch's."""
     if guidance.branches > 1 and not null:
         raise GulliverError(
             f"cfg_scale {guidance.text:g} needs null_inputs, the conditioning without caption"
@@ -345,7 +344,7 @@ def stacked(branches: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def frame_mean(values: Tensor, mask: Tensor | None) -> Tensor:
-    """Means of clips [B, C, T, H, W] over generated frames: [B]."""
+    """Averages [B, C, T, H, W] over generated frames: [B]."""
     of_frames = values.mean(dim=(1, 3, 4))
     if mask is None:
         return of_frames.mean(dim=1)

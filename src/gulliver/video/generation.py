@@ -3,7 +3,7 @@
 Classifier-free guidance calls the model twice per step, with and without a caption. With two
 *guidance* ranks each makes one call, and they exchange the results. The ranks of a *sequence* share
 the tokens of the clip (`gulliver.booster.hybrid`). Combined, the rank is ``branch * sequence + rank
-in the sequence``, so that those of a sequence, which communicate most, are neighbours. Noise,
+in the sequence``, so that ranks of a sequence, which communicate most, are adjacent. Noise,
 conditioning and Euler steps are computed on every rank with equal results. All ranks decode clips
 together (`share_coding`).
 
@@ -84,7 +84,7 @@ def split_ranks(
 
 @dataclass(frozen=True)
 class SharedModel:
-    """The ranks that generate clips together."""
+    """Ranks that generate clips together."""
 
     # Called like the model, with both guidance branches in one batch.
     model: Callable[..., Tensor]
@@ -94,7 +94,7 @@ class SharedModel:
     branches: RankGroup = ALONE
 
     def agree(self, requests: Any) -> None:
-        """Raises an error if requests differ between the ranks."""
+        """Raises an error if ranks have different requests."""
         if self.ranks == 1:
             return
         found = gather_objects(hashlib.sha256(repr(requests).encode()).hexdigest())
@@ -127,7 +127,7 @@ def share_coding(
 
 
 def ranks_alike(place: Any) -> RankGroup:
-    """Returns the ranks of the world with the same location (collective)."""
+    """Groups the ranks that pass an equal `place`; returns this rank's group (collective)."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return ALONE
     rows: dict[Any, list[int]] = {}
@@ -205,7 +205,7 @@ class SharedDevice:
         self._parts: list[PipelinePart[Any]] = []
 
     def part(self, load: Callable[[torch.device], T]) -> PipelinePart[T]:
-        """Adds a network, given the function that loads it on a device."""
+        """Adds a network; `load` loads it on a device."""
         made = PipelinePart(self, load)
         self._parts.append(made)
         return made
@@ -231,7 +231,6 @@ class PipelinePart(Generic[T]):
         """Function called with the network whenever it is loaded."""
 
     def __call__(self) -> T:
-        """Returns the loaded network."""
         if self._filled is None:
             self._room.make_way(self)
             self._filled = self._load(self._room.device)
@@ -240,7 +239,7 @@ class PipelinePart(Generic[T]):
         return self._filled
 
     def free(self) -> None:
-        """Drops the network; its memory is freed with the last reference."""
+        """Drops the network; its memory is freed with the last reference to it."""
         self._filled = None
 
 
@@ -254,7 +253,7 @@ class PartEncoder:
 
     @property
     def fingerprint(self) -> str:
-        """Fingerprint of the encoder, which is loaded for it."""
+        """Fingerprint of the encoder; loads the encoder."""
         return self._part().fingerprint
 
     def encode(self, captions: list[str]) -> EncodedText:
@@ -267,7 +266,7 @@ class PartEncoder:
 
 
 class PartAutoencoder:
-    """An autoencoder of a `SharedDevice`: sizes are known at once, weights load on demand."""
+    """An autoencoder of a `SharedDevice`; its weights are loaded on demand."""
 
     def __init__(self, part: PipelinePart[Any], outline: Any, memory: int | None = None) -> None:
         if memory is not None and not memory >= 1:
@@ -313,8 +312,6 @@ class PartAutoencoder:
 
 
 class _Decoding(nn.Module):
-    """Decodes when called."""
-
     def __init__(self, autoencoder: nn.Module) -> None:
         super().__init__()
         self.autoencoder: Any = autoencoder.requires_grad_(False)

@@ -187,7 +187,6 @@ class LatentCache:
 
     @property
     def text(self) -> EncoderRecord | None:
-        """Stored text encoder data; None without texts."""
         return EncoderRecord(**self.content["text"]) if self.content["text"] else None
 
     @property

@@ -42,7 +42,7 @@ def to_frames(video: Tensor, scale: int = 1) -> np.ndarray:
 
 
 def check_output(path: Path, frames: int | None = None, fps: float = 8) -> None:
-    """Raises an error early for a path that a clip cannot be written to."""
+    """Raises an error if a clip cannot be written to this path."""
     suffix = path.suffix.lower()
     if suffix not in WRITERS:
         raise GulliverError(f"cannot write {path.name!r}: {nearest(suffix or 'none', WRITERS)}")

@@ -98,7 +98,7 @@ from gulliver.video.text_encoders import (
 
 @dataclass(frozen=True)
 class Filled:
-    """A loaded transformer, as the sampler calls it."""
+    """Loaded transformer with the denoiser that samplers call."""
 
     denoiser: Denoiser
     # The same, on ranks that generate clips together.
@@ -242,10 +242,10 @@ class VideoPipeline:
     ) -> None:
         """Lets all ranks generate each clip together; called once (collective).
 
-        Afterwards every rank requests the same clips, and gets them.
+        Afterwards every rank must pass the same requests, and every rank gets all clips.
 
         Args:
-            sequence: number of ranks that share a clip's tokens; 0: all that guidance leaves.
+            sequence: number of ranks that share a clip's tokens; 0: all ranks of a guidance branch.
             guidance_ranks: number of ranks for the branches with and without caption; 0: 2 if
                 possible.
             guided: whether guidance will be used.
@@ -420,7 +420,7 @@ class VideoPipeline:
     def _batches(
         self, pieces: Sequence[ClipPiece], mask: Tensor | None, size: int
     ) -> Iterator[list[int]]:
-        """Yields groups of pieces to sample together, with the same given frames if necessary."""
+        """Yields indices of pieces to sample together; some models need equal given frames."""
         run = list[int]()
         for row in range(len(pieces)):
             apart = (
@@ -506,7 +506,7 @@ class VideoPipeline:
         return captions, null
 
     def _other(self, prompt: str, negative: str) -> str:
-        """Returns the text to encode for the branch without a caption."""
+        """Returns the text for the branch without caption."""
         # An STDiT has a learned embedding for it, with the length of the caption.
         return negative or ("" if self.release.whole else prompt)
 
@@ -556,15 +556,13 @@ class VideoModel(VideoPipeline):
 
     @property
     def _whole_patches(self) -> bool:
-        """Whether the model only accepts clips that need no padding: training had none."""
+        """Whether the model only accepts clips without padding: none occurred in training."""
         return True
 
     def fps_of(self, bucket: Bucket) -> float:
-        """Returns the frame rate passed to the model for clips of a shape."""
         return self.fps if self.config.data.made else super().fps_of(bucket)
 
     def remarks(self, request: Request) -> list[str]:
-        """Lists warnings about a request that can be fulfilled."""
         remarks = []
         if self.known_words is not None:
             texts = [*loop_prompts(request.prompt, request.loops), request.negative_prompt]

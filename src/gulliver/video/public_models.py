@@ -99,11 +99,9 @@ RELEASES = {
     ),
     "MMDiT": Release("FLUX.1", _packed, 50, 4.0, 24.0, given="nowhere", whole=True),
 }
-"""Releases by model class."""
 
 
 def release_of(model: nn.Module) -> Release:
-    """Returns the release of a model."""
     names = ("x_embedder_cond", "cond_in")
     beside = any(getattr(model, name, None) is not None for name in names)
     return RELEASES[f"{type(model).__name__}{' with image conditioning' if beside else ''}"]
@@ -136,17 +134,17 @@ class Denoiser:
         self._takes = frozenset(inspect.signature(type(model).forward).parameters)
 
     def like(self, device: torch.device) -> Tensor:
-        """Returns a scalar of the sampling dtype: float64 for such a model, else float32."""
+        """Returns a scalar of the sampling dtype: float64 for a float64 model, else float32."""
         double = next(self.model.parameters()).dtype == torch.float64
         return torch.ones((), dtype=torch.float64 if double else torch.float32, device=device)
 
     @property
     def nothing(self) -> Tensor | None:
-        """Returns the embedding for no caption, [L, D]; None if the empty caption is used."""
+        """Embedding of no caption, [L, D]; None if the empty caption is encoded instead."""
         return self.model.y_embedder.y_embedding  # type: ignore[union-attr, return-value]
 
     def __call__(self, x: Tensor, timestep: Tensor, **inputs: Tensor | None) -> Tensor:
-        """Predicts for latents x [B, C, T, H, W] at levels [B]."""
+        """Predicts for latents x [B, C, T, H, W] at noise levels [B]."""
         known = {name: value for name, value in inputs.items() if name in self._takes}
         return self.model(x, timestep, **known, **self._condition_inputs(x, inputs))
 
@@ -165,11 +163,9 @@ class PackedDenoiser(Denoiser):
 
     @property
     def nothing(self) -> Tensor | None:
-        """Returns None: the empty caption is encoded like any other."""
         return None
 
     def __call__(self, x: Tensor, timestep: Tensor, **inputs: Tensor | None) -> Tensor:
-        """Predicts for latents, as `Denoiser` does."""
         # ``vector`` is the caption's pooled vector [B, width], and ``strength`` the guidance scale
         # [B] for a distilled model.
         model: Any = self.model
@@ -215,7 +211,6 @@ CLIP_LENGTH = 77
 
 
 def latent_channels_of(model: Any) -> int:
-    """Returns the latent channels of a model."""
     return model.in_channels // (model.patch_size**2 if isinstance(model, MMDiT) else 1)
 
 
@@ -310,9 +305,8 @@ def check_latents(outline: Any, autoencoder: Autoencoder) -> None:
 
 
 NO_FIELDS = ("architectures", "auto_map", "dtype", "model_type", "torch_dtype", "type")
-"""Entries of public configurations that do not affect the model's sizes."""
+"""Entries of published configurations that do not affect the model's sizes."""
 KINDS = frozenset(one.kind for one in CONFIGURATIONS.values())
-"""Classes of public models."""
 
 
 def load_model(
@@ -347,7 +341,7 @@ def outline_model(
     dtype: torch.dtype | None = None,
     **overrides: Any,
 ) -> nn.Module:
-    """Builds the model in some files on meta, in their dtype: `load_model` without the memory."""
+    """Builds the model of some files on the meta device, in their dtype, without loading it."""
     # Only headers are read, so that incompatible parts are rejected immediately.
     made, fields, infos = _read(Path(path), overrides)
     with torch.device("meta"):
@@ -371,14 +365,14 @@ def dtype_of_files(
             raise GulliverError(f"{stored}; expected floating-point weights, not quantized ones")
         if found.itemsize == 1 and dtype is None:
             raise GulliverError(
-                f"{stored}, which cannot be computed with; pass dtype=torch.bfloat16"
+                f"{stored}, which does not support arithmetic; pass dtype=torch.bfloat16"
             )
     floating = (info.dtype for info in infos.values() if info.dtype.is_floating_point)
     return dtype or next(floating, torch.float32)
 
 
 def fields_of_files(path: Path | str) -> tuple[str, dict[str, Any]]:
-    """Returns the class in `gulliver.models` of some files, and its arguments."""
+    """Returns the class in `gulliver.models` for some files, and its arguments."""
     made, fields, *_ = _read(Path(path), {})
     return made.__name__, fields
 
@@ -560,7 +554,7 @@ def _check_scaling(path: Path, kind: str, fields: dict[str, Any]) -> None:
 
 
 def _squeezed(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the current shape of a tensor in an early file: linear layers were convolutions."""
+    """Removes the kernel dims of early files, which stored linear layers as convolutions."""
     return shape[:2] if _is_early(name) and len(shape) == 4 else shape
 
 
@@ -569,7 +563,7 @@ def _is_early(name: str) -> bool:
 
 
 def _fill(model: nn.Module, path: Path, infos: dict[str, Any]) -> None:
-    """Loads a model, given the names and shapes in the files."""
+    """Loads the weights, given the names and shapes in the files."""
     early = {public_name(name): name for name in infos if _is_early(name)}
     if not early:
         load_huggingface(model, path)

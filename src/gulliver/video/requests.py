@@ -80,7 +80,6 @@ class FramePlacement:
 
     @property
     def targets(self) -> range:
-        """Frames of the clip."""
         return range(self.target_start, self.target_start + self.length)
 
 
@@ -170,7 +169,7 @@ def place(
 
 
 def _start_in(what: str, size: int, start: int, rule: MaskRule, align: int | None) -> int:
-    """Returns the frame of a reference, or of the clip, at which a rule begins."""
+    """Returns the first frame of a rule's range in a reference or in the clip."""
     begin = start + size if start < 0 else start
     if align is not None and 0 <= begin < size:
         begin = _aligned(begin, align, size)
@@ -228,7 +227,7 @@ FIELDS = ("reference_path", "mask_strategy")
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt without its JSON, and the fields of the JSON."""
+    """A prompt without its JSON, and the fields of that JSON."""
 
     text: str
     references: tuple[Path, ...] = ()
@@ -326,8 +325,8 @@ class Request:
     and cropped to the clip's size, and converted to the autoencoder's dtype.
 
     Attributes:
-        prompt: sentence to show, or ``|0|sentence|2|sentence`` with the loops from which they
-            apply.
+        prompt: sentence that describes the clip, or ``|0|sentence|2|sentence`` with the loop from
+            which each sentence applies.
         bucket: shape of the clip, or of each loop's piece of it.
         seed: seed of the noise; `loop_seed` derives those of later loops.
         given: picture, or beginning of the clip (4 k + 1 frames).
@@ -338,7 +337,7 @@ class Request:
         align: rules begin at multiples of this many latent frames; None: anywhere.
         loops: number of pieces of the clip.
         condition_frames: number of last frames (4 k + 1) that the next loop begins with.
-        condition_edit: edit ratio of those.
+        condition_edit: edit ratio of these frames.
     """
 
     prompt: str
@@ -381,7 +380,7 @@ class ClipPiece:
 
 
 def loop_seed(seed: int, loop: int) -> int:
-    """Returns the seed of a loop's noise; loop 0 has that of the request."""
+    """Returns the noise seed of a loop; loop 0 uses the request's seed."""
     return derive(seed, 5, loop) if loop else seed
 
 
@@ -595,7 +594,7 @@ def _check_head(piece: ClipPiece, placements: Sequence[FramePlacement], loop: in
 
 
 def described(request: Request) -> tuple[object, ...]:
-    """Returns a description for comparing requests between ranks."""
+    """Returns a request as a tuple, for comparisons between ranks."""
 
     def plain(value: object) -> object:
         if isinstance(value, tuple):

@@ -48,7 +48,6 @@ class Run(RunFolder):
 
     @property
     def autoencoder_path(self) -> Path:
-        """The autoencoder of the run."""
         return self.folder / "autoencoder.safetensors"
 
     @property
@@ -72,21 +71,21 @@ class Run(RunFolder):
         return self.folder / "clips.json"
 
     def options(self) -> dict[str, Any]:
-        """The resolved configuration at the start of the run."""
+        """Returns the resolved configuration as a dict."""
         return self.values()
 
     def write(self, **values: Any) -> None:
-        """Writes the resolved configuration, given as ``options``."""
+        """Writes the resolved configuration, passed as ``options``."""
         self.folder.mkdir(parents=True, exist_ok=True)
         write_json(self.config_path, values["options"])
 
     def cut(self, step: int) -> None:
-        """Drops log lines after `step`, which a resumed run writes again."""
+        """Drops log lines after `step`, because a resumed run writes them again."""
         super().cut(step)
         self.validation.cut(step)
 
     def read_config(self) -> TrainConfig:
-        """The configuration of the run.
+        """Reads the configuration of the run.
 
         Raises:
             GulliverError: the folder holds no run.
@@ -99,7 +98,7 @@ class Run(RunFolder):
         return from_plain(read_json(self.config_path), TrainConfig)
 
     def newest_checkpoint(self) -> Path:
-        """The newest complete checkpoint.
+        """Returns the newest complete checkpoint.
 
         Raises:
             GulliverError: there is none.
@@ -135,7 +134,7 @@ class ExponentialAverage:
     def leaves(
         self, replicas: RankGroup = ALONE, writes: Callable[[str, Tensor], bool] | None = None
     ) -> dict[str, Tensor | Part]:
-        """Returns the average by name, with regions as parts of the whole tensor."""
+        """Returns the averages to save, by name; shards are parts of their full tensor."""
         if writes is not None:
             own = [name for name, value in self.shadow.items() if writes(name, value)]
             mine = own[replicas.rank :: replicas.size]
@@ -168,7 +167,6 @@ class ExponentialAverage:
 def make_optimizer(
     config: TrainConfig, model: nn.Module
 ) -> tuple[torch.optim.AdamW, torch.optim.lr_scheduler.LambdaLR]:
-    """Creates a model's optimizer and learning rate schedule."""
     optimizer = torch.optim.AdamW(
         _parameter_groups(model, config.optimizer.weight_decay),
         lr=config.optimizer.learning_rate,

@@ -1,7 +1,7 @@
-"""Training from stored latents: inherited settings, and consistency checks.
+"""Sources of a run: dataset, initial weights, autoencoder, text encoder, and stored latents.
 
-Settings of the folder (shapes, windows, frame interval, scores, autoencoder, text encoder) are
-inherited; explicit options must match them.
+Settings of stored latents (shapes, windows, frame interval, scores, autoencoder, text encoder)
+are inherited; explicit options must match them.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def encoded_texts(
     if text.channels != channels or text.max_length > max_length:
         raise GulliverError(
             f"--data.encoded {folder} does not match: its captions have up to {text.max_length} "
-            f"vectors of width {text.channels}, the model needs {max_length} of {channels}; "
+            f"vectors of width {text.channels}, but the model needs {max_length} of {channels}; "
             f"{AGAIN} with its encoder and --text-length {max_length}"
         )
     kept = CachedTextEncoder.of_folder(folder / TEXTS, text.fingerprint, channels, max_length)
@@ -176,7 +176,7 @@ def encoded_texts(
 
 
 TRAINED = ("STDiT2", "STDiT3")
-"""Classes that the training loop supports."""
+"""Model classes that the training loop supports."""
 
 
 def check_start(config: TrainConfig) -> None:
@@ -278,7 +278,7 @@ def _width(config: TrainConfig) -> int:
 
 
 def _frozen(model: nn.Module) -> nn.Module:
-    """Freezes unused parameters of models with given frames among the latents."""
+    """Freezes parameters that models with given frames among the latents do not use."""
     for name in ("x_embedder_cond", "x_embedder_cond_mask"):
         embedder = getattr(model, name, None)
         if embedder is not None:
@@ -287,7 +287,7 @@ def _frozen(model: nn.Module) -> nn.Module:
 
 
 def flow_of(model: nn.Module, otherwise: RectifiedFlow) -> Flow:
-    """Returns the training diffusion of a model, usually the run's own."""
+    """Returns the diffusion process that a model is trained with, usually `otherwise`."""
     return IDDPM(guided_channels=GUIDED) if isinstance(model, STDiT2) else otherwise
 
 
@@ -371,7 +371,7 @@ def make_dataset(
     longest = max(len(words_of(row.text)) for row in table.rows)
     if words is not None and longest > words:
         raise GulliverError(
-            f"the longest caption has {longest} words, the model reads {words}; add "
+            f"the longest caption has {longest} words, but the model reads {words}; add "
             f"--model.text-length {longest}"
         )
     return table
@@ -415,7 +415,7 @@ def make_held_out(config: TrainConfig, dataset: Any) -> MovingDigits | ClipTable
 def _buckets(
     config: DataConfig, shapes: tuple[Bucket, ...], autoencoder: Autoencoder | None = None
 ) -> BucketConfig | tuple[Bucket, ...]:
-    """The buckets of a table's clips, divisible by the autoencoder and the patches."""
+    """Returns a table's buckets; shapes must be divisible by the autoencoder and the patches."""
     compression = VideoAutoencoder.compression if autoencoder is None else autoencoder.compression
     unit = math.lcm(*compression[1:], 8)
     if config.buckets is not None:
@@ -453,7 +453,7 @@ def make_sampler(config: TrainConfig, dataset: Any, place: tuple[int, int]) -> B
 
 
 def make_flow(config: FlowConfig, autoencoder: Autoencoder) -> RectifiedFlow:
-    """Creates the rectified flow of a run, the same for training and sampling."""
+    """Creates the rectified flow used for both training and sampling."""
     return RectifiedFlow(
         sample_method=config.timesteps,
         shift=config.shift,
@@ -465,7 +465,7 @@ def make_flow(config: FlowConfig, autoencoder: Autoencoder) -> RectifiedFlow:
 
 
 def own_autoencoder(run: Run) -> Autoencoder | None:
-    """Loads the autoencoder of a run: the one in its folder, or the public one it refers to."""
+    """Loads the autoencoder in the run's folder, or the public one it refers to."""
     if run.autoencoder_path.is_file():
         return load_autoencoder(run.autoencoder_path)
     if run.named_autoencoder_path.is_file():
@@ -513,7 +513,7 @@ def train_autoencoder(
 
 
 def ready_autoencoder(config: TrainConfig, run: Run, dataset: Any, world: World) -> Autoencoder:
-    """The run's autoencoder: from its folder, from the options, or trained now."""
+    """Returns the run's autoencoder: from its folder, from the options, or trained now."""
     kept = own_autoencoder(run) if config.resume else None
     if kept is not None:
         return kept

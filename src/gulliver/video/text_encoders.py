@@ -37,17 +37,14 @@ class EncodedText(tuple[Tensor, ...]):
 
     @property
     def embeddings(self) -> Tensor:
-        """Token vectors [B, 1, L, channels]."""
         return self[0]
 
     @property
     def mask(self) -> Tensor:
-        """True for valid tokens [B, L]."""
         return self[1]
 
     @property
     def vector(self) -> Tensor | None:
-        """Pooled vector of each caption [B, width]."""
         return self[2] if len(self) == 3 else None
 
 
@@ -131,12 +128,10 @@ class _FromFolder:
 
     @property
     def channels(self) -> int:
-        """Width of a token's vector."""
         return int(self.model.config.hidden_size)
 
     @torch.no_grad()
     def encode(self, captions: list[str]) -> EncodedText:
-        """Encodes captions, as `TextEncoder.encode`."""
         tokens = self._tokens(captions)
         mask = tokens["attention_mask"].bool()
         out = self.model(**tokens)
@@ -215,11 +210,9 @@ class TextPair:
 
     @property
     def fingerprint(self) -> str:
-        """Joins the fingerprints of both."""
         return f"{self.tokens.fingerprint} + {self.whole.fingerprint}"
 
     def encode(self, captions: list[str]) -> EncodedText:
-        """Encodes captions, as `TextEncoder.encode`."""
         embeddings, mask = self.tokens.encode(captions)[:2]
         return EncodedText(embeddings, mask, self.whole.encode(captions).vector)
 
@@ -254,7 +247,7 @@ class CachedTextEncoder:
         return kept
 
     def encode(self, captions: list[str]) -> EncodedText:
-        """Encodes captions, as `TextEncoder.encode`; stored ones are read."""
+        """Encodes captions, as `TextEncoder.encode`; embeddings on disk are reused."""
         files = {caption: self._file(caption) for caption in captions}
         for caption in self.missing(captions):
             if self.encoder is None:
@@ -319,12 +312,12 @@ def check_encoder(encoder: TextEncoder, width: int, length: int) -> None:
     """
     if encoder.channels != width:
         raise GulliverError(
-            f"the text encoder has width {encoder.channels}, the model needs {width}; use the "
-            "encoder that it was trained with"
+            f"the text encoder has width {encoder.channels}, but the model needs {width}; use "
+            "the encoder that it was trained with"
         )
     if encoder.max_length > length:
         raise GulliverError(
-            f"the text encoder returns up to {encoder.max_length} tokens, the model accepts "
+            f"the text encoder returns up to {encoder.max_length} tokens, but the model accepts "
             f"{length}; pass max_length={length}"
         )
 
@@ -432,7 +425,6 @@ class WordEncoder:
 
     @property
     def fingerprint(self) -> str:
-        """Text that changes whenever the encodings change."""
         told = f"words {self.channels} {self.max_length}"
         for word, vector in sorted(self._taught.items()):
             values = vector.detach().double().cpu().numpy().tobytes()
@@ -445,7 +437,6 @@ class WordEncoder:
         self._taught[word] = vector
 
     def encode(self, captions: list[str]) -> EncodedText:
-        """Encodes sentences."""
         sentences = [words_of(prompt) for prompt in captions]
         for prompt, words in zip(captions, sentences, strict=True):
             if len(words) > self.max_length:
@@ -464,7 +455,7 @@ class WordEncoder:
         return EncodedText(vectors, mask)
 
     def vector(self, word: str) -> Tensor:
-        """The vector of a word ``[channels]``, without its position code."""
+        """Returns the vector of a word ``[channels]``, without its position code."""
         if word in self._taught:
             return self._taught[word]
         if word not in self._vectors:

@@ -37,32 +37,32 @@ LARGEST_ADAPTIVE = 1e4
 SMALLEST_NORM = 1e-4
 """Epsilon of the norm that the adaptive weight is divided by."""
 LOG_VARIANCES = (-30.0, 20.0)
-"""Range of a posterior's log-variance, as in public autoencoders."""
+"""Range to which a posterior's log-variance is clamped, as in published autoencoders."""
 
 
 class Posterior(NamedTuple):
-    """A Gaussian of latents [B, C, T, H, W]; without a log-variance a point."""
+    """Gaussian over latents [B, C, T, H, W]; a point estimate if `log_variance` is None."""
 
     mean: Tensor
     log_variance: Tensor | None
 
     @staticmethod
     def of(moments: Tensor, channels: int) -> Posterior:
-        """Splits an encoder's output."""
+        """Splits an encoder's output into mean and log-variance."""
         if moments.shape[1] == channels:
             return Posterior(moments, None)
         mean, log_variance = moments.chunk(2, dim=1)
         return Posterior(mean, log_variance.clamp(*LOG_VARIANCES))
 
     def sample(self, noise: Tensor, spread: float) -> Tensor:
-        """Samples latents from standard normal noise; `spread` is the deviation of a point."""
+        """Samples latents; `spread` is the standard deviation if there is no log-variance."""
         if self.log_variance is None:
             return self.mean + spread * noise
         return self.mean + torch.exp(0.5 * self.log_variance) * noise
 
 
 class Terms(NamedTuple):
-    """Loss terms, scalars."""
+    """Scalar loss terms."""
 
     # Pixel and feature error, or its negative log-likelihood.
     reconstruction: Tensor
@@ -274,7 +274,7 @@ def _frames(video: Tensor) -> Tensor:
 
 
 def _blurred(frames: Tensor) -> Tensor:
-    """Averages under the window, rows and columns separately: the window is a product of two."""
+    """Applies the Gaussian window to rows and then columns, because it is separable."""
     distances = torch.arange(WINDOW, dtype=frames.dtype, device=frames.device) - WINDOW // 2
     weights = torch.exp(-distances.square() / (2 * DEVIATION**2))
     kernel = (weights / weights.sum()).expand(frames.shape[1], 1, 1, -1)
@@ -351,6 +351,6 @@ class PatchDiscriminator(nn.Module):
         return self.layers(video)
 
     def frozen(self, video: Tensor) -> Tensor:
-        """Returns the same logits, with gradients for the clip only."""
+        """Computes logits with frozen weights: gradients flow only to the clip."""
         constants = {name: value.detach() for name, value in self.named_parameters()}
         return functional_call(self, constants, (video,))

@@ -64,7 +64,6 @@ def caption(
 
 
 def command_captioner(command: str, seconds: float) -> Captioner:
-    """Creates a captioner from a command."""
     try:
         words = shlex.split(command)
     except ValueError as error:

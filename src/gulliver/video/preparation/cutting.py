@@ -57,7 +57,7 @@ VERSION = 3
 # exist.
 @dataclass(frozen=True)
 class UnusedFrames:
-    """Frames of a source that are in no clip; None: the whole source."""
+    """Frames of a source that are in no clip; all frames if the range is None."""
 
     path: str
     first: int | None
@@ -66,7 +66,7 @@ class UnusedFrames:
 
     @property
     def span(self) -> str:
-        """The name, with the frames if it is not the whole."""
+        """Name of the source, with the frame range unless all frames are unused."""
         return self.path if self.first is None else f"{self.path}, frames {self.first}:{self.end}"
 
 
@@ -96,7 +96,7 @@ class PlannedClip:
 
 @dataclass(frozen=True)
 class Plan:
-    """Clips of a source, and its skipped parts: (first frame, end, reason)."""
+    """Clips of a source, and its skipped ranges: (first frame, end, reason)."""
 
     frames: int
     rate: Fraction
@@ -306,7 +306,7 @@ def _unseen(
 
 
 def _covers(plan: Plan) -> bool:
-    """Whether each frame is in a clip or skipped with a reason."""
+    """Whether each frame is in a clip or is skipped with a reason."""
     spans = [(clip.first, clip.end) for clip in plan.clips]
     spans += [(first, end) for first, end, _ in plan.left]
     reached = 0
@@ -320,8 +320,8 @@ def _covers(plan: Plan) -> bool:
 def pieces(length: int, least: int, most: int) -> list[int]:
     """Divides a length evenly into pieces of at most `most`; returns their starts, and the end.
 
-    If even pieces would be shorter than `least`, pieces have the maximum length and a remainder is
-    left.
+    If even pieces would be shorter than `least`, pieces have the maximum length and the rest is
+    dropped.
     """
     count = -(-length // most)
     if length // count >= least or count == 1:
@@ -373,7 +373,6 @@ class _Frames:
         self._now: tuple[int, Frame] | None = None
 
     def at(self, number: int) -> Frame:
-        """Returns a frame."""
         while self._now is None or self._now[0] < number:
             self._now = next(self._coming, None)
             if self._now is None:
@@ -385,7 +384,7 @@ class _Frames:
 
 
 def _is_inherited(name: str) -> bool:
-    """Whether a clip inherits a source's cell, which must not describe the whole file."""
+    """Whether clips inherit a column of their source: not if it describes the whole file."""
     told = (*COLUMNS, *FACTS, *SOURCE, *IN_THE_BOX)
     plugged = {point.name for point in entry_points(group=GROUP)}
     return name == "text" or (name not in told and name not in plugged)

@@ -17,8 +17,8 @@ from gulliver.video.preparation.table import Table, check_other, write_broken, w
 from gulliver.video.preparation.work import fill_columns, work_on
 
 FEW_BITS = 0.25
-"""Maximum fraction of differing hash bits between duplicates: unrelated pictures differ in half of
-them.
+"""Maximum fraction of differing hash bits between duplicates; unrelated pictures differ in half of
+their bits.
 """
 ALIKE = 0.95
 """Minimum correlation of duplicates over all moments."""
@@ -27,7 +27,7 @@ WORST = 0.8
 THUMB = 32
 """Side length of compared pictures."""
 TILE = 4096
-"""Clips per side of a hash product."""
+"""Tile size, in clips, of the pairwise comparison of hashes."""
 
 
 # [Note: two stages] Perceptual hashes of eight moments are compared for all pairs of clips, as
@@ -38,7 +38,7 @@ TILE = 4096
 # the best stays: most pixels, then most frames, then most bytes, then the first.
 @dataclass(frozen=True)
 class Pair:
-    """A pair of duplicates: the one that stays and the one that is removed."""
+    """Two duplicates: the one to keep and the one to remove."""
 
     # `bits` of the 512 hash bits differ; `correlation` is that of their pictures.
 
@@ -105,7 +105,7 @@ def _is_hash(value: Any) -> bool:
 def _without_copies(
     table: Table, out: Path, alike: float, workers: int
 ) -> tuple[Table, list[Pair]]:
-    """Compares pictures with similar hashes, and writes the rows that stay."""
+    """Compares pictures with similar hashes, and writes the remaining rows."""
     names, clips, column = table.column("path"), table.clips(), table.column("phash")
     rows = [row for row, value in enumerate(column) if value]
     bits = dict(zip(rows, hash_bits([column[row] for row in rows]), strict=True))
@@ -182,7 +182,7 @@ def _correlation(one: np.ndarray, other: np.ndarray) -> float:
 
 
 def _best_of_groups(table: Table, pairs: Sequence[tuple[int, int]]) -> dict[int, int]:
-    """Finds the best of the group of each row with a duplicate."""
+    """Maps each row with a duplicate to the best row of its group."""
     group: dict[int, int] = {}
 
     def root(row: int) -> int:

@@ -87,7 +87,7 @@ class PlannedShard:
 
 @dataclass(frozen=True)
 class Encoded:
-    """Result of a call of `encode`."""
+    """Result of `encode`."""
 
     # Number of stored windows of the table.
     windows: int
@@ -169,7 +169,7 @@ class _Job:
         self.wanted = self._wanted()
 
     def _read_table(self) -> Any:
-        """Opens the table on one rank, because a changing folder could look different on others."""
+        """Opens the table on one rank, because the other ranks could see a changed folder."""
         config = self.config
         data = DataConfig(
             table=config.table,
@@ -193,7 +193,7 @@ class _Job:
         return found
 
     def _wanted(self) -> dict[ClipWindow, PlannedWindow]:
-        """All windows of the table, by bucket and row, without duplicates."""
+        """Returns all distinct windows of the table, in the order of buckets and rows."""
         windows = [
             PlannedWindow(row, bucket, seed)
             for row in range(len(self.table))
@@ -299,7 +299,7 @@ class _Job:
         return self.table.read(window.row, window.seed, window.bucket)
 
     def _encode_texts(self, stop: StopRequest) -> EncoderRecord | None:
-        """Encodes this rank's share of the captions without a file."""
+        """Encodes this rank's share of the captions that are not stored."""
         folder = self.config.text_encoder
         if folder is None:
             return None

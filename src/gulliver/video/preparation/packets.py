@@ -36,7 +36,7 @@ USUAL_FPS = 25.0
 # decoder delays frames is decoded; the first frame reveals the delay.
 @dataclass(frozen=True)
 class Packets:
-    """Packets of a file's video, and its header."""
+    """Header and packets of a file's video."""
 
     # `times` are the presentation times of frames in seconds, sorted; `stated` is the header's
     # number of frames, 0 if unknown, and `seconds` its duration. `restarts` counts how often times
@@ -58,7 +58,6 @@ class Packets:
 
     @property
     def problems(self) -> list[str]:
-        """Problems of the file as a whole."""
         found = []
         if self.restarts:
             found.append(f"its times restart {self.restarts}x, as in joined files")
@@ -75,7 +74,7 @@ class Packets:
         return self.missing > FEW * max(longest, 1 / self.rate if self.rate else 0.04)
 
     def ends_early(self, frames: int, last: float | None) -> str:
-        """Reports fewer decoded frames than packets: some decoders skip damage silently."""
+        """Describes undecoded packets: some decoders skip damage without an error."""
         lost = 0.0 if self.codec in HIDING else float(self.packets - frames)
         if self.has_times and last is not None and (usual := _usual(self.times)):
             lost = float(self.times[-1] - last) * usual
@@ -108,7 +107,7 @@ class Packets:
         return last + (number + 1 - len(self.times)) * step
 
     def moments(self, count: int) -> np.ndarray:
-        """Midpoints of equal parts of the clip: in seconds, or in frames without times."""
+        """Returns midpoints of equal parts of the clip, in seconds, or in frames without times."""
         begin, length = 0.0, float(max(1, self.packets or self.stated))
         if self.has_times:
             steps = np.diff(self.times)
@@ -118,7 +117,6 @@ class Packets:
 
     @property
     def is_variable(self) -> bool:
-        """Whether the frame rate is variable."""
         return len(self.times) > 2 and steady_rate(self.times, self.rate) is None
 
     def duration(self, frames: int, fps: float) -> float:
@@ -206,13 +204,13 @@ def _declared_rate(stream: Any) -> float:
 
 
 def _usual(times: np.ndarray) -> float:
-    """Frames per second, from the most common frame distance."""
+    """Frames per second, from the most common distance between frames."""
     steps = np.diff(times)
     return float(1 / np.median(steps[steps > 0])) if (steps > 0).any() else 0.0
 
 
 def _unrolled(times: np.ndarray, coded: np.ndarray) -> tuple[np.ndarray, int]:
-    """Sorts packet times; parts with restarted times follow each other."""
+    """Sorts packet times; where times restart, later parts are appended."""
     known = np.flatnonzero(~np.isnan(coded))
     places = known[1:][np.diff(coded[known]) < 0]
     if not len(places):

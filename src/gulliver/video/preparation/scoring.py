@@ -25,7 +25,7 @@ from gulliver.video.preparation.work import FileOutcome, fill_columns
 HASH_SIDE = 32
 """Side length of the hashed picture."""
 BITS = 8
-"""Rows and columns of its frequencies in the hash."""
+"""Side length of the block of low frequencies in the hash."""
 PLAIN = 2.0
 """Standard deviation, in grey levels, of a blank picture: its hash is 0."""
 STRONG = 48
@@ -153,7 +153,7 @@ Scorer = Callable[[Samples], Any]
 
 @dataclass(frozen=True)
 class Scored:
-    """A scored table."""
+    """A table with scores."""
 
     # The table; missing scores are null.
     table: Table

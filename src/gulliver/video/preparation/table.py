@@ -95,7 +95,6 @@ class Table:
 
     @property
     def names(self) -> list[str]:
-        """Names of the columns."""
         return self.data.column_names
 
     def __len__(self) -> int:
@@ -114,7 +113,7 @@ class Table:
                 )
 
     def column(self, name: str) -> list[Any]:
-        """Returns a column as Python values; None for empty cells."""
+        """Returns a column as Python values; empty cells are None."""
         self.require(name)
         return self.data.column(name).to_pylist()
 
@@ -142,7 +141,7 @@ class Table:
         return replace(self, data=data)
 
     def rows(self, which: Any) -> Table:
-        """Selects rows by a boolean mask or by indices, in their order."""
+        """Selects rows by a boolean mask or by indices, keeping their order."""
         pa = arrow()
         if not len(which):
             # An empty list has no type to index with.
