@@ -44,7 +44,7 @@ def find_run(named: Path | None) -> Path:
 
 
 def first_settings(source: Source) -> tuple[Settings, list[str]]:
-    """Returns the initial settings and the shapes to choose from."""
+    """Returns the initial settings and the available shapes."""
     if source.run is not None:
         shapes = _shapes_of(source.run)
         frames, height, width = (int(n) for n in (shapes or ["13x32x32"])[0].split("x"))
@@ -81,7 +81,7 @@ class Page:
     _copies: Path
 
     def close(self) -> None:
-        """Stops the server and the sampling process, and cancels waiting jobs."""
+        """Stops server and sampling process; cancels waiting jobs."""
         self.service.close()
         self._blocks.close(verbose=False)
         shutil.rmtree(self._copies, ignore_errors=True)

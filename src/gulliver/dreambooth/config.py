@@ -80,12 +80,12 @@ class DreamboothConfig(Options):
     clips: 'the {class} {token} moving {left|right}'.
     """
     motion_after: Annotated[int | None, AT_LEAST_1] = None
-    """Steps on the pictures alone before that; default: a third of --steps."""
+    """Steps on still pictures before the clips of --motion; default: a third of --steps."""
     motion_clips: Annotated[int, AT_LEAST_1] = 40
     """Number of animated clips."""
     motion_placed: bool = False
-    """Move each picture along the motion of the subject in the base's own clip; for subjects on a
-    plain background, whose edges are extended. Otherwise the base continues the picture.
+    """Create clips by moving the picture along the motion of a clip of the base model; for subjects
+    on a plain background. Otherwise the base model continues the picture.
     """
     resolution: Annotated[int | None, Range(8, 8192)] = None
     """Side length of the pictures in pixels; default: that of the base."""
@@ -165,23 +165,21 @@ class DreamboothConfig(Options):
 
     @property
     def rate(self) -> float:
-        """Peak learning rate of everything except tokens."""
+        """Peak learning rate of all weights except token embeddings."""
         return self.learning_rate or {"lora": 1e-4, "full": 5e-6, "token": 5e-4}[self.method]
 
     @property
     def priors(self) -> int:
-        """Number of prior images."""
         usual = 100 if self.class_word and self.method != "token" else 0
         return usual if self.prior_pictures is None else self.prior_pictures
 
     @property
     def every(self) -> int:
-        """Steps between validation images."""
         return self.validate_every or max(1, self.steps // 5)
 
     @property
     def still_steps(self) -> int:
-        """Steps on still images, before they are animated."""
+        """Number of steps on still images, before clips are made of them."""
         return self.motion_after or max(1, self.steps // 3)
 
     def filled(self, prompt: str) -> str:

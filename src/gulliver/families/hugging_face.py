@@ -42,7 +42,7 @@ order, and of the blocks of an encoder.
 """
 
 HUGGING_FACE = Family("Hugging Face", blocks=BLOCKS)
-"""Record for types without their own: their own plan, longest list of blocks, and any own loss."""
+"""Record for other types: the model's own plan, longest list of blocks, and own loss."""
 
 _AROUND = {
     **dict.fromkeys(("embed_tokens", "word_embeddings", "wte", "embed_in", "shared"), "vocabulary"),

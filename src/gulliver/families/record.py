@@ -138,5 +138,5 @@ class Family:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The model types that select the record."""
+        """Model types that select the record."""
         return self.types if self.types or self.classes else (self.name,)

@@ -88,8 +88,8 @@ class Accelerator(accelerate.Accelerator):
         world = current_world()
         if world.size != self.num_processes:
             raise GulliverError(
-                f"there are {world.size} ranks, but accelerate knows of {self.num_processes}; on "
-                "CPUs pass cpu=True (TrainingArguments: use_cpu=True), and create no other "
+                f"there are {world.size} ranks, but accelerate was started with "
+                f"{self.num_processes}; on CPUs pass cpu=True (TrainingArguments: use_cpu=True), and create no other "
                 "accelerate object before"
             )
         self._choices = plugin.choices(world.size)
@@ -150,7 +150,7 @@ class Accelerator(accelerate.Accelerator):
         device_placement: bool | None = None,
         evaluation_mode: bool = False,
     ) -> nn.Module:
-        """Moves a model to its device, with autocast and compilation; its optimizer boosts it."""
+        """Moves a model to its device, with autocast and compilation; not yet boosted."""
         if isinstance(model, nn.parallel.DistributedDataParallel):
             raise GulliverError("the model is wrapped by DDP; prepare the unwrapped model")
         if any(p.is_meta for p in model.parameters()) or owner_of(model) is not None:
@@ -278,7 +278,7 @@ class Accelerator(accelerate.Accelerator):
             holder.clip_grad_by_value(clip_value)
 
     def _holder_of(self, parameters: list[Tensor], what: str) -> BoostedOptimizer | None:
-        """The optimizer of exactly these parameters; None if no boosted one has any of them."""
+        """Returns the optimizer of exactly these parameters; None if none of them is boosted."""
         given = {id(p) for p in parameters}
         found = [o for o in self._live() if any(id(p) in given for p in o.names)]
         if not found:
@@ -315,10 +315,10 @@ class Accelerator(accelerate.Accelerator):
     def get_state_dict(
         self, model: nn.Module, unwrap: bool = True, folder: Path | None = None
     ) -> dict[str, Any]:
-        """The full state dict of a model (collective).
+        """Returns the full state dict of a model (collective).
 
         With stage 3 or a memory limit only rank 0 gets it, mapped from an unlinked file on the disk
-        of `folder`, and the others get an empty one, as with FSDP; otherwise all ranks get it.
+        of `folder`; other ranks get an empty one, as with FSDP. Otherwise all ranks get it.
         """
         plain = self._plain(model)
         if self._saving_state and plain in self._boosted:

@@ -95,7 +95,7 @@ class DiffusersAutoencoder(nn.Module):
 
     @property
     def micro_frames(self) -> int | None:
-        """Frames per chunk; None if clips are processed in one pass."""
+        """Frames per chunk; None if clips are not chunked."""
         return None if self._pieces is None else self._pieces.frames
 
     def latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
@@ -133,11 +133,11 @@ class DiffusersAutoencoder(nn.Module):
         yield from self._pieces.decoded((self._raw(part) for part in latents), frames)
 
     def stream_encoder(self, video: Tensor) -> Tensor:
-        """Encodes frames in one pass."""
+        """Encodes a clip without splitting it into chunks."""
         return self._normalised(self.networks["encoder"](video).chunk(2, 1)[0])
 
     def stream_decoder(self, latents: Tensor) -> Tensor:
-        """Decodes latents in one pass."""
+        """Decodes latents without splitting them into chunks."""
         return self.networks["decoder"](self._raw(latents))
 
     def _normalised(self, latents: Tensor) -> Tensor:
