@@ -89,8 +89,8 @@ class Accelerator(accelerate.Accelerator):
         if world.size != self.num_processes:
             raise GulliverError(
                 f"there are {world.size} ranks, but accelerate was started with "
-                f"{self.num_processes}; on CPUs pass cpu=True (TrainingArguments: use_cpu=True), and create no other "
-                "accelerate object before"
+                f"{self.num_processes}; on CPUs pass cpu=True (TrainingArguments: "
+                "use_cpu=True), and create no other accelerate object before"
             )
         self._choices = plugin.choices(world.size)
         self._check_ddp(plugin)
