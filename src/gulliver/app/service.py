@@ -58,7 +58,6 @@ class ClipTicket:
         self._events.put(event)
 
     def follow(self) -> Iterator[Event]:
-        """Yields events until the clip is done or has failed."""
         while True:
             event = self._events.get()
             yield event
@@ -152,7 +151,6 @@ class Service:
                     self._worker.connection.send(Stop())
 
     def close(self) -> None:
-        """Stops the process and cancels all waiting jobs."""
         with self._changed:
             self._closing = True
             for ticket in self._waiting:

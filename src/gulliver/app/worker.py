@@ -207,7 +207,6 @@ class ClipMaker:
         self._checkpoint = ""
 
     def make(self, job: ClipJob, post: Post, stop_asked: Callable[[], bool]) -> ClipMade:
-        """Generates a clip and writes its file."""
         started = time.monotonic()
         model = self._ready(post)
         request = request_of(job.settings)
@@ -222,7 +221,7 @@ class ClipMaker:
         return ClipMade(job.path, self._checkpoint, fps, scale, seconds, notes)
 
     def _ready(self, post: Post) -> Any:
-        """Returns the model; reloads it if training has saved a newer checkpoint."""
+        """Returns the model; reloads it if there is a newer checkpoint."""
         run, source = self._source.run, self._source
         if run is None:
             if self._model is None:

@@ -125,7 +125,6 @@ class Base(Protocol):
 
 
 def check_adapter(path: Path, fingerprint: str) -> None:
-    """Raises an error for an adapter of another base model."""
     file = (path if path.is_dir() else path.parent) / FACTS
     if file.is_file() and (known := read_json(file).get("base")) != fingerprint:
         raise GulliverError(

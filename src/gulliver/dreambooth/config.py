@@ -183,7 +183,6 @@ class DreamboothConfig(Options):
         return self.motion_after or max(1, self.steps // 3)
 
     def filled(self, prompt: str) -> str:
-        """Fills the token and the class into a prompt."""
         text = prompt.replace("{token}", self.token).replace("{class}", self.class_word)
         return " ".join(text.split())
 
@@ -220,7 +219,6 @@ MAY_CHANGE = frozenset(
 
 
 def check_dreambooth(config: DreamboothConfig) -> DreamboothConfig:
-    """Validates the options before anything is read."""
     if config.model is None:
         raise GulliverError(
             "the model is missing; give a folder, such as a diffusers pipeline: "

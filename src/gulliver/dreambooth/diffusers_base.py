@@ -45,7 +45,6 @@ def lora_name(network: str, name: str) -> str:
 def read_lora(
     base: DiffusersBase, path: Path
 ) -> tuple[dict[str, Tensor], dict[str, Mapping[str, object]]]:
-    """Reads LoRA weights in diffusers' format and their PEFT configurations."""
     file = path / LORA if path.is_dir() else path
     if not file.is_file():
         raise GulliverError(f"--adapter {path} is not a diffusers adapter: it has no {LORA}")
@@ -97,7 +96,6 @@ def _rows(base: DiffusersBase, learnt: TrainedParts) -> dict[str, str]:
 def _write_pipeline(
     base: DiffusersBase, folder: Path, learnt: TrainedParts, rows: Mapping[str, str]
 ) -> None:
-    """Writes the complete pipeline with its trained weights."""
     network = base.kind.network
     encoders = {n.split(".")[1] for n in learnt.tensors if n.startswith("text.")}
     words = {e.replace("text_encoder", "tokenizer") for e in rows}
@@ -124,7 +122,6 @@ def _copy(part: Path, target: Path) -> None:
 
 
 def _write_encoder(base: DiffusersBase, folder: Path, learnt: TrainedParts, name: str) -> None:
-    """Writes a text encoder with its new token embeddings."""
     prefix, encoder = f"text.{name}.", base.read_encoder(name)
     values = {
         n.removeprefix(prefix): learnt.tensors[n] for n in learnt.tensors if n.startswith(prefix)

@@ -186,7 +186,7 @@ def _joint(model: nn.Module, noisy: Tensor, times: Tensor, given: Conditions, si
 
 
 def _last_of_first(layers: int) -> tuple[str, ...]:
-    """Returns the names of parameters that stay unused if the last layer is skipped."""
+    """Returns names of parameters that stay unused because the last layer is skipped."""
     first, layer = "text_encoder.", f"encoder.layers.{layers - 1}."
     return tuple(f"{first}{inner}{part}" for inner in ("", "text_model.") for part in (
         layer, "final_layer_norm."

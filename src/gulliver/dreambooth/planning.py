@@ -101,7 +101,6 @@ def with_first_use(work: Work) -> Work:
 
 
 def per_step(config: DreamboothConfig) -> int:
-    """Returns the number of samples per step over all ranks."""
     return config.batch_size * (2 if config.priors else 1)
 
 

@@ -223,7 +223,6 @@ def _check_targets(network: nn.Module, targets: Sequence[str]) -> None:
 
 
 def adapters_of(base: Base) -> dict[str, dict[str, object]]:
-    """Returns the PEFT configurations of a base model's adapters, as plain values."""
     found = {}
     for name in ("trained", "text"):
         configs = getattr(getattr(base, name), "peft_config", None)

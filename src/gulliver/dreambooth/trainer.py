@@ -262,7 +262,6 @@ class DreamBoothTrainer(TrainingLoop):
         self.start(checkpoint, options=resolved(config), fingerprints=self.facts)
 
     def _check_prompts(self, subject: Sequence[Picture]) -> None:
-        """Raises an error for prompts that text encoders would truncate or misread."""
         config = self.config
         if not isinstance(self.base, DiffusersBase):
             return
@@ -342,7 +341,6 @@ class DreamBoothTrainer(TrainingLoop):
 def _boost(
     config: DreamboothConfig, student: Any, planned: PlannedRun
 ) -> tuple[Booster, tuple[Any, Any, Any]]:
-    """Returns the booster, with the boosted student, optimizer and scheduler."""
     if planned.recompute and config.memory_limit is None:
         recompute_blocks(student)
     optimizer = make_optimizer(student, config)

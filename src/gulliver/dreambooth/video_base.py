@@ -109,7 +109,6 @@ class VideoBase:
         return str(self.bucket)
 
     def add_token(self, token: str, initial: str | None) -> TokenHandle:
-        """Adds a trainable word vector to a model with word vectors."""
         words = self.maker.text
         if not isinstance(words, WordEncoder):
             raise GulliverError(
@@ -172,7 +171,6 @@ class VideoBase:
         return _padded(found).to(next(self.trained.parameters()).dtype)
 
     def example(self, count: int) -> Tensor:
-        """Returns meta latents of a batch of clips, for planning."""
         bucket = self.bucket
         shape = self.maker.autoencoder.latent_shape(bucket.frames, bucket.height, bucket.width)
         dtype = next(self.trained.parameters()).dtype
@@ -232,7 +230,6 @@ class VideoBase:
 
     @torch.no_grad()
     def sample(self, texts: Sequence[str], seeds: Sequence[int]) -> list[np.ndarray]:
-        """Generates clips ``[T, H, W, 3]`` for prompts."""
         asked = zip(texts, seeds, strict=True)
         requests = [Request(text, self.bucket, seed) for text, seed in asked]
         return [to_frames(clip) for clip in self.maker.generate(requests, self.sampling)]
@@ -363,7 +360,7 @@ def fingerprint_of(maker: VideoPipeline) -> str:
 
 
 def along(still: Tensor, clip: Tensor) -> Tensor:
-    """Moves an image, frame by frame, to the position of highest correlation with a clip."""
+    """Moves an image along the positions at which it correlates best with a clip's frames."""
     # A subject that changes its appearance makes the best position jitter, so the picture follows a
     # parabola fitted to all of them. Its edges are extended.
     height, width = still.shape[2:]
@@ -394,7 +391,6 @@ def _taken(network: nn.Module) -> frozenset[str]:
 
 
 def _without_values(tensor: Tensor) -> bool:
-    """Whether a tensor is meta or fake, as in plans."""
     return tensor.is_meta or isinstance(tensor, fake_kind())
 
 

@@ -45,7 +45,6 @@ def check_texts(
     texts: Mapping[str, str],
     say: Callable[[str], Any],
 ) -> None:
-    """Raises an error for prompts that the text encoders would truncate or misread."""
     reported = set[str]()
     for tokenizer in tokenizers:
         most = tokenizer.model_max_length
@@ -111,7 +110,6 @@ class TokenEmbedding(nn.Module):
 
 
 def add_token(tokenizer: Any, encoder: Any, token: str, initial: str | None) -> TokenHandle:
-    """Adds a token to a transformers tokenizer and to its text encoder."""
     if is_known(tokenizer, token):
         raise GulliverError(
             f"--token {token} is already a word of the base model; choose one such as <{token}>"

@@ -33,7 +33,6 @@ def _shipped() -> tuple[Family, ...]:
 
 
 def all_families() -> tuple[Family, ...]:
-    """Returns the records of this package and registered ones."""
     return (*_added, *_shipped())
 
 

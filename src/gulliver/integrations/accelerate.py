@@ -75,7 +75,7 @@ class Accelerator(accelerate.Accelerator):
 
     @classmethod
     def taking_over(cls, made: accelerate.Accelerator, gulliver: Options) -> Self:
-        """Converts an existing accelerator of a framework to one that boosts."""
+        """Converts an accelerator that a framework has created to this class."""
         plugin = plugin_of(gulliver)
         check_precision(made.mixed_precision)
         join_group(made.device)

@@ -390,14 +390,13 @@ class GulliverStrategy(DDPStrategy):
         return next(self._module.parameters(), None) is not None
 
     def _sixteen_bits(self) -> bool:
-        """Whether 16-bit parameters are trained with float32 master weights."""
+        """Whether the parameters are 16-bit and have float32 master weights."""
         if isinstance(self._plugin, TorchDDPPlugin):
             return False
         halved = getattr(self._plugin, "precision", None) is not None
         return halved or any(p.dtype in HALVES for p in self._module.parameters())
 
     def _check_precision(self) -> None:
-        """Raises an error for a Trainer precision that needs gradients of full parameters."""
         plugin, precision = self.precision_plugin, str(self.precision_plugin.precision)
         if isinstance(self._plugin, TorchDDPPlugin):
             return
@@ -421,23 +420,14 @@ class GulliverStrategy(DDPStrategy):
 
 
 class _Resumed:
-    """The checkpoint that a run resumes from.
-
-    Args:
-        folder: folder to load the boosted model from; None for a file.
-        checkpoint: content of the checkpoint, after the module's hooks.
-    """
+    """The checkpoint that a run resumes from; `folder` is None for a file."""
 
     def __init__(self, folder: Path | None, checkpoint: dict[str, Any]) -> None:
         self.folder, self.checkpoint = folder, checkpoint
         self.strict, self.filled = True, False
 
     def fill_plain(self, optimizers: list[Any], sixteen_bits: bool) -> None:
-        """Loads optimizer states before boosting, which shards them.
-
-        Raises:
-            GulliverError: the file has no float32 master weights for 16-bit parameters.
-        """
+        """Loads optimizer states before boosting, because boosting shards them."""
         states = self.checkpoint.get("optimizer_states")
         if self.folder is not None or states is None:
             return
@@ -457,7 +447,6 @@ def choose_plugin(
     memory_limit: int | float | str | None,
     given: Mapping[str, Any],
 ) -> Plugin:
-    """Creates the plugin for a strategy's arguments."""
     if plugin is not None:
         rest = [*given, *(["stage"] if stage is not None else [])]
         _check_plugin(plugin, rest + (["memory_limit"] if memory_limit is not None else []))

@@ -200,7 +200,6 @@ class Folders:
         optimizers: Sequence[SteppedOptimizer],
         is_boosted: bool,
     ) -> None:
-        """Writes a checkpoint; a collective call."""
         self._booster.close()  # earlier saves are complete, and their memory is freed
         trains = "optimizer_states" in checkpoint
         rest = {**checkpoint, NAMES: [_names(optimizer) for optimizer in optimizers]}
@@ -247,7 +246,6 @@ class Folders:
         optimizers: Sequence[SteppedOptimizer],
         strict: bool,
     ) -> None:
-        """Loads a model and its optimizers, on any number of ranks; a collective call."""
         count = len(rest.get(NAMES, ()))
         if optimizers and count != len(optimizers):
             raise GulliverError(
@@ -305,7 +303,6 @@ def _optimizer_values(folder: Path) -> Any:
 
 
 def _torch_state(saved: Any, names: list[list[str | None]]) -> dict[str, Any]:
-    """Converts a checkpoint's state to the format of torch's optimizers."""
     state = {
         name: {key: _plain(value) for key, value in entries.items()}
         for name, entries in saved["state"].items()

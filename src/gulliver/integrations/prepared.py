@@ -136,7 +136,6 @@ def join_world(arguments: Mapping[str, Any]) -> None:
 
 
 def join_group(device: torch.device) -> None:
-    """Joins the world of a process group created by a framework."""
     on_gpu = device.type == "cuda" and dist.is_initialized() and dist.get_world_size() > 1
     if on_gpu and "cpu:" not in str(dist.get_backend_config()):
         raise GulliverError(
@@ -183,7 +182,6 @@ def owner_of(model: nn.Module) -> tuple[nn.Module, Accelerator] | None:
 
 
 def model_of(optimizer: torch.optim.Optimizer, known: list[nn.Module]) -> nn.Module:
-    """Finds the model of an optimizer."""
     stepped = {p for group in optimizer.param_groups for p in group["params"]}
     found = [model for model in dict.fromkeys(known) if not stepped.isdisjoint(model.parameters())]
     if not found:
@@ -269,7 +267,6 @@ def make_collective(model: nn.Module) -> None:
 
 
 def restore_methods(model: nn.Module) -> None:
-    """Reverts `make_collective`."""
     ours = (_generate, _save_pretrained)
     for module in model.modules():
         for name in ("generate", "save_pretrained"):

@@ -140,7 +140,6 @@ class VideoAutoencoder(nn.Module):
         return self.moments(video)[:, : self.latent_channels]
 
     def decode_raw(self, latents: Tensor) -> Tensor:
-        """Decodes unnormalized latents."""
         return unfold(self.decoder(latents.transpose(1, 2)))
 
     def stream_encoder(self, video: Tensor) -> Tensor:

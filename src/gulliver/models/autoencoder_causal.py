@@ -344,7 +344,6 @@ class CausalAutoencoder(nn.Module):
         return MICRO_FRAMES if "micro_frames" in self.compat else None
 
     def latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
-        """Returns the latent shape of a clip: channels, frames, rows and columns."""
         count = check_causal(self, frames)
         if self.micro_frames is not None and frames > 1:
             whole, rest = divmod(frames - 1, self.micro_frames - 1)
@@ -400,7 +399,6 @@ class CausalAutoencoder(nn.Module):
         return (mean - shift) / scale
 
     def stream_decoder(self, latents: Tensor) -> Tensor:
-        """Decodes latents without splitting them into chunks."""
         if self.normalization is not None:
             shift, scale = self._statistics(latents)
             latents = latents * scale + shift

@@ -262,7 +262,6 @@ class FrameAutoencoder(nn.Module):
         }
 
     def latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
-        """Returns the latent shape of a clip: channels, frames, rows and columns."""
         if frames < 1:
             raise GulliverError(f"a clip of {frames} frames cannot be encoded; give at least one")
         return self.latent_channels, frames, *check_space(self, height, width)
@@ -279,7 +278,6 @@ class FrameAutoencoder(nn.Module):
         return self.stream_decoder(latents)
 
     def moments(self, video: Tensor) -> Tensor:
-        """Returns unnormalized mean and log-variance of the posterior ``[B, 2 C, ...]``."""
         return self.networks["encoder"](video)
 
     def stream_encoder(self, video: Tensor) -> Tensor:

@@ -191,7 +191,6 @@ class PipelineAutoencoder(nn.Module):
         return MICRO_FRAMES if "micro_frames" in self.compat else None
 
     def latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
-        """Returns the latent shape of a clip: channels, frames, rows and columns."""
         if frames < 1:
             raise GulliverError(f"a clip of {frames} frames cannot be encoded; give at least one")
         whole, rest = divmod(frames, self.micro_frames or frames)
@@ -199,7 +198,6 @@ class PipelineAutoencoder(nn.Module):
         return self.latent_channels, count, *check_space(self, height, width)
 
     def encode(self, video: Tensor) -> Tensor:
-        """Encodes ``[B, 3, T, H, W]`` to normalized latents."""
         self.latent_shape(*video.shape[2:])
         if self.micro_frames is None:
             return self.stream_encoder(video, video.shape[2])
@@ -217,7 +215,6 @@ class PipelineAutoencoder(nn.Module):
         return torch.cat(list(self.decode_pieces([latents], num_frames)), 2)
 
     def moments(self, video: Tensor) -> Tensor:
-        """Returns unnormalized mean and log-variance of a chunk ``[B, 2 C, ...]``."""
         return self.networks["encoder"](video, self._padding(video.shape[2]))
 
     def encode_pieces(self, clips: Iterable[Tensor], frames: int | None = None) -> Iterator[Tensor]:
@@ -228,7 +225,6 @@ class PipelineAutoencoder(nn.Module):
     def decode_pieces(
         self, latents: Iterable[Tensor], frames: int | None = None
     ) -> Iterator[Tensor]:
-        """Decodes a stream of latents in chunks; see `encode_pieces`."""
         left = frames
         for piece in regrouped(latents, self._steps(MICRO_FRAMES)):
             held = None if left is None else min(MICRO_FRAMES, left)

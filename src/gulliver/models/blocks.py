@@ -436,17 +436,7 @@ class STDiTBlock(nn.Module):
         grid: Grid,
         mix: Mix = F.scaled_dot_product_attention,
     ) -> Tensor:
-        """Attends along S within each frame, along T at each spatial position, or in windows.
-
-        Args:
-            x: modulated tokens [B, T, S, C].
-            rotation: cosine and sine, as in `forward`.
-            grid: grid of the whole clip; for wrappers that hold a part of it.
-            mix: attention function, as in `SelfAttention.forward`.
-
-        Returns:
-            Tokens [B, T, S, C].
-        """
+        """Attends along S, along T, or in windows, as the block was built: [B, T, S, C]."""
         if self.window is None:
             return attend_along(self.attn, x, self.temporal, rotation, mix)
         assert rotation is not None, "positions in a window need a rotary code"

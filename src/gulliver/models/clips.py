@@ -31,7 +31,6 @@ def check_inputs(
     channels: int,
     patch_size: Sequence[int],
 ) -> None:
-    """Raises an error for inconsistent input shapes."""
     if x.ndim != 5 or x.shape[1] != channels:
         raise GulliverError(f"x has shape {tuple(x.shape)}; expected [B, {channels}, T, H, W]")
     if y.ndim != 4 or len(y) != len(x) or y.shape[1] != 1:
@@ -53,7 +52,6 @@ def check_inputs(
 
 
 def needed(model: str, **given: Tensor | None) -> None:
-    """Raises an error if conditioning inputs are missing."""
     missing = [name for name, value in given.items() if value is None]
     if missing:
         raise GulliverError(f"{model} needs {' and '.join(missing)}; pass a tensor of shape [B]")

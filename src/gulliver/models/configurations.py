@@ -238,7 +238,6 @@ CONFIGS = {
 
 
 def config_of(kind: type[Config], config: Config | None, fields: Mapping[str, Any]) -> Config:
-    """Returns a model's configuration with overridden fields."""
     known = [field.name for field in dataclasses.fields(kind)]
     for name, value in fields.items():
         if name not in known and name not in REFUSED_WHEN_SET:

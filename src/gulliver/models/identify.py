@@ -74,7 +74,6 @@ def fields_of(shapes: Shapes) -> tuple[str, dict[str, Any]]:
 
 
 def count_of(shapes: Shapes, prefix: str) -> int:
-    """Returns the length of a module list, from the highest index in tensor names."""
     found = (re.match(rf"{re.escape(prefix)}\.(\d+)\.", name) for name in shapes)
     return 1 + max((int(match[1]) for match in found if match), default=-1)
 

@@ -176,7 +176,6 @@ class SingleBlock(nn.Module):
         self.modulation = Modulation(hidden_size, 3)
 
     def forward(self, x: Tensor, vec: Tensor, rotation: Rotation) -> Tensor:
-        """Computes one block of tokens [B, L + N, C], with arguments as in `DoubleBlock`."""
         shift, scale, gate = self.modulation(vec)
         seen = modulate(layer_norm(x), shift, scale)
         width = self.hidden_size

@@ -250,7 +250,7 @@ class _Reading:
             self.names.setdefault(id(parameter), []).append(prefix + name)
 
     def fill(self, path: str, module: nn.Module) -> None:
-        """Reads the weight of a layer on meta; its bias stays on meta."""
+        """Reads and quantizes the weight of a layer on meta; its bias stays on meta."""
         parameter: Any = module._parameters["weight"]
         names = self.names[id(parameter)]
         name = next((name for name in names if name in self.weights.infos), None)

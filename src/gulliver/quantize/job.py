@@ -173,7 +173,6 @@ def _loaded(folder: Path) -> Any:
 
 
 def _kept(networks: dict[str, nn.Module], exclude: list[str]) -> dict[str, list[str]]:
-    """Returns the paths in each network that match the exclude patterns."""
     kept: dict[str, list[str]] = {name: [] for name in networks}
     for pattern in exclude:
         before = sum(map(len, kept.values()))

@@ -159,7 +159,6 @@ MAY_CHANGE_OF_AUTOENCODER = frozenset(
 
 
 def check_autoencoder_config(config: TrainAutoencoderConfig) -> TrainAutoencoderConfig:
-    """Validates the options."""
     _check_loss(config)
     _check_data(config)
     check_needs(config, _needs(config))

@@ -130,7 +130,6 @@ class MaskStrategies:
 
     @property
     def share(self) -> float:
-        """Fraction of the clips with given frames."""
         return sum(ratio for name, ratio in self.ratios.items() if name != "identity")
 
     def draw(
@@ -364,7 +363,6 @@ class BatchMaker:
         return MaskStrategies.of(self.config)
 
     def batches(self) -> Iterator[VideoBatch]:
-        """Yields batches indefinitely, epoch after epoch; clips are prefetched in a thread."""
         for step, clips, state in read_ahead(self.dataset, self.sampler, self.seed, self.device):
             yield self.make(step, clips, state)
 

@@ -66,7 +66,6 @@ class Broadcast(Options):
         return {kind: getattr(self, kind) for kind in KINDS}
 
     def reuses(self, kind: str, number: int, least: float, most: float) -> bool:
-        """Whether a call reuses the output of an earlier one."""
         inside = self.window[0] < least and most < self.window[1]
         return inside and number % self.every[kind] != 0
 
@@ -251,7 +250,6 @@ class BlockCache:
         self._memory = _CallMemory()
 
     def _replace(self, owner: nn.Module, name: str, method: Callable[..., Any]) -> None:
-        """Replaces a method of one module until the context exits."""
         before = vars(owner).get(name)
         setattr(owner, name, method)
 
@@ -339,7 +337,6 @@ class BlockCache:
         return skipped
 
     def _is_nearly_unchanged(self, added: Tensor, before: Tensor) -> bool:
-        """Whether the first block's residual is below the threshold for every clip."""
         assert isinstance(self.strategy, FirstBlock), "the strategy skips blocks"
         pair = (added - before, before)
         sums = [each.abs().flatten(1).sum(dim=1, dtype=torch.float64) for each in pair]

@@ -337,7 +337,7 @@ class TrainConfig(Options):
 
     @property
     def ranks_of_a_model(self) -> int:
-        """Ranks that hold one model together and read the same clips."""
+        """Number of ranks that hold one model and read the same clips."""
         return self.tp_size * self.sp_size * self.pp_size
 
     @property
@@ -410,7 +410,6 @@ MAY_CHANGE = frozenset(
 
 
 def check_config(config: TrainConfig) -> TrainConfig:
-    """Validates the options."""
     if config.model.text_channels % 2:
         raise GulliverError(f"--model.text-channels {config.model.text_channels} must be even")
     check_needs(config, planner_needs(config))
@@ -466,7 +465,6 @@ def _needs(config: TrainConfig) -> dict[str, tuple[bool, str]]:
 
 
 def _check_flow(flow: FlowConfig, shapes: Iterable[Bucket]) -> None:
-    """Raises an error for invalid masks, and for shapes without a timestep shift."""
     from gulliver.models.autoencoder import VideoAutoencoder
     from gulliver.video.batches import MaskStrategies
     from gulliver.video.flows import RULES, ClipSize
@@ -478,7 +476,6 @@ def _check_flow(flow: FlowConfig, shapes: Iterable[Bucket]) -> None:
 
 
 def _check_sizes(config: TrainConfig) -> None:
-    """Raises an error for parallelism that this loop does not support."""
     from gulliver.models.stdit import STDIT3_SIZES
 
     sizes = STDIT3_SIZES.get(config.model.size, {})

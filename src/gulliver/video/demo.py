@@ -154,7 +154,7 @@ class Evaluation:
 
     @property
     def image_to_video(self) -> Scores | None:
-        """Scores of clips that start with an unseen picture; None for a model of stills."""
+        """Scores of clips that start with an unseen picture; None if the model generates stills."""
         return self.conditioned.get("image_to_video")
 
     def figures(self) -> dict[str, Any]:
@@ -169,7 +169,6 @@ def evaluate(
     seed: int = 1_000_000,
     show: bool = True,
 ) -> Evaluation:
-    """Generates clips from sentences and evaluates them."""
     config = model.config
     if not config.data.made:
         raise GulliverError(

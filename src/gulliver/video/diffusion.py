@@ -52,13 +52,11 @@ class Guidance(Options):
 
     @property
     def branches(self) -> int:
-        """Number of model calls per step."""
         if self.image != 1:
             return 3
         return 1 if self.text == 1 else 2
 
     def text_scale(self, step: int) -> float:
-        """Returns the caption scale at a step, counted from 0."""
         return _oscillating(self.text, step, self.text_oscillation)
 
     def image_scale(self, step: int, steps: int, frames: int) -> float | Tensor:
@@ -70,17 +68,7 @@ class Guidance(Options):
         return torch.linspace(1, float(highest), frames, dtype=torch.float64)
 
     def combine(self, answers: Sequence[Tensor], step: int, steps: int) -> Tensor:
-        """Combines the velocities of the guidance branches.
-
-        Args:
-            answers: velocities [B, C, T, H, W], one per branch: with caption and frames, without
-                caption, without both.
-            step: index of the step, from 0.
-            steps: number of steps.
-
-        Returns:
-            The velocity [B, C, T, H, W].
-        """
+        """Combines the velocities [B, C, T, H, W] of the branches at a step, counted from 0."""
         whole, *without = answers
         if not without:
             return whole
@@ -239,11 +227,7 @@ class Diffusion(ABC):
         preview: Preview | None,
         hide_given: bool = False,
     ) -> Tensor:
-        """Runs the steps from noise to data.
-
-        `branches` holds the conditioning of each guidance branch; with `hide_given`, the last
-        branch sees noisy given frames.
-        """
+        """Samples from noise to data; `hide_given` noises given frames for the last branch."""
         inputs, x = stacked(branches), noise if frames is None else frames.begin()
         for done, step in enumerate(steps, 1):
             shown = [x] * len(branches)

@@ -54,7 +54,7 @@ def _by_latent_frames(size: ClipSize) -> float:
 
 
 def _by_whole_pieces(size: ClipSize) -> float:
-    """Open-Sora 1.2: frames // 17 * 5, the latent frames of the autoencoder's full chunks."""
+    """Open-Sora 1.2 rule: frames // 17 * 5, the latent frames of complete autoencoder chunks."""
     frames = 1 if size.latent_frames == 1 else size.latent_frames // 5 * 5
     if frames == 0:
         raise GulliverError(
@@ -65,12 +65,12 @@ def _by_whole_pieces(size: ClipSize) -> float:
 
 
 def _by_frames_after_the_first(size: ClipSize) -> float:
-    """Open-Sora 1.3: (frames - 1) // 4, the latent frames after the first."""
+    """Open-Sora 1.3 rule: (frames - 1) // 4, the latent frames after the first."""
     return size.side_ratio * math.sqrt(max(1, size.latent_frames - 1))
 
 
 def _by_tokens(size: ClipSize) -> float:
-    """Open-Sora 2.0: linear in the tokens per frame, from 1 at 256 to 3 at 4096."""
+    """Open-Sora 2.0 rule: linear in the tokens per frame, from 1 at 256 to 3 at 4096."""
     tokens = size.height * size.width / size.token_area
     return (1 + (tokens - 256) * 2 / (4096 - 256)) * math.sqrt(size.latent_frames)
 
@@ -144,14 +144,7 @@ class RectifiedFlow(Diffusion):
         self.transform, self.token_area = transform, token_area
 
     def warp(self, t: Tensor, height: float, width: float, num_frames: int) -> Tensor:
-        """Multiplies the odds of levels `t` in [0, 1] for the clip's size.
-
-        Args:
-            t: levels, of any shape.
-            height: height of the clip in pixels.
-            width: width of the clip in pixels.
-            num_frames: number of latent frames.
-        """
+        """Multiplies the odds of levels `t` in [0, 1] by the shift for this clip size."""
         ratio = self.shift
         if self.use_timestep_transform:
             size = ClipSize(height, width, num_frames, self.token_area, self.base_area)

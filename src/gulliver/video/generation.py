@@ -94,7 +94,6 @@ class SharedModel:
     branches: RankGroup = ALONE
 
     def agree(self, requests: Any) -> None:
-        """Raises an error if ranks have different requests."""
         if self.ranks == 1:
             return
         found = gather_objects(hashlib.sha256(repr(requests).encode()).hexdigest())
@@ -106,7 +105,7 @@ class SharedModel:
                 )
 
     def whole(self, sums: Tensor) -> Tensor:
-        """Sums [rows, 2] over a sequence, and gathers the rows of both branches on all ranks."""
+        """Sums [rows, 2] over a sequence; gathers the rows of both branches on all ranks."""
         if self.ranks == 1:
             return sums
         parts = sums.new_empty(self.ranks, *sums.shape)
@@ -205,13 +204,11 @@ class SharedDevice:
         self._parts: list[PipelinePart[Any]] = []
 
     def part(self, load: Callable[[torch.device], T]) -> PipelinePart[T]:
-        """Adds a network; `load` loads it on a device."""
         made = PipelinePart(self, load)
         self._parts.append(made)
         return made
 
     def make_way(self, part: PipelinePart[Any]) -> None:
-        """Frees all networks except one."""
         if self.keep:
             return
         for other in self._parts:
@@ -239,7 +236,6 @@ class PipelinePart(Generic[T]):
         return self._filled
 
     def free(self) -> None:
-        """Drops the network; its memory is freed with the last reference to it."""
         self._filled = None
 
 
@@ -257,7 +253,6 @@ class PartEncoder:
         return self._part().fingerprint
 
     def encode(self, captions: list[str]) -> EncodedText:
-        """Encodes captions, as `TextEncoder.encode`; cached ones need no encoder."""
         for caption in dict.fromkeys(captions):
             if caption not in self._said:
                 # One at a time: an encoding must not depend on its padding.
@@ -279,12 +274,11 @@ class PartAutoencoder:
         self.latent_shape = outline.latent_shape
 
     def encode(self, video: Tensor) -> Tensor:
-        """Encodes clips [B, 3, T, H, W] to normalized latents."""
         autoencoder = self.part()
         return autoencoder.encode(video.to(next(autoencoder.parameters()).dtype))
 
     def decode(self, latents: Tensor, num_frames: int | None = None) -> Tensor:
-        """Decodes latents [B, C, T, H, W] clip by clip, in pieces if memory is short."""
+        """Decodes latents [B, C, T, H, W] clip by clip, in chunks if memory is short."""
         autoencoder = self.part()
         clips = [self._decoded(autoencoder, one, num_frames) for one in latents.split(1)]
         return torch.cat(clips).float()

@@ -80,12 +80,10 @@ class Settings(Options):
 
     @property
     def fingerprint(self) -> str:
-        """Digest of all fields."""
         return digest(json.dumps(asdict(self), sort_keys=True).encode())
 
 
 def digest(*parts: bytes) -> str:
-    """Returns a digest of bytes, 32 letters."""
     total = hashlib.blake2b(digest_size=16)
     for part in parts:
         total.update(part)
@@ -105,7 +103,6 @@ def file_digest(path: Path) -> str:
 
 
 def folder_digest(folder: Path) -> str:
-    """Returns a digest of the names and contents of the files of a folder."""
     files = sorted(path for path in folder.iterdir() if path.is_file() and path.name[0] != ".")
     return digest(*(f"{path.name} {file_digest(path)}\n".encode() for path in files))
 
@@ -191,7 +188,6 @@ class LatentCache:
 
     @property
     def buckets_path(self) -> Path | None:
-        """The bucket configuration; None if shapes were given."""
         name = self.content["buckets"]
         return self.folder / name if name else None
 
@@ -220,7 +216,6 @@ class LatentCache:
         return torch.frombuffer(found, dtype=dtype).view(shard.shape[1:]).float()
 
     def refuse_differences(self, asked: dict[str, Any]) -> None:
-        """Raises an error for a run whose settings differ from those of the latents."""
         known = {**asdict(self.settings), "scores": self.content["scores"]}
         wrong = [
             f"{name} is {value} in this run, but {known[name]} in the latents"
@@ -275,7 +270,6 @@ class EncodedTable(ClipTable):
         self._deal_rows()
 
     def sample(self, index: int, bucket: Bucket, seed: int) -> ClipWindow:
-        """Returns the window of a row selected by a seed."""
         start = self.first_frame(index, bucket, seed)
         return ClipWindow(self.clips[self.rows[index].name], str(bucket), start)
 

@@ -213,7 +213,6 @@ class VideoPipeline:
         return cls(model, lambda _: model.eval(), autoencoder, text, room, **options)
 
     def described(self) -> str:
-        """Describes the models in one line."""
         count = sum(p.numel() for p in self.outline.parameters())
         block = "x".join(map(str, self.autoencoder.compression))
         return (
@@ -228,7 +227,6 @@ class VideoPipeline:
 
     @property
     def _whole_patches(self) -> bool:
-        """Whether the model only accepts clips that need no padding."""
         return isinstance(self.outline, MMDiT)
 
     def share(
@@ -287,12 +285,7 @@ class VideoPipeline:
         return Filled(denoiser, share(model, *self._ranks, call=denoiser, show=self._show))
 
     def check(self, request: Request, sampling: SamplingConfig | None = None) -> None:
-        """Raises an error for a request that cannot be fulfilled.
-
-        Raises:
-            GulliverError: an error of `check_request`; the size does not fit autoencoder or model;
-                the model does not support given frames.
-        """
+        """Raises an error for a request that this pipeline cannot fulfill."""
         sampling = sampling or self.sampling
         check_request(request, sampling)
         check_oscillation(sampling)
@@ -331,7 +324,6 @@ class VideoPipeline:
         check_frames(request, self.autoencoder)
 
     def fps_of(self, bucket: Bucket) -> float:
-        """Returns the frame rate passed to the model for clips of a shape."""
         return STILL_FPS if bucket.frames == 1 else self.fps
 
     def remarks(self, request: Request) -> list[str]:
@@ -382,7 +374,6 @@ class VideoPipeline:
         return made_by_loops(requests, sample, size, unit, show)
 
     def _check_branches(self, guidance: Guidance) -> None:
-        """Raises an error if the ranks do not match the guidance branches."""
         if self._ranks[1] > 1 and guidance.branches == 3:
             raise GulliverError(
                 f"image guidance does not support 2 guidance ranks: {THREE_BRANCHES}"
@@ -406,7 +397,7 @@ class VideoPipeline:
         guidance: Guidance,
         preview: Preview | None,
     ) -> list[Tensor]:
-        """Generates pieces of one bucket, all with or all without given frames."""
+        """Generates pieces of one bucket, either all with or all without given frames."""
         given, mask = given_latents(pieces, self.autoencoder, self.device)
         latents = list[Tensor]()
         for rows in self._batches(pieces, mask, sampling.batch_size):
@@ -506,7 +497,6 @@ class VideoPipeline:
         return captions, null
 
     def _other(self, prompt: str, negative: str) -> str:
-        """Returns the text for the branch without caption."""
         # An STDiT has a learned embedding for it, with the length of the caption.
         return negative or ("" if self.release.whole else prompt)
 
@@ -582,16 +572,7 @@ class VideoModel(VideoPipeline):
 
 
 def open_run(folder: Path, device: torch.device | None = None) -> VideoPipeline:
-    """Opens a run for sampling: a `VideoModel`, or a pipeline of the public parts that it trained.
-
-    Args:
-        folder: folder of the run.
-        device: device to sample on; None for a GPU if available.
-
-    Raises:
-        GulliverError: there is no run or checkpoint, the checkpoint has another configuration, or
-            its parts are missing.
-    """
+    """Opens a run for sampling: a `VideoModel`, or a pipeline of the published parts it trained."""
     run = Run(folder)
     config, checkpoint = run.read_config(), run.newest_checkpoint()
     with StepReader(checkpoint) as reader:

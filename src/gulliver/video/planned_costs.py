@@ -76,7 +76,6 @@ class ClipOrder:
         return rows, [dealt[row] for row in rows]
 
     def buckets(self) -> list[Bucket]:
-        """Returns all buckets that occur in any epoch."""
         if not self.is_dealt:
             return list(dict.fromkeys(self.epoch(0)[1]))
         config, interval = self._dataset.buckets, self._dataset.frame_interval
@@ -84,7 +83,6 @@ class ClipOrder:
         return list(dict.fromkeys(b for size in sizes for b in config.possible(*size, interval)))
 
     def row(self, epoch: int, index: int) -> tuple[int, Bucket]:
-        """Returns the row and the bucket of a sample."""
         rows, buckets = self.epoch(epoch)
         return rows[index], buckets[index]
 
@@ -155,7 +153,6 @@ class StepClips:
 
 
 def stack_clips(clips: Sequence[Read]) -> dict[str, Any]:
-    """Builds a micro-batch of the readable clips."""
     read = [clip for clip in clips if isinstance(clip, Clip)]
     return {
         "videos": torch.stack([clip.video for clip in read]) if read else None,
@@ -195,7 +192,6 @@ class ClipShapes:
 
     @property
     def are_kept(self) -> bool:
-        """Whether the clips are stored latents, so that nothing is encoded."""
         return not any(shape.pixels for shape in self.buckets)
 
     def arriving(self, order: ClipOrder) -> list[SampleShape] | ArrivingShapes:
@@ -234,7 +230,6 @@ class ArrivingShapes:
 
     @property
     def digest(self) -> str:
-        """Digest that must be equal on all ranks and on resume."""
         return self.order.digest
 
 

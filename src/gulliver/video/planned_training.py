@@ -112,7 +112,7 @@ class PlannedTrainer(Trainer):
         self.ratios: list[float] = []
 
     def batches(self) -> Iterator[tuple[TrainingStep, Any]]:
-        """Yields planned steps, until too many clips are lost."""
+        """Yields planned steps, until too many clips are unreadable."""
         while True:
             for step in self.loader:
                 yield step, self.position
@@ -129,7 +129,6 @@ class PlannedTrainer(Trainer):
             self._refuse_lost_data(self.skipped.problem)
 
     def forward_backward(self, batch: TrainingStep) -> Mapping[str, Tensor | float]:  # type: ignore[override]
-        """Runs this rank's micro-batches of a planned step."""
         plan, self._running = batch.plan, batch
         if self.config.pp_size > 1:
             self._run_stages(batch)
@@ -151,7 +150,6 @@ class PlannedTrainer(Trainer):
         return super().after_update()
 
     def _run_stages(self, step: TrainingStep) -> None:
-        """Runs this rank's micro-batches through its pipeline stages."""
         flow, plan = self.flow, step.plan
         assert isinstance(flow, RectifiedFlow), "checked"
 
@@ -227,7 +225,6 @@ class PlannedOrder:
         self._given, self._steps = 0, 0
 
     def given(self, samples: int) -> None:
-        """Records the number of samples of a step."""
         self._given, self._steps = self._given + samples, self._steps + 1
 
     def __len__(self) -> int:

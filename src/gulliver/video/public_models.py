@@ -197,7 +197,6 @@ class PackedDenoiser(Denoiser):
 
 
 def denoiser_of(model: nn.Module) -> Denoiser:
-    """Returns the denoiser of a public transformer."""
     return PackedDenoiser(model) if isinstance(model, MMDiT) else Denoiser(model)
 
 
@@ -277,7 +276,6 @@ def _check_clip_folder(clip: Path | str | None, width: int) -> None:
 
 
 def check_latents(outline: Any, autoencoder: Autoencoder) -> None:
-    """Raises an error for an incompatible autoencoder."""
     wanted, found = latent_channels_of(outline), autoencoder.latent_channels
     name = f"this {type(outline).__name__} of {release_of(outline).name}"
     if wanted != found:
@@ -380,7 +378,6 @@ def fields_of_files(path: Path | str) -> tuple[str, dict[str, Any]]:
 def _read(
     path: Path, overrides: Mapping[str, Any]
 ) -> tuple[type[nn.Module], dict[str, Any], dict[str, Any]]:
-    """Reads headers and configuration: class, arguments, tensors by name."""
     with open_weights(path) as weights:
         infos = dict(weights.infos)
     shapes = {name: info.shape for name, info in infos.items()}
@@ -446,7 +443,6 @@ KIND = "gulliver video autoencoder"
 def save_autoencoder(
     path: Path, autoencoder: VideoAutoencoder, figures: dict[str, Any] | None = None
 ) -> None:
-    """Writes weights, statistics and configuration as one safetensors file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     metadata = {
         "kind": KIND,
@@ -457,7 +453,6 @@ def save_autoencoder(
 
 
 def load_trained(path: Path) -> VideoAutoencoder:
-    """Reads a file written by `save_autoencoder`."""
     metadata = read_metadata(path)
     if metadata.get("kind") != KIND:
         raise GulliverError(f"{path} is not a video autoencoder of Gulliver")
@@ -563,7 +558,6 @@ def _is_early(name: str) -> bool:
 
 
 def _fill(model: nn.Module, path: Path, infos: dict[str, Any]) -> None:
-    """Loads the weights, given the names and shapes in the files."""
     early = {public_name(name): name for name in infos if _is_early(name)}
     if not early:
         load_huggingface(model, path)

@@ -235,7 +235,6 @@ class Prompt:
 
 
 def read_prompts(path: Path) -> list[str]:
-    """Reads a text file with a prompt per line."""
     if not path.is_file():
         raise GulliverError(f"{path} does not exist; give a text file with a prompt per line")
     prompts = [line for line in read_utf8(path).splitlines() if line.strip()]
@@ -245,7 +244,6 @@ def read_prompts(path: Path) -> list[str]:
 
 
 def read_prompt(text: str) -> Prompt:
-    """Parses a prompt with optional JSON at its end."""
     sentence, brace, rest = text.partition("{")
     if not brace:
         return Prompt(text)
@@ -270,7 +268,6 @@ def read_prompt(text: str) -> Prompt:
 
 
 def loop_prompts(prompt: str, loops: int) -> list[str]:
-    """Returns the sentence of each loop."""
     if not prompt.startswith("|"):
         _check_sentence(prompt)
         return [prompt] * loops
@@ -375,7 +372,6 @@ class ClipPiece:
 
     @property
     def conditioned(self) -> bool:
-        """Whether any frames are given."""
         return bool(self.rules) or self.head is not None
 
 
@@ -385,7 +381,6 @@ def loop_seed(seed: int, loop: int) -> int:
 
 
 def piece_of(request: Request, loop: int, clip: Tensor | None, unit: int) -> ClipPiece:
-    """Returns the piece that a loop samples."""
     rules = [rule for rule in parse_mask_strategy(request.mask_strategy) if rule.loop == loop]
     head = request.given if clip is None else clip[:, -(request.condition_frames or 1) :]
     return ClipPiece(
@@ -474,7 +469,6 @@ def _placements(piece: ClipPiece, lengths: Sequence[int], frames: int) -> list[F
 def _encoded(
     clips: Sequence[Tensor], bucket: Bucket, autoencoder: VideoAutoencoder, device: torch.device
 ) -> list[Tensor]:
-    """Encodes clips, grouped by length, to latents [C, T, H, W]."""
     weight = next(autoencoder.parameters()) if isinstance(autoencoder, torch.nn.Module) else None
     dtype = torch.float32 if weight is None else weight.dtype
     # Scale in float32 or higher: half precision would round pixel positions.
@@ -489,7 +483,6 @@ def _encoded(
 
 
 def check_request(request: Request, sampling: SamplingConfig) -> None:
-    """Raises an error for a request that no model can fulfill."""
     guidance = guidance_of(sampling)
     if isinstance(request.seed, bool) or not isinstance(request.seed, Integral):
         raise GulliverError(f"seed={request.seed!r} must be an integer")

@@ -57,21 +57,17 @@ class Run(RunFolder):
 
     @property
     def model_path(self) -> Path:
-        """The file that describes the initial weights."""
         return self.folder / "model.json"
 
     @property
     def validation(self) -> Log:
-        """The losses of held-out clips, one JSON object per line."""
         return Log(self.folder / "validation.jsonl")
 
     @property
     def clips_path(self) -> Path:
-        """The file that describes the clips of a table."""
         return self.folder / "clips.json"
 
     def options(self) -> dict[str, Any]:
-        """Returns the resolved configuration as a dict."""
         return self.values()
 
     def write(self, **values: Any) -> None:
@@ -85,11 +81,7 @@ class Run(RunFolder):
         self.validation.cut(step)
 
     def read_config(self) -> TrainConfig:
-        """Reads the configuration of the run.
-
-        Raises:
-            GulliverError: the folder holds no run.
-        """
+        """Reads the configuration of the run."""
         if not self.config_path.is_file():
             raise GulliverError(
                 f"{self.folder} has no training run (no config.json); start one with `gulliver "
@@ -98,11 +90,7 @@ class Run(RunFolder):
         return from_plain(read_json(self.config_path), TrainConfig)
 
     def newest_checkpoint(self) -> Path:
-        """Returns the newest complete checkpoint.
-
-        Raises:
-            GulliverError: there is none.
-        """
+        """Returns the newest complete checkpoint."""
         newest = self.checkpoints.latest()
         if newest is None:
             raise GulliverError(
@@ -145,7 +133,6 @@ class ExponentialAverage:
 
     @torch.no_grad()
     def update(self, model: nn.Module) -> None:
-        """Updates the average with the model's current values."""
         before_write(self.shadow.values())
         self.updates += 1
         decay = min(self.decay, (1 + self.updates) / (10 + self.updates))

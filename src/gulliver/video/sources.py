@@ -79,7 +79,6 @@ SETTLED = ("frame_interval", "windows", "scores")
 
 
 def with_encoded(config: TrainConfig) -> TrainConfig:
-    """Fills in the settings of stored latents, if the run uses any."""
     if config.data.encoded is None:
         return config
     kept = LatentCache(config.data.encoded)
@@ -129,7 +128,6 @@ def _recorded(path: str, option: str) -> Path:
 
 
 def refuse_other_autoencoder(config: TrainConfig, run: Run) -> None:
-    """Raises an error for latents of another autoencoder."""
     if config.data.encoded is None:
         return
     path = config.autoencoder.path
@@ -180,7 +178,6 @@ TRAINED = ("STDiT2", "STDiT3")
 
 
 def check_start(config: TrainConfig) -> None:
-    """Raises an error for invalid initial weights, before anything else is loaded."""
     model = config.model
     if model.weights is None:
         sizes = [*STDIT3_SIZES, *CONFIGURATIONS]
@@ -243,7 +240,6 @@ def describe_start(config: TrainConfig, run: Run) -> None:
 def build_model(
     config: TrainConfig, autoencoder: Autoencoder, run: Run | None = None, begin: bool = False
 ) -> Any:
-    """Builds the transformer of `config`."""
     torch.manual_seed(derive(config.seed, 0))
     if config.model.weights is not None:
         assert run is not None, "a run with weights has a folder"
@@ -292,7 +288,6 @@ def flow_of(model: nn.Module, otherwise: RectifiedFlow) -> Flow:
 
 
 def make_text(config: TrainConfig, model: nn.Module) -> TextEncoder:
-    """Creates the text encoder of a run: words, or one loaded from a folder."""
     folder = config.model.text_encoder
     if folder is None:
         return WordEncoder(config.model.text_channels, config.model.text_length)
@@ -353,7 +348,6 @@ def make_dataset(
     seed: int = 0,
     autoencoder: Autoencoder | None = None,
 ) -> MovingDigits | ClipTable:
-    """Creates the data set: the moving digits, or the given table."""
     shapes = parse_shapes(config.shapes)
     if config.made:
         return MovingDigits(
@@ -430,7 +424,6 @@ def _buckets(
 
 
 def _check_shape(bucket: Bucket, unit: int) -> None:
-    """Raises an error for indivisible shapes, before clips are opened."""
     if (bucket.frames - 1) % VideoAutoencoder.compression[0] or any(
         side % unit for side in (bucket.height, bucket.width)
     ):
@@ -443,7 +436,6 @@ def _check_shape(bucket: Bucket, unit: int) -> None:
 
 
 def make_sampler(config: TrainConfig, dataset: Any, place: tuple[int, int]) -> BucketSampler:
-    """Creates the sampler: the order of the samples, and this rank's share of each batch."""
     seed = derive(config.seed, 6)
     if isinstance(dataset, ClipTable) and isinstance(dataset.buckets, BucketConfig):
         sizes = dataset.buckets.batch_sizes(config.data.bucket_ranks)
@@ -453,7 +445,6 @@ def make_sampler(config: TrainConfig, dataset: Any, place: tuple[int, int]) -> B
 
 
 def make_flow(config: FlowConfig, autoencoder: Autoencoder) -> RectifiedFlow:
-    """Creates the rectified flow used for both training and sampling."""
     return RectifiedFlow(
         sample_method=config.timesteps,
         shift=config.shift,

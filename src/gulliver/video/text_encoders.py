@@ -76,21 +76,7 @@ class TextEncoder(Protocol):
 
 
 class _FromFolder:
-    """A text encoder of transformers, from a local folder.
-
-    Args:
-        folder: Hugging Face folder with the model and its tokenizer.
-        max_length: maximum caption length in tokens.
-        device: device of the encoder; None for the CPU.
-        dtype: dtype of the weights; None for float32.
-        cut: whether to truncate long captions instead of raising an error.
-        whole: whether to pad every caption to `max_length` and attend to the padding, as Open-Sora
-            2.0 and FLUX.1 were trained.
-
-    Raises:
-        GulliverError: the folder does not exist, the encoder does not support that length, or
-            transformers is missing.
-    """
+    """A text encoder of transformers in a local folder; arguments as for `load_text_encoder`."""
 
     name, kind = "", ""
     """Display name and transformers class."""
@@ -332,7 +318,6 @@ class EncoderLook(NamedTuple):
 
 
 def look_at_encoder(folder: Path | str) -> EncoderLook:
-    """Reads the kind and sizes of a text encoder, without its weights."""
     file = Path(folder) / "config.json"
     if not file.is_file():
         raise GulliverError(f"{folder} is not a text encoder: it has no config.json")
@@ -348,7 +333,6 @@ def look_at_encoder(folder: Path | str) -> EncoderLook:
 
 
 def check_length(look: EncoderLook, max_length: int) -> None:
-    """Raises an error for a length that the encoder does not support."""
     longest = look.longest
     if not isinstance(max_length, int) or max_length < 1:
         raise GulliverError(f"max_length={max_length} must be at least 1 token")
@@ -394,7 +378,7 @@ PUNCTUATION = ".,;:!?\"'()"
 
 
 def words_of(prompt: str) -> list[str]:
-    """Lower-case words without leading and trailing punctuation."""
+    """Returns lower-case words without leading and trailing punctuation."""
     words = [word.strip(PUNCTUATION) for word in prompt.lower().split()]
     words = [word for word in words if word]
     if not words:
@@ -432,7 +416,6 @@ class WordEncoder:
         return told
 
     def teach(self, word: str, vector: Tensor) -> None:
-        """Sets a learned or trainable vector ``[channels]`` for a word."""
         # Sentences are then encoded in the vector's dtype and on its device.
         self._taught[word] = vector
 

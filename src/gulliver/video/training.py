@@ -44,7 +44,6 @@ CHUNK_MB = 1.0
 
 
 def check_ranks(config: TrainConfig, ranks: int) -> None:
-    """Raises an error if the ranks cannot be divided into complete models."""
     size_axes(ranks, config.pp_size, config.sp_size, config.tp_size)
 
 
@@ -276,7 +275,6 @@ class Trainer(TrainingLoop):
         return {}
 
     def _count(self, batch: VideoBatch) -> int:
-        """Counts the readable samples of the batch in all shares."""
         if not isinstance(self.maker.dataset, ClipTable):
             return batch.total
         read = int(len(batch.latents) * batch.weight)

@@ -54,7 +54,7 @@ class Selection:
 
     @property
     def kept(self) -> dict[str, str]:
-        """Reasons why the other layers cannot, by path."""
+        """Reasons why layers cannot compute in FP8, by path."""
         return {layer.path: layer.why_not for layer in self.layers if layer.why_not}
 
     @property

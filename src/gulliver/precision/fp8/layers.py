@@ -136,7 +136,6 @@ class SharedDims:
 
     @property
     def any(self) -> bool:
-        """Whether any dim is sharded."""
         return any((self.tokens, self.inputs, self.outputs))
 
 

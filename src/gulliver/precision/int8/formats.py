@@ -55,7 +55,6 @@ def check_int4(largest: Tensor, inputs: int, path: str) -> None:
 
 @torch.no_grad()
 def to_int8(weight: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
-    """Rounds a weight to int8."""
     values = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
     inverse = torch.where(largest > 1e-36, 127.0 / largest, 0.0)[:, None]
     for rows in _chunks(*weight.shape):
@@ -65,7 +64,6 @@ def to_int8(weight: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def to_int4(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Rounds a weight to int4."""
     outputs, inputs = weight.shape
     packed = torch.empty(outputs, inputs // 2, dtype=torch.int8, device=weight.device)
     scales = weight.new_empty(outputs, inputs // GROUP, dtype=torch.float32)
@@ -91,12 +89,10 @@ def packed_int4(values: Tensor) -> Tensor:
 
 
 def from_int8(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Dequantizes int8 values."""
     return (values.float() * scales[:, None]).to(dtype)
 
 
 def from_int4(packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Dequantizes int4 bytes."""
     groups = packed.view(torch.uint8).unflatten(1, (-1, GROUP // 2))
     values = torch.cat([groups & 15, groups >> 4], dim=2).float() - 8.0
     return (values * scales[:, :, None]).flatten(1).to(dtype)

@@ -28,7 +28,7 @@ INSTRUCTIONS = ("avx512-vnni", "avx2", "none")
 
 
 def kernels_problem() -> str | None:
-    """Why native kernels are not available; None if they are."""
+    """Returns why native kernels are unavailable; None if they are available."""
     try:
         built = importlib.import_module("gulliver.precision.int8._kernels")
     except ImportError as error:

@@ -424,7 +424,6 @@ class _Replacing:
 
 
 def quantized_linear(module: Any, options: QuantizeArguments) -> nn.Module:
-    """Creates a quantized layer from `nn.Linear` or transformers' Conv1D."""
     weight = matrix_of(module)
     values, scales = options.quantised(weight, options.mode)
     return QuantizedLinear(

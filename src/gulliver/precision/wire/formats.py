@@ -43,7 +43,6 @@ class ElementKind:
 
     @property
     def floats(self) -> bool:
-        """Whether elements are floating-point numbers."""
         return self.mantissa > 0
 
 
@@ -76,7 +75,6 @@ class WireFormat:
 
     @property
     def scaled(self) -> bool:
-        """Whether blocks have scales."""
         return self.name in KINDS and self.name != "bf16"
 
     @property

@@ -208,7 +208,6 @@ def _marks(run: Tensor, kind: ElementKind) -> Marks | None:
 
 
 def _mark(values: Tensor, bad: Tensor, codes: Tensor) -> None:
-    """Writes the codes of non-finite elements."""
     half = values.shape[1]
     if half == bad.shape[1]:
         values.copy_(torch.where(bad, codes, values))
@@ -219,7 +218,6 @@ def _mark(values: Tensor, bad: Tensor, codes: Tensor) -> None:
 
 
 def _encode(buffer: Tensor, values: Tensor, wire: WireFormat) -> None:
-    """Encodes scaled elements; overwrites the buffer."""
     if wire.kind.floats:
         assert wire.kind.dtype is not None, "formats of floats have a dtype"
         values.view(wire.kind.dtype).copy_(buffer)

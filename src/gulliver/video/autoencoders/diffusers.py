@@ -57,14 +57,7 @@ def load_diffusers(path: Path, config: dict[str, Any]) -> DiffusersAutoencoder:
 
 
 class DiffusersAutoencoder(nn.Module):
-    """Encodes and decodes with a diffusers module.
-
-    Args:
-        module: one of the classes in `KNOWN`.
-
-    Raises:
-        GulliverError: it has another class.
-    """
+    """Encodes and decodes with a diffusers module of one of the classes in `KNOWN`."""
 
     def __init__(self, module: Any) -> None:
         super().__init__()
@@ -99,12 +92,10 @@ class DiffusersAutoencoder(nn.Module):
         return None if self._pieces is None else self._pieces.frames
 
     def latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
-        """Returns the latent shape of a clip: channels, frames, rows and columns."""
         count = check_causal(self, frames) if self.compression[0] > 1 else max(1, frames)
         return self.latent_channels, count, *check_space(self, height, width)
 
     def encode(self, video: Tensor) -> Tensor:
-        """Encodes ``[B, 3, T, H, W]`` to normalized latents."""
         self.latent_shape(*video.shape[2:])
         if self._pieces is None:
             with without_masks(self.module):
@@ -129,7 +120,6 @@ class DiffusersAutoencoder(nn.Module):
     def decode_pieces(
         self, latents: Iterable[Tensor], frames: int | None = None
     ) -> Iterator[Tensor]:
-        """Decodes a stream of latents in chunks; see `encode_pieces`."""
         yield from self._pieces.decoded((self._raw(part) for part in latents), frames)
 
     def stream_encoder(self, video: Tensor) -> Tensor:
@@ -137,7 +127,6 @@ class DiffusersAutoencoder(nn.Module):
         return self._normalised(self.networks["encoder"](video).chunk(2, 1)[0])
 
     def stream_decoder(self, latents: Tensor) -> Tensor:
-        """Decodes latents without splitting them into chunks."""
         return self.networks["decoder"](self._raw(latents))
 
     def _normalised(self, latents: Tensor) -> Tensor:

@@ -73,12 +73,7 @@ class Terms(NamedTuple):
 
 
 class AutoencoderLoss(nn.Module):
-    """Reconstruction, perceptual and latent terms; its log-variance is trained with the model.
-
-    Args:
-        config: terms and their weights.
-        perceptual: perceptual network, or None.
-    """
+    """Reconstruction, perceptual and latent terms; its log-variance is trained with the model."""
 
     def __init__(self, config: AutoencoderLossConfig, perceptual: Features | None = None) -> None:
         super().__init__()
@@ -161,12 +156,7 @@ def generator_loss(made: Tensor) -> Tensor:
 
 
 def adaptive_weight(reconstruction: Tensor, adversarial: Tensor) -> Tensor:
-    """Computes the weight at which both gradients of the last layer have the same norm.
-
-    Args:
-        reconstruction: gradient of the reconstruction term.
-        adversarial: gradient of the adversarial term.
-    """
+    """Computes the weight that equalizes the norms of both terms' gradients at the last layer."""
     weight = reconstruction.norm() / (adversarial.norm() + SMALLEST_NORM)
     return weight.clamp(max=LARGEST_ADAPTIVE).detach()
 
@@ -250,12 +240,8 @@ def squared_error(video: Tensor, decoded: Tensor) -> Tensor:
 def ssim(video: Tensor, decoded: Tensor) -> Tensor:
     """Computes the structural similarity of each frame, [B, T] (Wang et al. 2004).
 
-    Local means, variances and covariance use a Gaussian window of 11 x 11 pixels, only where it is
-    inside the frame; similarities are averaged over channels.
-
-    Args:
-        video: clips [B, 3, T, H, W] in [-1, 1].
-        decoded: clips to compare with them.
+    The window is 11 x 11 pixels, only where it is inside the frame. Similarities are averaged over
+    channels.
     """
     x = _frames((video.clamp(-1, 1) + 1) / 2)
     y = _frames((decoded.clamp(-1, 1) + 1) / 2)
@@ -326,11 +312,7 @@ GROUPS = 8
 
 
 class PatchDiscriminator(nn.Module):
-    """Maps clips [B, 3, T, H, W] to logits [B, 1, t, H / 8, W / 8]; T >= 1, H and W >= 8.
-
-    Args:
-        width: channels of the first layer, a multiple of 8; each layer doubles them.
-    """
+    """Maps clips [B, 3, T, H, W] to logits [B, 1, t, H / 8, W / 8]; T >= 1, H and W >= 8."""
 
     def __init__(self, width: int = 32) -> None:
         super().__init__()

@@ -130,12 +130,10 @@ class Passes:
     shared: SharedNetworks | None = None
 
     def encode(self, videos: Tensor) -> Posterior:
-        """Encodes clips [B, 3, T, H, W] to the posterior of their latents."""
         moments = self._run(self.model.moments, videos, self.model.compression[0])
         return Posterior.of(moments, self.model.latent_channels)
 
     def decode(self, latents: Tensor) -> Tensor:
-        """Decodes unnormalized latents."""
         return self._run(self.model.decode_raw, latents, 1)
 
     def _run(self, network: Callable[[Tensor], Tensor], x: Tensor, unit: int) -> Tensor:
@@ -215,7 +213,6 @@ STATISTICS_BATCHES = 24
 
 
 def build_autoencoder(config: TrainAutoencoderConfig) -> VideoAutoencoder:
-    """Creates the autoencoder of a run, initialized from the run's seed."""
     torch.manual_seed(config.seed)
     model = config.model
     return VideoAutoencoder(
@@ -428,10 +425,7 @@ class AutoencoderTrainer(TrainingLoop):
             self.scalars(f"held_out/{name}", value, self.step_number)
 
     def result(self) -> VideoAutoencoder:
-        """Returns the autoencoder with averaged weights, or the trained one without averaging.
-
-        A collective call.
-        """
+        """Returns the averaged autoencoder, or the trained one without averaging (collective)."""
         if self.average is None:
             return self.autoencoder
         found = VideoAutoencoder(**self.autoencoder.config).to(self.world.device, self.dtype)
@@ -443,12 +437,7 @@ class AutoencoderTrainer(TrainingLoop):
         return measure(model, self.sources.held_out, self.world.device, self.place)
 
     def finish(self) -> tuple[VideoAutoencoder, dict[str, Any]]:
-        """Measures latent statistics and the quality of the result; a collective call.
-
-        Returns:
-            The unshared autoencoder, and metrics: psnr in dB and ssim of the held-out clips, their
-                description, and the steps.
-        """
+        """Measures latents and quality; returns the unshared autoencoder and metrics."""
         self.passes.off()
         model = self.result()
         self._measure_latents(model)
@@ -458,7 +447,6 @@ class AutoencoderTrainer(TrainingLoop):
 
     @torch.no_grad()
     def _measure_latents(self, model: VideoAutoencoder) -> None:
-        """Sets mean and standard deviation of the latents from some training clips."""
         columns = []
         for step in islice(self._sampler(0, 1), STATISTICS_BATCHES):
             videos = collate(self.sources.training, step.indices).videos

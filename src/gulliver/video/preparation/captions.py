@@ -102,7 +102,6 @@ def _sentence(who: str, text: str) -> dict[str, Any]:
 
 
 def model_captioner(folder: Path, prompt: str, tokens: int) -> Captioner:
-    """Creates a captioner from a transformers model for image captioning."""
     model, processor = _loaded(folder)
 
     @torch.inference_mode()

@@ -165,7 +165,6 @@ def cut(
 
 
 def clips_folder(out: Path) -> Path:
-    """Returns the folder for the clips of a table."""
     return out.with_name(f"{out.stem}.clips")
 
 
@@ -193,7 +192,6 @@ def _rank(path: Path) -> tuple[bool, bool]:
 
 
 def cut_source(path: Path, folder: Path, settings: CutSettings) -> FileOutcome:
-    """Cuts a video, except for existing clips."""
     try:
         plan = _planned(path, folder, settings)
         failed = write_clips(path, plan, folder, settings)
@@ -260,7 +258,6 @@ def _read_plan(file: Path, key: str) -> Plan | None:
 
 
 def make_plan(footage: SourceScenes, stem: str, settings: CutSettings) -> Plan:
-    """Divides the scenes of a source into clips within the length limits."""
     rate = rate_of(footage, settings)
     most = int(round(settings.max_seconds * float(rate), 6))
     slow, most = most < 1, max(1, most)
@@ -306,7 +303,6 @@ def _unseen(
 
 
 def _covers(plan: Plan) -> bool:
-    """Whether each frame is in a clip or is skipped with a reason."""
     spans = [(clip.first, clip.end) for clip in plan.clips]
     spans += [(first, end) for first, end, _ in plan.left]
     reached = 0
@@ -330,7 +326,6 @@ def pieces(length: int, least: int, most: int) -> list[int]:
 
 
 def write_clips(path: Path, plan: Plan, folder: Path, settings: CutSettings) -> dict[str, str]:
-    """Writes the missing clips of a source."""
     import av
 
     failed: dict[str, str] = {}
@@ -384,7 +379,7 @@ class _Frames:
 
 
 def _is_inherited(name: str) -> bool:
-    """Whether clips inherit a column of their source: not if it describes the whole file."""
+    """Whether clips inherit this column of their source: not if it describes the whole file."""
     told = (*COLUMNS, *FACTS, *SOURCE, *IN_THE_BOX)
     plugged = {point.name for point in entry_points(group=GROUP)}
     return name == "text" or (name not in told and name not in plugged)

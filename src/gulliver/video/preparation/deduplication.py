@@ -163,7 +163,7 @@ def _unpacked(thumbs: str) -> np.ndarray:
 
 
 def correlation(one: np.ndarray, other: np.ndarray) -> float:
-    """Correlation of two clips' pictures [N, pixels], over all moments; 0 if a moment differs.
+    """Correlates two clips' pictures [N, pixels] over all moments; 0 if a moment differs.
 
     A blank clip matches other blank clips of the same color.
     """

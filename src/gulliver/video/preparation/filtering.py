@@ -119,7 +119,6 @@ def _line(error: BaseException) -> str:
 
 
 def filter_file(path: Path, condition: str, out: Path) -> Filtered:
-    """Filters a table file into another."""
     check_other(out, path)
     with held_table(out, "filter"):
         found = filter_table(Table.read(path), condition)

@@ -68,7 +68,6 @@ class Packets:
 
     @property
     def breaks_off(self) -> bool:
-        """Whether more than a few frames are missing at its end."""
         steps = np.diff(self.times)
         longest = float(steps.max()) if len(steps) else 0.0
         return self.missing > FEW * max(longest, 1 / self.rate if self.rate else 0.04)
@@ -93,11 +92,10 @@ class Packets:
 
     @property
     def has_times(self) -> bool:
-        """Whether the presentation time of each frame is known."""
         return len(self.times) == self.packets > 0 and not self.restarts
 
     def time_of(self, number: int, frame: Any) -> float:
-        """Presentation time in seconds of decoded frame `number`."""
+        """Returns the presentation time in seconds of decoded frame `number`."""
         if self.presented and not self.restarts and frame.time is not None:
             return float(frame.time)
         if number < len(self.times):
@@ -120,7 +118,6 @@ class Packets:
         return len(self.times) > 2 and steady_rate(self.times, self.rate) is None
 
     def duration(self, frames: int, fps: float) -> float:
-        """Seconds from the first frame to the end of the last."""
         if len(self.times) < 2:
             return frames / fps
         return float(self.times[-1] - self.times[0]) + 1 / fps
@@ -274,12 +271,11 @@ class Samples:
 
     @cached_property
     def grey(self) -> np.ndarray:
-        """Brightness of the pictures, float32 [N, H, W] in 0..255."""
+        """Luma of the pictures, float32 [N, H, W] in 0..255."""
         return self.pictures @ LUMA
 
     @cached_property
     def grey_neighbours(self) -> np.ndarray:
-        """Brightness of the neighbours, float32 [N, H, W] in 0..255."""
         return self.neighbours @ LUMA
 
 

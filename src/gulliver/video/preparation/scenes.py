@@ -234,7 +234,6 @@ FORMATS = {".mp4": "mp4", ".mkv": "matroska"}
 
 
 def rate_of(footage: SourceScenes, settings: CutSettings) -> Fraction:
-    """Returns the frame rate for the clips of a file."""
     if settings.fps is None:
         return footage.rate
     return Fraction(settings.fps).limit_denominator(1001)
@@ -320,7 +319,6 @@ class ClipWriter:
 
 
 def fitted(frame: Frame, size: tuple[int, int], pixels: str) -> Any:
-    """Converts a frame to an upright PyAV frame of a given size and pixel format."""
     # An already matching frame is returned unchanged, without loss.
     import av
 

@@ -85,7 +85,6 @@ def text_boxes(grey: np.ndarray) -> list[tuple[int, int, int, int]]:
 
 
 def _is_line(grey: np.ndarray, edges: np.ndarray, area: int) -> bool:
-    """Whether a group of strong edges looks like a line of text."""
     height, width = edges.shape
     if not LINE[0] <= height <= LINE[1] * grey.shape[0] or width < 2 * height:
         return False
@@ -165,7 +164,6 @@ class Scored:
 
 
 def find_scorers(names: Sequence[str]) -> dict[str, Scorer]:
-    """Finds scorers by name."""
     plugged = {point.name: point for point in entry_points(group=GROUP)}
     found: dict[str, Scorer] = {}
     for name in names:
