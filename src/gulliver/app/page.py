@@ -1,4 +1,4 @@
-"""Reads a run that may still be training: nothing is written, and files may be incomplete.
+"""The Gradio page, and the run that it shows, which may still be training.
 
 Losses are read from the logs; samples are the images and clips in the run's folder `samples`, and
 the sheet that `gulliver demo` writes next to the run.

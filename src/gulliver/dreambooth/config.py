@@ -76,7 +76,7 @@ class DreamboothConfig(Options):
     prior_prompt: str = "a photo of {class}"
     """Prompt of prior pictures; alternatives such as {left|right} are used in turn."""
     motion: str = ""
-    """Prompt with which a video base animates the pictures after learning them, to train on those
+    """Prompt with which a video base model animates the learned pictures, to train on the
     clips: 'the {class} {token} moving {left|right}'.
     """
     motion_after: Annotated[int | None, AT_LEAST_1] = None
@@ -88,7 +88,7 @@ class DreamboothConfig(Options):
     on a plain background. Otherwise the base model continues the picture.
     """
     resolution: Annotated[int | None, Range(8, 8192)] = None
-    """Side length of the pictures in pixels; default: that of the base."""
+    """Side length of the pictures in pixels; default: that of the base model."""
     on_broken: Literal["refuse", "skip"] = "refuse"
     """How to handle unreadable pictures; they are named in both cases."""
     background: Literal["white", "black", "grey"] = "white"
@@ -96,7 +96,7 @@ class DreamboothConfig(Options):
     steps: Annotated[int, AT_LEAST_1] = 400
     """Optimizer steps."""
     batch_size: Annotated[int, AT_LEAST_1] = 1
-    """Global batch size in pictures of the subject; as many prior pictures are added."""
+    """Global batch size in pictures of the subject; the same number of prior ones is added."""
     micro_batch: Annotated[int | None, AT_LEAST_1] = None
     """Micro-batch size per rank; larger batches accumulate gradients."""
     learning_rate: Annotated[float | None, RATE] = None

@@ -1,4 +1,4 @@
-"""Writes trained weights in the formats of diffusers.
+"""DreamBooth on diffusers pipelines: the base model, and results in diffusers' formats.
 
 ``pytorch_lora_weights.safetensors`` for ``pipe.load_lora_weights``, ``learned_embeds.safetensors``
 for ``pipe.load_textual_inversion`` (``learned_embeds_2.safetensors`` for the second text encoder),

@@ -1,4 +1,4 @@
-"""Noising, training targets and loss weights as defined by a scheduler's configuration.
+"""Training noise as defined by a scheduler's configuration, and the supported pipelines.
 
 Three objectives, as in diffusers' training scripts: with a beta schedule the network predicts the
 noise (``epsilon``) or the velocity (``v_prediction``); with a flow it predicts noise minus image.

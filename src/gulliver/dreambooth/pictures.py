@@ -1,4 +1,4 @@
-"""Reads the subject's folder: upright images without transparency, and captions."""
+"""The subject's images and captions, and generated prior images."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Samples of a step: their images, weights and random seeds.
+"""The trainable model, and the samples of each step: images, weights and random seeds.
 
-They depend only on the options and the step, so that a run with other ranks or micro-batches, or a
-resumed one, uses the same samples with the same noise.
+Samples depend only on the options and the step: resumed runs, and runs with a different number of
+ranks or micro-batches, use the same samples and noise.
 """
 
 from __future__ import annotations

@@ -164,7 +164,7 @@ class Accelerator(accelerate.Accelerator):
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> Any:
-        """Boosts the model of an optimizer, which is prepared before or with it."""
+        """Boosts an optimizer and its model, which is prepared before or in the same call."""
         if getattr(optimizer, "_is_accelerate_prepared", False):
             boosted = getattr(optimizer, "boosted", None)
             if boosted is not None and all(o is not boosted for o in self._boosted.values()):

@@ -1,4 +1,4 @@
-"""Self-attention with normalized queries and keys, and cross-attention to captions."""
+"""Layers and blocks of the STDiT transformers: attention, embeddings, rotary codes, modulation."""
 
 from __future__ import annotations
 

@@ -230,7 +230,7 @@ class MMDiT(nn.Module):
         fields: fields of `MMDiTConfig` to override.
 
     Raises:
-        GulliverError: an unknown field, one that is not supported, or sizes that do not divide.
+        GulliverError: a field is unknown or not supported, or sizes are not divisible.
 
     Source: https://arxiv.org/abs/2503.09642 (Open-Sora 2.0), https://arxiv.org/abs/2403.03206
     (MMDiT).

@@ -1,7 +1,7 @@
-"""Quantizes the networks of a diffusers pipeline, and compares images before and after.
+"""Quantizes folders of language models and of diffusers pipelines, and compares results.
 
-Denoisers and text encoders are quantized. The autoencoder is not: it is small, and its errors are
-visible.
+Denoisers and text encoders of pipelines are quantized. The autoencoder is not, because it is small
+and its errors are visible.
 """
 
 from __future__ import annotations

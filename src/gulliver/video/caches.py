@@ -76,7 +76,7 @@ class Broadcast(Options):
 
 @dataclass(frozen=True)
 class FirstBlock(Options):
-    """Reuses the residual of all later blocks while that of the first one hardly changes."""
+    """Reuses the later blocks' residual while the first block's residual hardly changes."""
 
     # Threshold: mean absolute change relative to the mean absolute value; 0: never reuse.
     threshold: Annotated[float, Range(0, 1e9)] = 0.1

@@ -1,4 +1,4 @@
-"""`FlowConfig`: the options of rectified flow. Does not import torch: `--help` reads it."""
+"""Options of the video commands. Does not import torch, because `--help` reads this module."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class FlowConfig(Options):
 
 @dataclass(frozen=True)
 class PlannerConfig(Options):
-    """Options of --data-centric: the budget of a step, and what is planned."""
+    """Options of --data-centric: budget of a step, and decisions of the planner."""
 
     tokens: Annotated[int | None, Range(1, 2**40)] = None
     """Tokens per optimizer step, instead of --data.batch-size samples."""
@@ -73,7 +73,7 @@ class PlannerConfig(Options):
     unfit: Literal["refuse", "skip"] = "refuse"
     """How to handle clips that fit at no degree."""
     costs: Path | None = None
-    """Cost file from a run on such machines; default: measured at the start of the run, and saved
+    """Cost file of a run on the same hardware; default: measured at the start of the run, and saved
     in its folder as costs.json.
     """
     memory_limit: str | None = None
@@ -612,7 +612,7 @@ class CutSettings(Options):
     max_seconds: Annotated[float, Range(0, 1e6, open_below=True)] = 20.0
     """Maximum length of a clip; longer scenes are divided evenly."""
     fps: Annotated[float | None, Range(0.1, 1000)] = None
-    """Frames per second of the clips; default: that of the file, or for a variable rate one that
+    """Frames per second of the clips; default: the file's rate, or if that is variable, a rate that
     shows every frame, up to 120.
     """
     shorter_side: Annotated[int | None, Range(2, 2**14)] = None

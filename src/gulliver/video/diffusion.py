@@ -1,7 +1,8 @@
-"""Classifier-free guidance by caption and by given frames, as in Open-Sora 1.2 to 2.0.
+"""Diffusion processes, and guidance by caption and given frames, as in Open-Sora 1.2 to 2.0.
 
-The model is called up to three times per step, in this order: with caption and given frames,
-without a caption, and without both. The velocity is extrapolated away from the unconditional ones:
+With guidance the model is called up to three times per step, in this order: with caption and given
+frames, without a caption, and without both. The velocity is extrapolated away from the
+unconditional velocities:
 
     v = v0 + image * (v1 - v0) + text * (v2 - v1)      (v0 without both, v1 frames only, v2 all)
 

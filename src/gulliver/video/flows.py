@@ -1,8 +1,8 @@
-"""Timestep shifts: train and sample larger and longer clips at higher noise levels.
+"""Rectified flow with timestep shifts, and IDDPM.
 
-More pixels and frames are redundant, so a large clip is still recognizable at noise that would hide
-a small one. Every shift multiplies the odds t / (1 - t) of a level by a ratio; the published ones
-compute it differently from the clip size.
+Large clips are still recognizable at noise that would hide small ones, so shifts raise their noise
+levels. A shift multiplies the odds t / (1 - t) of a level by a ratio that depends on the clip size;
+releases differ in the rule.
 
 Sources: https://arxiv.org/abs/2403.03206 (resolution), https://arxiv.org/abs/2412.20404 (length).
 """
@@ -81,7 +81,7 @@ RULES: dict[str, Callable[[ClipSize], float]] = {
     "1.3": _by_frames_after_the_first,
     "2.0": _by_tokens,
 }
-"""Ratios by name: ours, and those of Open-Sora's versions."""
+"""Rules by name: Gulliver's own, and those of Open-Sora's versions."""
 
 
 # Rectified flow: straight paths from noise to data.

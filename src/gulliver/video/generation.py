@@ -1,4 +1,4 @@
-"""Generates a clip on several ranks: guidance x sequence parallelism.
+"""Generation on several ranks (guidance x sequence), on small devices, and of long clips.
 
 Classifier-free guidance calls the model twice per step, with and without a caption. With two
 *guidance* ranks each makes one call, and they exchange the results. The ranks of a *sequence* share

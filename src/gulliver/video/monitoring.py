@@ -1,8 +1,7 @@
-"""Validation: the loss of held-out clips at fixed noise levels, per bucket.
+"""Validation losses and sample clips during training.
 
-A training loss varies with the levels and shapes of each step. Here clips, noise and levels are
-always the same, so differences between two validations are due to the model. Published trainers
-found it to be the one cheap metric that correlates with quality.
+A training loss varies with the levels and shapes of each step. Validation always uses the same
+held-out clips, noise and levels, so differences are due to the model.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Prefetches clips of planned steps, and drops unreadable ones on all ranks.
+"""Clips of planned steps: prefetching, unreadable clips, and measured costs.
 
 Start with `StepClips.begin`; `ClipOrder` maps a planner's samples to table rows.
 """

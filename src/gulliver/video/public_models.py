@@ -1,9 +1,9 @@
-"""Sampling of each public transformer: diffusion, conditioning and text encoders.
+"""Public transformers and autoencoders: loading, and how each of them is sampled.
 
 A sampler calls all models in the same way: ``denoiser(x, timestep, **inputs)`` with latents [B, C,
 T, H, W] and levels from 0 to 1000. `Denoiser` passes an STDiT the inputs that its forward takes;
 `PackedDenoiser` packs latents to MMDiT tokens, and negates its velocity, which points to the noise.
-`Release` is the table of everything else.
+`RELEASES` has the remaining differences.
 """
 
 from __future__ import annotations

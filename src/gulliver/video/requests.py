@@ -1,4 +1,4 @@
-"""Open-Sora's mask strategies as text: which frames of a clip are given, from which reference.
+"""Requests for clips, and Open-Sora's mask strategies: which frames are given by which reference.
 
     loop,reference,reference_start,target_start,length,edit_ratio;...
 

@@ -1,4 +1,4 @@
-"""The run folder of `gulliver train` and `train-autoencoder`.
+"""The run folder of `gulliver train` and `train-autoencoder`; averaged weights; optimizer.
 
 run/
   config.json              the resolved configuration

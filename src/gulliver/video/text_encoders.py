@@ -180,7 +180,7 @@ class TextPair:
 
     Args:
         tokens: encoder of the tokens.
-        whole: encoder of the whole caption; it truncates long ones.
+        whole: encoder of the pooled vector; it truncates long captions.
 
     Raises:
         GulliverError: the second encoder has no pooled vector.

@@ -3,9 +3,9 @@
     autoencoder = DiffusersAutoencoder(AutoencoderKLHunyuanVideo.from_pretrained(folder))
 
 The networks run unchanged, but without diffusers' blended tiles for long clips, and without the
-mask of HunyuanVideo's middle block. CogVideoX and Wan process a clip in pieces that pass on their
-last frames, as do `encode_pieces` and `decode_pieces`. diffusers is optional and only imported for
-its classes.
+mask of HunyuanVideo's middle block. CogVideoX and Wan process a clip in chunks and pass on the
+last frames of each, as do `encode_pieces` and `decode_pieces`. diffusers is optional, and imported
+only for its classes.
 """
 
 from __future__ import annotations

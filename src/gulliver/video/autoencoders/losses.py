@@ -1,4 +1,4 @@
-"""Loss terms of video autoencoders, each a mean over elements.
+"""Loss terms, metrics and discriminator of video autoencoders; terms are means over elements.
 
     reconstruction   e = |x - y| or (x - y)^2, plus weight * perceptual
                      with a learned log-variance s: e / exp(s) + s (Kingma & Welling 2014)

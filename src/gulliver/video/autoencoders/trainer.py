@@ -1,7 +1,7 @@
-"""The discriminator of a run: its optimizer, its step, and its loss term.
+"""The training loop of autoencoders, and the discriminator.
 
-It is small, so every rank holds a replica and its optimizer, and gradients are all-reduced. The
-autoencoder's step comes first, then the discriminator's, on the same decoded clips.
+The discriminator is small, so every rank holds a replica and its optimizer, and gradients are
+all-reduced. It is stepped after the autoencoder, on the same decoded clips.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Frame times from a file's header and packets, used by scans, cuts and scores."""
+"""Frame times from a file's header and packets, and pictures at evenly spaced times."""
 
 from __future__ import annotations
 
@@ -261,7 +261,7 @@ class Samples:
         pictures: frames at the moments, uint8 [N, H, W, 3].
         neighbours: the next frame of each, or the previous one at the end; a still is its own
             neighbour.
-        problem: reason why only a part of the clip was read, if so.
+        problem: reason why only a part of the clip was read, or None.
     """
 
     path: Path
