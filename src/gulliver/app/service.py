@@ -32,9 +32,7 @@ from gulliver.app.worker import (
 
 Work = Callable[[Connection, Source], None]
 TRIES = 3
-"""Maximum consecutive processes that end before their first clip; then none is started in
-advance.
-"""
+"""Maximum consecutive processes that end before their first clip; then none starts in advance."""
 
 
 # [Note: turns] A ticket's round is one more than that of the same user's previous ticket, and at

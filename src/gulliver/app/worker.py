@@ -155,9 +155,7 @@ PREVIEWS = 8
 PREVIEW_SIDE = 256
 """Maximum pixels of a preview's longer side."""
 SHOWN_SIDE = 256
-"""Maximum side in pixels to which small clips are upscaled by pixel repetition, because browsers
-blur when they enlarge.
-"""
+"""Small clips are upscaled to this side by pixel repetition, because browsers would blur."""
 
 Post = Callable[[Any], None]
 

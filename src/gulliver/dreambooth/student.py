@@ -105,7 +105,7 @@ class SubjectModel(nn.Module):
         weights: Sequence[float] = (),
         job: Callable[[], Any] | None = None,
     ) -> Any:
-        """Computes losses of samples, or calls `job`, which then sees the boosted networks."""
+        """Computes losses of samples; `job` is called instead, inside the boosted forward."""
         if job is not None:
             return job()
         assert latents is not None, "samples are given"

@@ -349,7 +349,7 @@ def spatial_layers(network: nn.Module) -> tuple[str, ...]:
 
 
 def fingerprint_of(maker: VideoPipeline) -> str:
-    """Digests a run's networks and words, using a few elements of each tensor."""
+    """Computes a digest of a run's networks and words, from a few elements of each tensor."""
     digest = hashlib.blake2b(digest_size=16)
     for network in (maker.outline, maker.autoencoder):
         for name, value in sorted(network.state_dict().items()):

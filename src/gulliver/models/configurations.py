@@ -176,9 +176,7 @@ class STDiT3Config(_LaterSTDiTConfig):
     freeze_y_embedder: bool = False
     """Freeze the caption embedder."""
     zero_init_temporal: bool = True
-    """Initialize the temporal blocks as identities, for starting from a picture model; False learns
-    faster from scratch on little data.
-    """
+    """Initialize temporal blocks as identities, to start from an image model; slower otherwise."""
     temporal_positions: bool = False
     """Add a sinusoidal frame code to the tokens, as in STDiT. The published STDiT3 has none: its
     rotary code only distinguishes frames by content, so the direction of motion is learned late.

@@ -57,8 +57,7 @@ class AutoencoderModelConfig(Options):
     latent_channels: Annotated[int, Range(1, 4096)] = 8
     """Channels of the latent."""
     posterior: bool = False
-    """Encode to a Gaussian, mean and variance, with a KL term; otherwise to points with some noise.
-    """
+    """Encode to a Gaussian with a KL term; otherwise to points with some noise."""
     init: Path | None = None
     """Trained autoencoder (.safetensors) to start from; determines size, channels and posterior."""
 

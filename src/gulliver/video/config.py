@@ -173,9 +173,7 @@ class DataConfig(Options):
     windows: Annotated[int, Range(0, 10_000)] = 0
     """Evenly spaced windows of a longer clip, one per epoch; 0: any window (tables only)."""
     encoded: Path | None = None
-    """Folder from `gulliver data encode` with latents of the clips, instead of or in addition to a
-    table.
-    """
+    """Folder of latents from `gulliver data encode`, with or without a table."""
 
     @property
     def made(self) -> bool:
@@ -212,9 +210,7 @@ class ModelConfig(Options):
     text_channels: Annotated[int, Range(2, 65536)] = 64
     """Width of the frozen word vectors."""
     text_length: Annotated[int, Range(1, 4096)] = 8
-    """Maximum caption length in words, or in tokens of --model.text-encoder; weights define their
-    own.
-    """
+    """Maximum caption length in words or tokens; --model.weights define their own."""
     zero_init_temporal: bool = False
     """Initialize the temporal blocks as identities: for weights of a picture model."""
     temporal_positions: bool = True

@@ -46,8 +46,7 @@ class Guidance(Options):
     image_oscillation: Annotated[int | None, AT_LEAST_0] = None
     """Same for the image scale."""
     image_decay: bool = False
-    """Whether the image scale decreases over the steps to 1, and increases over the frames from 1.
-    """
+    """Whether the image scale decreases to 1 over the steps and increases from 1 over frames."""
     rescale: Annotated[float, SHARE] = 0.0
     """Weight of restoring the standard deviation of the fully conditioned velocity."""
 

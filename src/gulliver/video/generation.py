@@ -76,8 +76,8 @@ def split_ranks(
     if sequence * guidance_ranks != world:
         raise GulliverError(
             f"--sp-size {sequence} x --guidance-ranks {guidance_ranks} = "
-            f"{sequence * guidance_ranks} ranks, but there are {world}; start as many, or omit "
-            "one of the options"
+            f"{sequence * guidance_ranks} ranks, but there are {world}; start that number, or "
+            "omit one of the options"
         )
     return sequence, guidance_ranks
 
@@ -183,7 +183,7 @@ class OneBranch:
 
 
 def _plan(sequence: int, heads: int) -> SequencePlan:
-    """Plans Ulysses between as many ranks as heads allow, and a ring of such groups."""
+    """Plans Ulysses within the largest groups that the heads allow, and a ring between groups."""
     ulysses = max(n for n in range(1, sequence + 1) if sequence % n == 0 and n <= heads)
     return SequencePlan(ulysses=ulysses, inner=sequence // ulysses)
 

@@ -301,7 +301,7 @@ class EncodedTable(ClipTable):
 
 
 def digests(paths: Iterable[Path], progress: Callable[[], None] | None = None) -> list[str]:
-    """Returns the digests of files, in parallel; for an unreadable file, of its name."""
+    """Computes digests of files in parallel; an unreadable file gets the digest of its name."""
     with ThreadPoolExecutor(8) as pool:
         found = []
         for one in pool.map(_digest_of_any, paths):

@@ -234,7 +234,7 @@ def make_samples(
 
 
 def _shape(config: TrainConfig, dataset: Any) -> Bucket:
-    """Selects the shape of the samples: the requested one, else the first, or a common one."""
+    """Selects the shape of the samples: requested, or the first, or the most common."""
     if config.data.buckets is None:
         shapes = list(parse_shapes(config.data.shapes))
     else:

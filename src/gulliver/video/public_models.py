@@ -397,7 +397,7 @@ def _configured(path: Path, kind: type[nn.Module]) -> dict[str, Any]:
         return {}
     content = read_json(file)
     if not isinstance(content, dict):
-        raise GulliverError(f"{file} is not a configuration; expected an object")
+        raise GulliverError(f"{file} is not a configuration; expected a JSON object")
     said = str(content.get("model_type", ""))
     if said.lower() in {name.lower() for name in KINDS - {kind.__name__}}:
         raise GulliverError(
@@ -423,7 +423,7 @@ def _of_transformers(name: str) -> bool:
 
 
 def _check_positions(path: Path, model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raises an error for fixed positions of another clip size, which names alone do not reveal."""
+    """Raises an error if position codes in the files are for a different clip size."""
     for name in ("pos_embed", "pos_embed_temporal"):
         wanted = model.state_dict().get(name)
         if wanted is not None and tuple(wanted.shape) != shapes.get(name):
@@ -533,7 +533,7 @@ def _config(path: Path) -> dict[str, Any]:
     file = (path if path.is_dir() else path.parent) / "config.json"
     content = read_json(file) if file.is_file() else {}
     if not isinstance(content, dict):
-        raise GulliverError(f"{file} is not a configuration; expected an object")
+        raise GulliverError(f"{file} is not a configuration; expected a JSON object")
     return content
 
 

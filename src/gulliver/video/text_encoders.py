@@ -176,7 +176,7 @@ class ClipTextEncoder(_FromFolder):
 
 
 class TextPair:
-    """Token vectors of one encoder and the pooled vector of another, as used by the 2.0 model.
+    """Token vectors of one encoder and the pooled vector of another, as in Open-Sora 2.0.
 
     Args:
         tokens: encoder of the tokens.

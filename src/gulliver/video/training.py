@@ -265,7 +265,7 @@ class Trainer(TrainingLoop):
         )
 
     def forward_backward(self, batch: VideoBatch) -> Mapping[str, Tensor | float] | None:
-        """Runs backward for this rank's share; None if no rank could read a sample."""
+        """Runs backward for this rank's share; returns None if no rank could read a sample."""
         # Ranks that hold one model together have the same share and random numbers.
         count = self._count(batch)
         return {"loss": self._backward(batch, count) / count} if count else None

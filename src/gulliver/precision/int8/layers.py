@@ -109,7 +109,7 @@ class QuantizedLayer(nn.Module, ABC):
             raise GulliverError(
                 f"{self.path} is {self.mode} with values {list(self.weight.shape)} and scales "
                 f"{list(self.weight_scale.shape)}; got {list(weight.shape)} and "
-                f"{list(scales.shape)}, of another model or mode"
+                f"{list(scales.shape)}, from another model or mode"
             )
 
     def forward(self, x: Tensor) -> Tensor:

@@ -233,7 +233,7 @@ def psnr(video: Tensor, decoded: Tensor) -> Tensor:
 
 
 def squared_error(video: Tensor, decoded: Tensor) -> Tensor:
-    """Computes the squared error of pixels in [0, 1], per element."""
+    """Computes the elementwise squared error of pixels scaled to [0, 1]."""
     return ((decoded.clamp(-1, 1) - video) / 2).square()
 
 

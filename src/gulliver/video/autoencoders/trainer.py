@@ -176,8 +176,7 @@ def reconstruction_picture(
 ) -> None:
     """Draws the first and last frame of a few clips above their reconstructions, as a PNG.
 
-    Called on all ranks that share the autoencoder; `path` is None on those that do not write. Uses
-    clips of the largest bucket.
+    Called on all ranks that share the autoencoder; `path` is None on ranks that do not write.
     """
     bucket = max(
         {dataset.bucket_of(index) for index in range(len(dataset))},
@@ -337,7 +336,7 @@ class AutoencoderTrainer(TrainingLoop):
         )
 
     def forward_backward(self, batch: tuple[Step, ClipBatch]) -> Mapping[str, float] | None:
-        """Runs backward for this rank's clips; None if no rank could read any."""
+        """Runs backward for this rank's clips; returns None if no rank could read a clip."""
         step = batch[0]
         videos, rows, count = self._agreed(*batch)
         if self.skipped.problem is not None:

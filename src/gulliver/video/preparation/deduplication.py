@@ -17,9 +17,7 @@ from gulliver.video.preparation.table import Table, check_other, write_broken, w
 from gulliver.video.preparation.work import fill_columns, work_on
 
 FEW_BITS = 0.25
-"""Maximum fraction of differing hash bits between duplicates; unrelated pictures differ in half of
-their bits.
-"""
+"""Maximum fraction of differing hash bits; unrelated pictures differ in half of the bits."""
 ALIKE = 0.95
 """Minimum correlation of duplicates over all moments."""
 WORST = 0.8

@@ -254,13 +254,13 @@ LUMA = np.array((0.299, 0.587, 0.114), np.float32)
 
 @dataclass(frozen=True)
 class Samples:
-    """Pictures of a clip.
+    """Frames of a clip at evenly spaced times.
 
     Attributes:
         path: file of the clip.
-        pictures: frames at the moments, uint8 [N, H, W, 3].
-        neighbours: the next frame of each, or the previous one at the end; a still is its own
-            neighbour.
+        pictures: sampled frames, uint8 [N, H, W, 3].
+        neighbours: next frame of each picture, or the previous frame at the end; a still is its
+            own neighbour.
         problem: reason why only a part of the clip was read, or None.
     """
 

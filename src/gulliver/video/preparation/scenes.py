@@ -32,9 +32,7 @@ SMALL = 96
 HELD = 0.25
 """Mean pixel change, in levels, below which a picture counts as repeated."""
 EARLY = 0.49
-"""Maximum fraction of a frame's duration that a frame may be shown early: nearest frame, without
-ties.
-"""
+"""Maximum fraction of its duration by which a frame is shown early; below 0.5 to avoid ties."""
 MOST_FPS = 120.0
 """Maximum frames per second of clips from a file with a variable rate."""
 
@@ -174,7 +172,7 @@ def _made(settings: CutSettings) -> Any:
 
 
 def _small(frame: Frame) -> np.ndarray:
-    """Scales a frame down, not rotated: uint8 [h, w, 3], BGR; all frames to the same size."""
+    """Downscales an unrotated frame to uint8 [h, w, 3], BGR; all frames have the same size."""
     stored = frame.decoded
     ratio = min(1.0, SMALL / min(stored.width, stored.height))
     size = max(2, round(stored.width * ratio)), max(2, round(stored.height * ratio))
