@@ -56,7 +56,7 @@ class Autoencoder(Protocol):
 
 @dataclass(frozen=True)
 class AutoencoderConfiguration:
-    """A public autoencoder."""
+    """Configuration of a public autoencoder."""
 
     release: str
     # Name of its class in `gulliver.models` or diffusers.

@@ -272,7 +272,7 @@ T5 = "t5-v1_1-xxl"
 
 @dataclass(frozen=True)
 class Configuration:
-    """A public model."""
+    """Configuration of a public model."""
 
     release: str
     # Name of its class in `gulliver.models`.

@@ -227,7 +227,7 @@ class LatentCache:
 
 
 class EncodedTable(ClipTable):
-    """Clips with stored latents: a sample's `video` is its latents."""
+    """Clips with stored latents: the `video` of a sample holds its latents."""
 
     # Rows, order and windows are those of the encoded `ClipTable`, so that training on latents uses
     # the same samples as training on clips.

@@ -225,7 +225,7 @@ FileWork = Callable[[Path], FileOutcome]
 def in_processes(
     work: FileWork, jobs: Iterable[tuple[str, Path]], workers: int
 ) -> Iterator[tuple[str, FileOutcome]]:
-    """Processes files in worker processes; yields in order of completion. A crash loses one file."""
+    """Processes files in worker processes, in order of completion; a crash costs only one file."""
     # One single-process pool per thread, so that a dead process can be attributed to its file.
     local, pools = threading.local(), list[ProcessPoolExecutor]()
     # Not fork: this process may have threads, of torch and of the progress display.
