@@ -258,6 +258,7 @@ def revert_fp8(model: nn.Module) -> None:
 
 
 def state_of(module: nn.Module) -> LayerState | None:
+    """Returns the state of an FP8 layer; None for other modules."""
     return vars(module).get("fp8")
 
 
