@@ -137,7 +137,7 @@ def test_encoders_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     assert T5TextEncoder(tmp_path / "t5", 4, cut=True).encode(CAPTIONS).mask.shape == (3, 4)
     with pytest.raises(GulliverError, match="no caption"):
         encoder.encode([])
-    with pytest.raises(GulliverError, match="width 16, the model needs 4096"):
+    with pytest.raises(GulliverError, match="width 16, but the model needs 4096"):
         check_encoder(encoder, 4096, 300)
     with pytest.raises(GulliverError, match="pass max_length=3"):
         check_encoder(encoder, 16, 3)
