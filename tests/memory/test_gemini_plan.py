@@ -54,17 +54,17 @@ def test_a_share_is_of_the_whole(share: int, whole: int) -> None:
         ("6 GiBs", r"limit='6 GiBs' has no known unit: did you mean 'GiB'\?"),
         ("", "is no size"),
         ("GiB", "is no size"),
-        ("-3GiB", "is no size above 0"),
-        ("0MiB", "is no size above 0"),
-        (0, "limit=0 is no size above 0"),
-        (-5, "limit=-5 is no size above 0"),
-        (float("nan"), "is no size above 0"),
-        (float("inf"), "is no size above 0"),
+        ("-3GiB", "is not a positive size"),
+        ("0MiB", "is not a positive size"),
+        (0, "limit=0 is not a positive size"),
+        (-5, "limit=-5 is not a positive size"),
+        (float("nan"), "is not a positive size"),
+        (float("inf"), "is not a positive size"),
         (True, "must be a whole number"),
         (None, "must be a whole number"),
-        ("70%", "is a share, and of what is not known"),
+        ("70%", "is a share, but there is no total"),
         ("1.2.3GiB", "is no size"),
-        ("0.0001B", "is no size above 0"),
+        ("0.0001B", "is not a positive size"),
     ],
 )
 def test_what_is_no_size_is_refused_with_what_would_be_right(value: Any, message: str) -> None:
@@ -74,7 +74,7 @@ def test_what_is_no_size_is_refused_with_what_would_be_right(value: Any, message
 
 
 def test_a_share_of_more_than_all_is_refused() -> None:
-    with pytest.raises(GulliverError, match="more than all of it"):
+    with pytest.raises(GulliverError, match="more than 100%"):
         byte_size("limit", "101%", 100)
     assert byte_size("limit", 6e9) == 6 * 10**9
     with pytest.raises(GulliverError, match="more than any machine has"):
@@ -88,7 +88,7 @@ def test_a_disk_is_a_folder_that_may_have_colons_and_a_size() -> None:
         "/scratch": r"such as disk='/scratch:100GiB'",
         ":5GiB": r"such as disk='/scratch:5GiB'",
         "/scratch:lots": r"disk='/scratch:lots': 'lots' is no size",
-        "/scratch:0GiB": "is no size above 0",
+        "/scratch:0GiB": "is not a positive size",
         "/scratch:": "is no size",
     }.items():
         with pytest.raises(GulliverError, match=message):
