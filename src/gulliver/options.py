@@ -132,7 +132,7 @@ def _text_size(name: str, text: str, whole: int | None) -> tuple[int, str]:
     right = RIGHT if whole is None else f"{RIGHT}, or a share, such as '70%'"
     found = _SIZE.fullmatch(text.strip())
     if found is None:
-        raise GulliverError(f"{name}={text!r} is no size: {right}")
+        raise GulliverError(f"{name}={text!r} is not a size: {right}")
     digits, unit = found.groups()
     number = Fraction(re.sub("[_,]", "", digits))
     if unit == "%":

@@ -50,10 +50,10 @@ def test_a_share_is_of_the_whole(share: int, whole: int) -> None:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ("lots", r"limit='lots' is no size: give a number with a unit, such as '6GiB'"),
+        ("lots", r"limit='lots' is not a size: give a number with a unit, such as '6GiB'"),
         ("6 GiBs", r"limit='6 GiBs' has no known unit: did you mean 'GiB'\?"),
-        ("", "is no size"),
-        ("GiB", "is no size"),
+        ("", "is not a size"),
+        ("GiB", "is not a size"),
         ("-3GiB", "is not a positive size"),
         ("0MiB", "is not a positive size"),
         (0, "limit=0 is not a positive size"),
@@ -63,7 +63,7 @@ def test_a_share_is_of_the_whole(share: int, whole: int) -> None:
         (True, "must be a whole number"),
         (None, "must be a whole number"),
         ("70%", "is a share, but there is no total"),
-        ("1.2.3GiB", "is no size"),
+        ("1.2.3GiB", "is not a size"),
         ("0.0001B", "is not a positive size"),
     ],
 )
@@ -87,9 +87,9 @@ def test_a_disk_is_a_folder_that_may_have_colons_and_a_size() -> None:
     for text, message in {
         "/scratch": r"such as disk='/scratch:100GiB'",
         ":5GiB": r"such as disk='/scratch:5GiB'",
-        "/scratch:lots": r"disk='/scratch:lots': 'lots' is no size",
+        "/scratch:lots": r"disk='/scratch:lots': 'lots' is not a size",
         "/scratch:0GiB": "is not a positive size",
-        "/scratch:": "is no size",
+        "/scratch:": "is not a size",
     }.items():
         with pytest.raises(GulliverError, match=message):
             split_disk(text)
@@ -263,19 +263,19 @@ def test_a_plan_with_tiers_is_read_back_as_it_was_and_a_size_may_be_text() -> No
         (
             "stage: 3",
             "stage: 2",
-            r"zero.stage: 2 \(line \d+\) and zero.tiers.limit: .*take stage: 3",
+            r"zero.stage: 2 \(line \d+\) and zero.tiers.limit: .*use stage: 3",
         ),
-        ('tuning: "off"', 'tuning: "auto"', r"zero.tuning: auto .* would be tuning: off"),
+        ('tuning: "off"', 'tuning: "auto"', r"zero.tuning: auto .* use tuning: off"),
         (
             'disk: "/tmp"',
             "disk: null",
             r"tiers.disk: null .* and zero.tiers.disk_bytes: 1073741824",
         ),
         ("disk_bytes: 1073741824", "disk_bytes: 0", "such as disk_bytes: 100GiB"),
-        ("host: 0", "host: 5GiB", r"mesh.device: cpu .* and zero.tiers.host: .*be host: 0"),
-        ("offload_param: 1.0", "offload_param: 0.5", r"policy: auto .* take policy: static"),
+        ("host: 0", "host: 5GiB", r"mesh.device: cpu .* and zero.tiers.host: .*use host: 0"),
+        ("offload_param: 1.0", "offload_param: 0.5", r"policy: auto .* use policy: static"),
         ("offload_optim: 1.0", "offload_optim: 1.5", "it must be at most 1"),
-        ("offload_optim: 1.0", "offload_optim: 0.5", "take policy: static"),
+        ("offload_optim: 1.0", "offload_optim: 0.5", "use policy: static"),
         ('policy: "auto"', 'policy: "best"', "it must be one of auto, static"),
         ('activations: "keep"', 'activations: "kept"', "must be one of keep, recompute"),
     ],
