@@ -269,7 +269,6 @@ class LoadPlan:
         return self.loaded
 
     def _match(self, entry: OptimizerEntry | None, elsewhere: set[str]) -> dict[str, Filling]:
-        """Rejects mismatches before anything is changed."""
         reader, model, holder = self.reader, self.model, self.holder
         given = {MODEL: model, OPTIMIZER: self.optimizer, SCHEDULER: self.lr_scheduler}
         for name, value in given.items():

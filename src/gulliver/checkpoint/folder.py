@@ -196,7 +196,6 @@ class CheckpointFolder:
         write_text(self.root / LATEST, self.path(step).name + "\n")
 
     def _retire(self, step: int) -> None:
-        """Removes steps that exceed `keep`."""
         for old in self._expired_steps():
             if old != step:
                 remove_folder(self.path(old))

@@ -176,7 +176,6 @@ def _check_there(partial: Path) -> None:
 
 
 def _awaited(partial: Path, rank: int, save_id: str, silence_s: float) -> dict[str, Any]:
-    """Waits for a rank's report on this save."""
     path, patience, begun = _report_file(partial, rank), PATIENCE_S, time.monotonic()
     watch = HeartbeatWatch(partial, rank, silence_s)
     while True:

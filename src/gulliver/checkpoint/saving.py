@@ -336,7 +336,6 @@ class AsyncCheckpointer:
             return None
 
     def _check_limit(self, collected: RankContent) -> None:
-        """Rejects a shadow that exceeds the memory limit."""
         if self.mode == "shadow" and self.memory_limit is not None:
             leaves = (leaf for found in collected.tensors.values() for leaf in found.values())
             values = (leaf.value if isinstance(leaf, Part) else leaf for leaf in leaves)
@@ -446,7 +445,6 @@ class AsyncCheckpointer:
             self.folder.discard(save.step)
 
     def _write_and_report(self, save: Save, partial: Path) -> None:
-        """Writes the files and reports them to rank 0."""
         reported = False
         try:
             if save.problem is None:

@@ -232,7 +232,6 @@ class FileWeights(Weights):
             self._read_scattered(name, part.value, copies)
 
     def _started(self, name: str, begin: int, into: Tensor, count: int) -> Ticket:
-        """Starts reading bytes of a tensor from `begin`."""
         assert self._engine is not None
         file, slot = self._slots[name]
         if file not in self._files:

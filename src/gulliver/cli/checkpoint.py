@@ -33,7 +33,6 @@ ALL = "all"
 
 @contextmanager
 def _bar(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Shows a progress bar of bytes on the terminal."""
     console = Console(stderr=True)
     text = TextColumn("{task.description}", markup=False)
     columns = text, BarColumn(), DownloadColumn(), SpeedColumn(), TimeRemainingColumn()

@@ -308,7 +308,6 @@ def _extra(name: str, hint: Any, default: Any, text: str, metavar: str | None) -
 
 
 def _viewed(options: Any, top: bool = True) -> Any:
-    """Converts options to an instance of their view."""
     kind = type(options)
     view = _view(kind, top)
     values: dict[str, Any] = {}
@@ -322,7 +321,6 @@ def _viewed(options: Any, top: bool = True) -> Any:
 
 
 def _options(kind: type, parsed: Any) -> Any:
-    """Converts a parsed view to options."""
     values = {}
     for name, group in _GROUPED[type(parsed)].items():
         value = getattr(getattr(parsed, group) if group else parsed, name)

@@ -236,7 +236,7 @@ def _with_collectives(
 def _operations(
     torus: Torus, device: torch.device
 ) -> dict[str, Callable[[int], Callable[[], object]]]:
-    """Returns, for each collective, a function of bytes that prepares one run along a torus."""
+    """Returns, for each collective, a function that prepares a run with a number of bytes."""
 
     def tensors(count: int) -> tuple[torch.Tensor, torch.Tensor]:
         whole = torch.ones(count // 4, device=device)

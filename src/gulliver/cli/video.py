@@ -182,7 +182,6 @@ def _asked(config: GenerateConfig, arguments: list[str], name: str) -> bool:
 def _requests(
     config: GenerateConfig, prompts: list[str], bucket: Bucket, clip: Any
 ) -> list[Request]:
-    """Builds and validates the requests."""
     if config.condition_frames is not None and config.extend is None and config.loops == 1:
         raise UsageError("--condition-frames needs --extend or --loops")
     if clip is not None and config.image is not None:

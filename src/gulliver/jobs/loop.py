@@ -241,7 +241,6 @@ class TrainingLoop(ABC):
         return {n: f / self.replicas for n, f in zip(shares, figures, strict=True)}, wishes
 
     def _report(self, line: dict[str, Any], batch: Any, seconds: float) -> None:
-        """Shows a step, and logs it every `log_every` steps."""
         numbers = [name for name in line if name != "step"]
         shown = self.describe(line, batch, seconds)
         moved = self.booster.moved or ()  # None unless memory has a limit

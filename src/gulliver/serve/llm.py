@@ -286,7 +286,6 @@ def _refuse_for_models(given: ModelOptions) -> None:
 
 
 def _note(output: RequestOutput, event: Event) -> None:
-    """Adds an event to its completion."""
     completion = output.outputs[event.sample]
     completion.text += event.text
     completion.tokens += event.tokens

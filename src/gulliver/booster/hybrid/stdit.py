@@ -229,7 +229,6 @@ class _Costs:
         return resharding_bytes(frames.sizes(), places.sizes(), token)
 
     def swap(self) -> float:
-        """Seconds of one swap."""
         degree = self.plan.degree
         links = self.cluster.resized(degree).links()
         return all_to_all_seconds(links, int(self.swap_bytes() * degree / max(1, degree - 1)))

@@ -332,7 +332,6 @@ class Routes:
         return ApiError(413, message, code="body_too_large")
 
     async def _read(self, request: Request) -> bytes:
-        """Reads the body, up to the limit."""
         held = bytearray()
         seconds = self._options.body_seconds
         try:

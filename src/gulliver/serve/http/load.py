@@ -282,7 +282,6 @@ async def _send(
 
 
 async def _listen(answer: httpx.Response, sample: RequestTiming) -> None:
-    """Reads a stream of server-sent events."""
     done = False
     async for line in answer.aiter_lines():
         if not line.startswith("data:"):

@@ -294,7 +294,6 @@ class EngineThread:
         self._tickets.clear()
 
     def _call_in_loop(self, function: Callable[..., None], *args: Any) -> None:
-        """Calls a function in the event loop."""
         assert self._loop is not None
         try:
             self._loop.call_soon_threadsafe(function, *args)

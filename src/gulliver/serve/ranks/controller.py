@@ -159,7 +159,6 @@ class RanksRunner:
             one.put(value)
 
     def _all(self, what: str, timeout_s: float) -> list[Any]:
-        """Waits for a message from each rank."""
         found: dict[int, Any] = {}
         while len(found) < self.layout.ranks:
             missing = next(r for r in range(self.layout.ranks) if r not in found)
@@ -178,7 +177,6 @@ class RanksRunner:
             self._note(rank, message)
 
     def _next(self, timeout_s: float, late: str | None = None) -> tuple[int, RankMessage]:
-        """Waits for the next message."""
         try:
             rank, message = self._messages.get(timeout=timeout_s)
         except queue.Empty:
@@ -355,7 +353,6 @@ class Processes:
         self.links = [found[rank] for rank in range(count)]
 
     def _accepted(self, listener: Listener, missing: Sequence[int]) -> Connection:
-        """Waits for one rank to connect."""
         found: list[Connection] = []
 
         def accept() -> None:

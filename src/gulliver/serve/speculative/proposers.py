@@ -142,7 +142,6 @@ class LookUp(Proposer):
         return found
 
     def _read(self, one: Wanted) -> Followers:
-        """Reads the new tokens of a sequence."""
         own, read = self._own.get(one.sequence) or (Followers(self._longest), 0)
         if read < len(one.tokens):
             own.read(one.tokens, read)

@@ -130,8 +130,7 @@ class ModelDraft(Proposer):
         self._known: dict[int, int] = {}
 
     @abstractmethod
-    def _run(self, news: Sequence[New], rows: bool) -> Tensor:
-        """Runs new tokens."""
+    def _run(self, news: Sequence[New], rows: bool) -> Tensor: ...
 
     def propose(self, wanted: Sequence[Wanted], depth: int) -> Mapping[int, Proposal]:
         """Proposes the first path of each sequence, and alternatives to its tokens."""
