@@ -310,7 +310,7 @@ def test_a_run_is_found_or_it_is_said_where_and_how(
         find_run(None)
     with pytest.raises(GulliverError, match="no training run in away and away/run"):
         run_command(["app", "away"])
-    with pytest.raises(GulliverError, match=r"--autoencoder .* is for a --model"):
+    with pytest.raises(GulliverError, match=r"--autoencoder .* needs --model"):
         run_command(["app", "--autoencoder", "a"])
     with pytest.raises(GulliverError, match="exclude each other"):
         run_command(["app", "run", "--model", "m"])

@@ -105,10 +105,10 @@ def test_broken_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(GulliverError, match=r"x\.safetensors is truncated"):
         read_metadata(path)
     (tmp_path / "x.json").write_text('{"a": ')
-    with pytest.raises(GulliverError, match="truncated or no JSON"):
+    with pytest.raises(GulliverError, match="truncated or not JSON"):
         read_json(tmp_path / "x.json")
     (tmp_path / "x.json").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(GulliverError, match="truncated or no JSON"):
+    with pytest.raises(GulliverError, match="truncated or not JSON"):
         read_json(tmp_path / "x.json")
 
 
@@ -177,7 +177,7 @@ def test_tensors_whose_paths_look_alike_are_kept_apart() -> None:
 def test_a_foreign_skeleton_is_refused() -> None:
     with pytest.raises(GulliverError, match="'pickle'"):
         join_state({}, {"pickle": "..."})
-    with pytest.raises(GulliverError, match="is no part of a saved state"):
+    with pytest.raises(GulliverError, match="is not a saved state"):
         join_state({}, {"a": 1, "b": 2})
     with pytest.raises(GulliverError, match="'a' is missing"):
         join_state({}, split_state({"a": torch.ones(1)})[1])
@@ -293,7 +293,7 @@ def test_broken_steps_are_passed_over_and_other_formats_refused(tmp_path: Path) 
         ({"silence_s": 0}, "silence_s"),
         (
             {"about": {"a": torch.ones(1)}},
-            "about has to be a dict of JSON values: Object of type T",
+            "about must be a dict of JSON values: Object of type T",
         ),
     ],
 )
@@ -317,7 +317,7 @@ def test_steps_are_whole_numbers_of_any_library(tmp_path: Path, step: Any) -> No
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        ({"a/b": 1}, "'a/b' is no name for an entry"),
+        ({"a/b": 1}, "'a/b' is not a valid entry name"),
         ({"a": {"__metadata__": torch.ones(2)}}, "a: a tensor is called '__metadata__', which"),
         ({"a": {"f": object()}}, "f is a object"),
         ({"a": {"m": torch.ones(2, device="meta")}}, "a: tensor 'm' is meta"),

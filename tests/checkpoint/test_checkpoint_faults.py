@@ -910,7 +910,7 @@ def _save_unlike(world: World, root: str) -> list[str]:
 
 def test_ranks_that_save_different_states_are_refused(pool: Pool, tmp_path: Path) -> None:
     for one, two in pool.run(_save_unlike, 2, str(tmp_path)):
-        assert "ranks save different states; mark what differs with PerRank" in one
+        assert "ranks save different states; mark values that differ with PerRank" in one
         assert two == "fine"
     assert_clean(tmp_path)
 

@@ -374,10 +374,10 @@ def test_what_does_not_match_is_refused_before_anything_changes(tmp_path: Path) 
     [
         ({}, "no checkpoint and no safetensors file"),
         ({"pytorch_model.bin": b""}, r"\*\.bin"),
-        ({"a.safetensors": b"", "b.safetensors": b""}, "several safetensors files and no index"),
+        ({"a.safetensors": b"", "b.safetensors": b""}, "several safetensors files but no index"),
         ({"model.safetensors": b"\x99"}, r"model\.safetensors is truncated"),
         ({"model.safetensors.index.json": b"{}"}, "has no weight_map"),
-        ({"model.safetensors.index.json": b"{"}, "truncated or no JSON"),
+        ({"model.safetensors.index.json": b"{"}, "truncated or not JSON"),
     ],
 )
 def test_what_is_no_folder_of_weights_is_one_clear_line(

@@ -168,7 +168,7 @@ def test_regions_are_written_as_they_are_read() -> None:
     region = Region((6, 8), 1, ((0, 2), (4, 5)))
     assert region_from_json((6, 8), region_to_json(region)) == region
     for broken in ([2, []], [1, [[0, 9]]], [1, [[3, 2]]]):
-        with pytest.raises(ValueError, match="no region"):
+        with pytest.raises(ValueError, match="not a region"):
             region_from_json((6, 8), broken)
 
 

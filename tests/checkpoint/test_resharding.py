@@ -235,7 +235,7 @@ def test_what_does_not_fit_is_refused_in_one_line(pool: Pool, tmp_path: Path) ->
         assert "is of AdamW, the optimizer is SGD" in said[1]
         assert "no complete step 77: it has [5]" in said[2]
         assert "does not exist" in said[3]
-        assert "is taken" in said[4]
+        assert "is reserved" in said[4]
         assert "did you mean 'keep'?" in said[5]
 
 

@@ -212,7 +212,7 @@ def test_the_command_plans_criteo_1tb_and_says_each_table_and_rank(
     with pytest.raises(SystemExit) as refused:
         main(["embedding", "plan", "criteo"])
     assert refused.value.code == 2
-    assert "give NAME=ROWS" in capsys.readouterr().err
+    assert "use NAME=ROWS" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["embedding", "plan", "user=5", "user=6"])
     assert "'user' is given twice" in capsys.readouterr().err

@@ -127,7 +127,7 @@ def test_a_grid_numbers_the_tensor_axis_innermost(pool: Pool) -> None:
             {"sequence_parallelism_mode": "ring_attn", "sp_size": 4, "inner_ring_size": 3},
             "sp_size=4 .* inner_ring_size 3",
         ),
-        ({"cut": [1, 2]}, "needs a pp_size"),
+        ({"cut": [1, 2]}, "set pp_size"),
         ({"tp": 2}, "has no argument 'tp'"),
     ],
 )

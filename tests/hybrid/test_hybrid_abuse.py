@@ -451,8 +451,8 @@ def test_what_was_frozen_at_boost_is_not_left_alone_silently(pool: Pool, name: s
 
 
 WHAT_IS_COMPILED = {
-    "": "the model is compiled with all its blocks",
-    "model": "model is compiled with all its blocks",
+    "": "the model is compiled together with",
+    "model": "model is compiled together with",
     "model.layers.1": "",
     "model.layers.1.mlp.up_proj": "model.layers.1.mlp.up_proj is compiled",
 }

@@ -477,8 +477,8 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "bloom": (lambda g: _wired(g, "bloom"), "adds a bias.*split_gather"),
     "t5": (lambda g: _wired(g, "t5"), "adds a bias.*split_gather"),
     "whisper": (lambda g: _wired(g, "whisper"), "convolution.*split_gather"),
-    "twice": (_rewire, "wired for a sequence already"),
-    "late loss function": (_refuse_loss, "set it before boost, or leave labels out"),
+    "twice": (_rewire, "already shards sequences"),
+    "late loss function": (_refuse_loss, "set it before boost, or omit labels"),
     "dropout": (lambda g: _wired(g, attention_dropout=0.1), "attention_dropout=0.1"),
     "later dropout": (
         lambda g: _refuse_later_dropout(g),

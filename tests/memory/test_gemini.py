@@ -293,7 +293,7 @@ def test_memory_of_the_host_lies_behind_and_a_disk_behind_that(pool: Pool, tmp_p
             )
             assert 0 < moved.disk_read < moved.read
             assert 0 < moved.on_disk.total < moved.leaves.total
-            assert "lie on the disk at times" in told
+            assert "are on disk at times" in told
             assert "of the disk a step reads" in told
     assert found[1][1].disk_read > found[2][1].disk_read, "more of the host moves less of the disk"
     assert 0 < pinned <= 64 * 2**20

@@ -386,7 +386,7 @@ def test_paths_that_a_plan_names_are_checked() -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     plugin = GeminiPlugin("64MiB", disk="/tmp:64MiB", verbose=False)
     text = plugin.make_plan(model, optimizer).to_yaml().replace("offloaded: []", "offloaded: ['9']")
-    with pytest.raises(GulliverError, match="it names blocks, as activations: mixed does"):
+    with pytest.raises(GulliverError, match="blocks need activations: mixed"):
         check_plan(Plan.from_yaml(text), 1)
     text = text.replace('activations: "keep"', 'activations: "mixed"')
     with pytest.raises(GulliverError, match=r"zero.tiers.offloaded names '9', which the model"):

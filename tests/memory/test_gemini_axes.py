@@ -284,7 +284,7 @@ def test_what_is_not_possible_together_is_refused_by_name(tmp_path: Path) -> Non
         ({"zero_stage": 1, "memory_limit": "1GiB"}, "zero_stage=3"),
         ({"disk": "/tmp:1GiB"}, "needs a memory_limit"),
         ({"host_limit": "1GiB"}, "needs a memory_limit"),
-        ({"memory_limit": "lots"}, "is no size"),
+        ({"memory_limit": "lots"}, "is not a size"),
         ({"chunk_mb": "again"}, "chunk_mb"),
     ):
         with pytest.raises(GulliverError, match=message):

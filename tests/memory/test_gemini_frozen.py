@@ -251,7 +251,7 @@ def _all_resumed(world: World, folder: str, cases: list[tuple[str, str | None]])
             if precision is None and not all(torch.allclose(a, b) for a, b in pairs):
                 found.append(f"{kind}: other values than those of torch")
         elif world.is_main:
-            text = "2 frozen parameters (2.0.bias, 2.0.weight) is left out"
+            text = "skipped the optimizer state of 2 frozen parameters (2.0.bias, 2.0.weight)"
             found += [line for line in said if text not in line]
             found += [] if len(said) == 2 else [f"{kind}: said {said}"]
     return found

@@ -50,21 +50,21 @@ def test_a_share_is_of_the_whole(share: int, whole: int) -> None:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ("lots", r"limit='lots' is no size: give a number with a unit, such as '6GiB'"),
+        ("lots", r"limit='lots' is not a size: give a number with a unit, such as '6GiB'"),
         ("6 GiBs", r"limit='6 GiBs' has no known unit: did you mean 'GiB'\?"),
-        ("", "is no size"),
-        ("GiB", "is no size"),
-        ("-3GiB", "is no size above 0"),
-        ("0MiB", "is no size above 0"),
-        (0, "limit=0 is no size above 0"),
-        (-5, "limit=-5 is no size above 0"),
-        (float("nan"), "is no size above 0"),
-        (float("inf"), "is no size above 0"),
+        ("", "is not a size"),
+        ("GiB", "is not a size"),
+        ("-3GiB", "is not a positive size"),
+        ("0MiB", "is not a positive size"),
+        (0, "limit=0 is not a positive size"),
+        (-5, "limit=-5 is not a positive size"),
+        (float("nan"), "is not a positive size"),
+        (float("inf"), "is not a positive size"),
         (True, "must be a whole number"),
         (None, "must be a whole number"),
-        ("70%", "is a share, and of what is not known"),
-        ("1.2.3GiB", "is no size"),
-        ("0.0001B", "is no size above 0"),
+        ("70%", "is a share, but there is no total"),
+        ("1.2.3GiB", "is not a size"),
+        ("0.0001B", "is not a positive size"),
     ],
 )
 def test_what_is_no_size_is_refused_with_what_would_be_right(value: Any, message: str) -> None:
@@ -74,7 +74,7 @@ def test_what_is_no_size_is_refused_with_what_would_be_right(value: Any, message
 
 
 def test_a_share_of_more_than_all_is_refused() -> None:
-    with pytest.raises(GulliverError, match="more than all of it"):
+    with pytest.raises(GulliverError, match="more than 100%"):
         byte_size("limit", "101%", 100)
     assert byte_size("limit", 6e9) == 6 * 10**9
     with pytest.raises(GulliverError, match="more than any machine has"):
@@ -87,9 +87,9 @@ def test_a_disk_is_a_folder_that_may_have_colons_and_a_size() -> None:
     for text, message in {
         "/scratch": r"such as disk='/scratch:100GiB'",
         ":5GiB": r"such as disk='/scratch:5GiB'",
-        "/scratch:lots": r"disk='/scratch:lots': 'lots' is no size",
-        "/scratch:0GiB": "is no size above 0",
-        "/scratch:": "is no size",
+        "/scratch:lots": r"disk='/scratch:lots': 'lots' is not a size",
+        "/scratch:0GiB": "is not a positive size",
+        "/scratch:": "is not a size",
     }.items():
         with pytest.raises(GulliverError, match=message):
             split_disk(text)
@@ -263,19 +263,19 @@ def test_a_plan_with_tiers_is_read_back_as_it_was_and_a_size_may_be_text() -> No
         (
             "stage: 3",
             "stage: 2",
-            r"zero.stage: 2 \(line \d+\) and zero.tiers.limit: .*take stage: 3",
+            r"zero.stage: 2 \(line \d+\) and zero.tiers.limit: .*use stage: 3",
         ),
-        ('tuning: "off"', 'tuning: "auto"', r"zero.tuning: auto .* would be tuning: off"),
+        ('tuning: "off"', 'tuning: "auto"', r"zero.tuning: auto .* use tuning: off"),
         (
             'disk: "/tmp"',
             "disk: null",
             r"tiers.disk: null .* and zero.tiers.disk_bytes: 1073741824",
         ),
         ("disk_bytes: 1073741824", "disk_bytes: 0", "such as disk_bytes: 100GiB"),
-        ("host: 0", "host: 5GiB", r"mesh.device: cpu .* and zero.tiers.host: .*be host: 0"),
-        ("offload_param: 1.0", "offload_param: 0.5", r"policy: auto .* take policy: static"),
+        ("host: 0", "host: 5GiB", r"mesh.device: cpu .* and zero.tiers.host: .*use host: 0"),
+        ("offload_param: 1.0", "offload_param: 0.5", r"policy: auto .* use policy: static"),
         ("offload_optim: 1.0", "offload_optim: 1.5", "it must be at most 1"),
-        ("offload_optim: 1.0", "offload_optim: 0.5", "take policy: static"),
+        ("offload_optim: 1.0", "offload_optim: 0.5", "use policy: static"),
         ('policy: "auto"', 'policy: "best"', "it must be one of auto, static"),
         ('activations: "keep"', 'activations: "kept"', "must be one of keep, recompute"),
     ],

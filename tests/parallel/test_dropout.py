@@ -202,7 +202,7 @@ class Odd(nn.Module):
 
 
 ODD = {
-    "features": (Odd(nn.AlphaDropout(0.1)), r"block\.p \(AlphaDropout\) drops whole features"),
+    "features": (Odd(nn.AlphaDropout(0.1)), r"block\.p \(AlphaDropout\) drops full features"),
     "attention": (Odd(nn.MultiheadAttention(4, 2, dropout=0.1)), "torch's own attention module"),
     "layers": (Odd(dropout=0.2, layerdrop=0.1), r"\.layerdrop skips blocks or samples"),
     "paths": (Odd(drop_path_rate=0.1), "skips blocks or samples"),
@@ -223,11 +223,11 @@ def test_kernels_and_compilers_that_hide_dropout_are_refused() -> None:
     model = _model("gpt2")
     check_positions(model, None)
     model.config._attn_implementation = "flash_attention_2"
-    with pytest.raises(GulliverError, match="'flash_attention_2', which hides it: take 'sdpa'"):
+    with pytest.raises(GulliverError, match="'flash_attention_2', which hides it: use 'sdpa'"):
         check_positions(model, None)
     model.config._attn_implementation = "sdpa"
     model.transformer.h[0].compile(backend="eager")
-    with pytest.raises(GulliverError, match="in a model that is compiled"):
+    with pytest.raises(GulliverError, match="in a compiled model"):
         check_positions(model, None)
 
 

@@ -434,4 +434,4 @@ def _wired_twice(world: World) -> str:
 
 
 def test_a_model_is_wired_once(pool: Pool) -> None:
-    assert "wired for a sequence already" in pool.run(_wired_twice, 2)[0]
+    assert "already shards sequences" in pool.run(_wired_twice, 2)[0]

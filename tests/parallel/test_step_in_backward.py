@@ -291,8 +291,8 @@ def test_a_plan_that_says_it_twice_or_cuts_the_model_is_refused() -> None:
     plan = Plan(plugin="LowLevelZeroPlugin", mesh=Mesh("cpu", {"data": 1}), zero=zero)
     check_plan(plan, 1)
     for wrong, message in (
-        (replace(plan, zero=replace(zero, tiers=Tiers(2**30))), "with tiers the second counts"),
-        (replace(plan, mesh=Mesh("cpu", {"data": 1, "tensor": 1})), "leave the axis tensor out"),
+        (replace(plan, zero=replace(zero, tiers=Tiers(2**30))), "with tiers only the second"),
+        (replace(plan, mesh=Mesh("cpu", {"data": 1, "tensor": 1})), "omit the axis tensor"),
     ):
         with pytest.raises(GulliverError, match=message):
             check_plan(wrong, 1)

@@ -319,7 +319,7 @@ def test_what_makes_no_sense_is_refused_by_name() -> None:
         ),
         ("did you mean 'fp8'", LowLevelZeroPlugin, 2, {"communication_dtype": "fp9"}),
         ("needs a communication_dtype", TorchDDPPlugin, 2, {"error_feedback": True}),
-        ("from stage 1", TorchDDPPlugin, 2, {"communication_dtype": {"gather": "fp8"}}),
+        ("only ZeRO stages 1 to 3", TorchDDPPlugin, 2, {"communication_dtype": {"gather": "fp8"}}),
         ("one rank", LowLevelZeroPlugin, 2, {"communication_dtype": {"tensor": "fp8"}}),
         (
             "tensor",
@@ -328,7 +328,7 @@ def test_what_makes_no_sense_is_refused_by_name() -> None:
             {"memory_limit": "1GiB", "communication_dtype": {"tensor": "fp8"}},
         ),
         (
-            "lose nothing",
+            "no packing error",
             HybridParallelPlugin,
             2,
             {"tp_size": 2, "communication_dtype": {"tensor": "fp8"}, "error_feedback": True},

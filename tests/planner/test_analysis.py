@@ -81,7 +81,7 @@ def test_what_looks_at_its_data_stays_whole_with_a_message(wider: bool) -> None:
     paths = ["1", "2"] if wider else ["1.look", "2.look"]
     assert [one.path for one in found.opaque] == paths
     assert "test_analysis.py:" in str(found.opaque[0])
-    assert "stays whole" in str(found.opaque[0])
+    assert "is not sharded" in str(found.opaque[0])
     inside = [o.path for o in found.operators if o.name == OPAQUE]
     assert sorted(inside) == sorted(2 * paths)
     if not wider:
@@ -138,7 +138,7 @@ def test_a_block_that_keeps_what_it_computes_is_followed_each_time() -> None:
     model.blocks = nn.ModuleList(Keeping(kept) for _ in range(4))
     found = analyse(model, {"x": torch.randn(2, 16, 8)})
     assert not found.alike
-    assert "keeps what it computes" in found.notes[0]
+    assert "keeps its results" in found.notes[0]
 
 
 def test_kernels_of_a_gpu_save_what_they_save_there() -> None:

@@ -109,7 +109,7 @@ def test_an_edited_plan_loads_with_its_lines(tmp_path: Path) -> None:
         ("stage: 2", "stage: 4", r"zero.stage: 4 \(line \d+\): it must be one of 0, 1, 2, 3"),
         ("chunk_bytes: 4194304", "chunk_bytes: 0", "chunk_bytes: 0 .*: it must be at least 1"),
         ("stage: 2", "stage: 2\n  stage: 1", "gives zero.stage twice, on lines"),
-        ("version: 1\n", "", "has no version: begin it with version: 1"),
+        ("version: 1\n", "", "has no version: add version: 1"),
     ],
 )
 def test_a_wrong_value_is_named_with_its_line(
@@ -164,7 +164,7 @@ def _loaded(plan: Plan, **edits: str) -> Plan:
 @pytest.mark.parametrize(
     ("edits", "message"),
     [
-        ({"tensor": "4"}, r"mesh.axes: .*tensor 4 \(line \d+\) make 8 ranks, and there are 4"),
+        ({"tensor": "4"}, r"mesh.axes: .*tensor 4 \(line \d+\) make 8 ranks, but there are 4"),
         (
             {"sequence": "2", "data": "1"},
             r"sequence: 2 \(line \d+\) and sequence.ulysses",

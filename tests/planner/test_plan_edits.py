@@ -190,7 +190,7 @@ def test_seconds_are_predicted_with_a_sample_and_said_to_be_missing_without(pool
         assert seconds.step > plain.predicted.seconds.step
         assert sampled.predicted.cluster == plain.predicted.cluster != ""
         assert "predicted step on" in sampled.summary()
-        assert "those that depend on the batch not counted" in plain.summary()
+        assert "excluding those that depend on the batch" in plain.summary()
         assert "no seconds are predicted: make_plan(..., sample=batch)" in quiet
         assert "gulliver probe" in quiet
         assert first["step"].error is not None

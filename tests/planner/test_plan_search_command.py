@@ -231,7 +231,7 @@ def test_refusals(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
         odd = tmp_path / "odd.json"
         odd.write_text(json.dumps(wrong))
         assert "odd.json" in says(odd, *ASKED)
-    assert "leave one out" in says(file, *ASKED, "--lora", "2", "--inference")
+    assert "omit one" in says(file, *ASKED, "--lora", "2", "--inference")
     nodes = yaml.safe_load(named_cluster("h100x16").to_yaml())
     for change, said in (
         (lambda c: c["axes"][0]["link"].update(bandwidth=400), "axes[0].link.bandwidth=400"),
@@ -315,6 +315,6 @@ def test_off_load_is_told_as_the_search_finds_it(
     text = printed(capsys, *asked, "--memory", str(limit))
     assert "behind it" in text
     assert f"a step reads {size_text(moved.read)} and writes {size_text(moved.written)}" in text
-    assert "least memory where what does not fit leaves" in text
+    assert "least memory with offloading" in text
     refused = printed(capsys, *asked, "--inference", code=1)
     assert "--disk" in refused

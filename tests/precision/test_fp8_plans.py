@@ -258,7 +258,7 @@ def test_what_is_not_supported_is_refused_by_name() -> None:
     with pytest.raises(GulliverError, match="has no FP8 rate"):
         plan_of(model, LowLevelZeroPlugin(1, use_fp8=True, verbose=False))
     split = HybridParallelPlugin(2, sequence_parallelism_mode="split_gather", use_fp8=True, **on)
-    with pytest.raises(GulliverError, match="FP8 layers take whole sequences on tensor ranks"):
+    with pytest.raises(GulliverError, match="FP8 layers need full sequences on tensor ranks"):
         plan_of(llama(), split, 2)
     chosen = LowLevelZeroPlugin(1, use_fp8=Fp8Plan(layers=("3",)), **on)
     with pytest.raises(GulliverError, match="'3' cannot compute in FP8: 40 outputs"):

@@ -190,12 +190,12 @@ REFUSED: dict[str, tuple[dict[str, Any], int, str | None, str]] = {
     "best_of": ({"best_of": 3}, 400, "best_of", "best_of is not supported"),
     "echo": ({"echo": True, "logprobs": 1}, 400, "echo", "echo with logprobs"),
     "model": ({"model": "tinny"}, 404, "model", "did you mean 'tiny'"),
-    "samples": ({"n": 17}, 400, "n", "n=17: this server gives at most 16"),
+    "samples": ({"n": 17}, 400, "n", "n=17: this server allows at most 16"),
     "answers": ({"prompt": ["a"] * 100, "n": 3}, 400, "prompt", "are 300 answers"),
     "text for number": ({"top_p": "0.5"}, 400, "top_p", "top_p: input should be a valid number"),
-    "seed": ({"seed": 2**70}, 400, "seed", "a whole number of 64 bits"),
-    "stop": ({"stop": ""}, 400, "stop", "give texts of 1 to"),
-    "stream options": ({"stream_options": {}}, 400, "stream_options", "for stream=true"),
+    "seed": ({"seed": 2**70}, 400, "seed", "a 64-bit integer"),
+    "stop": ({"stop": ""}, 400, "stop", "texts must have 1 to"),
+    "stream options": ({"stream_options": {}}, 400, "stream_options", "needs stream=true"),
 }
 CHATS: dict[str, tuple[dict[str, Any], int, str | None, str]] = {
     "unheard of": ({"zzz": 1}, 400, "zzz", "choose from 'frequency_penalty', 'ignore_eos', "),

@@ -249,7 +249,7 @@ def test_an_engine_that_cannot_go_on_ends_the_server() -> None:
         assert "no stage is left" in failed.json()["error"]["message"]
     with pytest.raises(httpx.HTTPError):
         httpx.get(f"{server.url[:-3]}/health")
-    assert server.dead == "the engine cannot go on: no stage is left"
+    assert server.dead == "the engine stopped: no stage is left"
 
 
 def test_a_runner_that_is_lost_is_started_again_and_no_client_notices() -> None:

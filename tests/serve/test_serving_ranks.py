@@ -274,7 +274,7 @@ def test_the_stage_that_holds_a_batch_up_is_named(silent: int) -> None:
 
     one = runner(Threads(3, start), layout, 0.5)
     one.submit(Batch(0, [Span(0, 0, [1], [0], 1)]))
-    with pytest.raises(RunnerLost, match=rf"stage {silent}, .* batch 0, has said nothing for 0.5"):
+    with pytest.raises(RunnerLost, match=rf"stage {silent}, .* batch 0, has not responded for 0.5"):
         one.collect()
     one.close()
 

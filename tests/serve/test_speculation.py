@@ -434,7 +434,7 @@ def test_drafts_that_do_not_pay_are_not_verified_and_it_says_why(
     coin = Coin(right, 0.95, free, 0.0 if free else 0.05)
     gain, spec = simulated(monkeypatch, coin, sequences, slope)
     assert 0.97 < gain < 1.06
-    assert "times the plain tokens per second" in str(spec) or "nothing is known" in str(spec)
+    assert "times the plain tokens per second" in str(spec) or "nothing to propose" in str(spec)
 
 
 def test_trials_take_a_hundredth_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:

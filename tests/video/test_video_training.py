@@ -307,7 +307,7 @@ def test_a_truncated_checkpoint_is_passed_over(tmp_path: Path, autoencoder: Path
         (["train", "--autoencoder.path", "no.safetensors"], 1, "no.safetensors does not exist"),
         (["generate", "--run", "nowhere", "--prompt", "x"], 1, "nowhere has no training run"),
         (["generate", "--prompt", "x", "--out", "a.avi"], 2, "'a.avi'"),
-        (["generate"], 2, "nothing to show"),
+        (["generate"], 2, "nothing to generate"),
     ],
 )
 def test_mistakes_end_in_one_clear_line(

@@ -20,27 +20,25 @@ if TYPE_CHECKING:
 
 
 ANY = "17x64x64"
-"""Shape that is named where none is known."""
+"""Clip shape in suggested commands if none is known."""
 
 
 def hint(*words: object) -> None:
-    """Prints a command to stderr, as it would be typed."""
+    """Prints a suggested command to stderr."""
     print("next: gulliver " + shlex.join(map(str, words)), file=sys.stderr)
 
 
 def after_scan(table: Path) -> None:
-    """Suggests the two next steps after scanning a folder."""
+    """Suggests next steps after scanning a folder."""
     hint("data", "cut", table, "--out", "clips/clips.parquet")
     hint("data", "score", table)
 
 
 def after_show(table: Path) -> None:
-    """Suggests training on a table."""
     hint("train", "--data.table", table, "--data.shapes", ANY, "--out", "runs/mine")
 
 
 def after_train(config: TrainConfig) -> None:
-    """Suggests ways to inspect a trained run."""
     from gulliver.video.config import parse_shapes
 
     shape = next(iter(parse_shapes(config.data.shapes)))
@@ -60,25 +58,25 @@ def after_train(config: TrainConfig) -> None:
 
 WORKERS = Range(0, 1024)
 SCORERS = ("sharpness", "brightness", "motion", "text_share", "phash")
-"""Scorers in the box."""
+"""Built-in scorers."""
 SHOWN = 10
-"""Most files that are named on the terminal; all of them are in the list."""
+"""Maximum number of unusable files shown on the terminal; the list file has all of them."""
 
 
 @dataclass(frozen=True)
 class Scan(Options):
-    """Makes a table of a folder's clips: what each file holds, and which cannot be used."""
+    """Creates a table of a folder's clips: content of each file, and which files are unusable."""
 
     folder: tyro.conf.Positional[Path]
-    """Folder of clips and pictures; folders in it count."""
+    """Folder of clips and images, searched recursively."""
     out: Path | None = None
     """Table to write, .parquet or .csv; by default clips.parquet in the folder."""
     decode: bool = False
-    """Decode every frame, and not only where the header is in doubt."""
+    """Decode every frame, not only of files with suspicious headers."""
     again: bool = False
-    """Look at all files again, also those that the table has."""
+    """Scan all files again, including those already in the table."""
     workers: Annotated[int, WORKERS] = 0
-    """Threads; 0: one for each core."""
+    """Number of threads; 0: one per core."""
 
 
 @dataclass(frozen=True)
@@ -88,77 +86,77 @@ class OfTable(Options):
     table: tyro.conf.Positional[Path]
     """Table of clips, .parquet or .csv."""
     workers: Annotated[int, WORKERS] = 0
-    """Threads, processes or commands at once; 0: one for each core."""
+    """Number of threads, processes or concurrent commands; 0: one per core."""
 
 
 @dataclass(frozen=True)
 class Cut(CutSettings, OfTable):
-    """Cuts videos into clips of one scene each, upright and of a constant rate, without sound."""
+    """Cuts videos into upright, silent clips of one scene each, at a constant frame rate."""
 
     out: Path = Path("cut.parquet")
-    """Table to write; its clips lie in a folder next to it, and what is in no clip is listed."""
+    """Table to write; the clips go into a folder next to it, and unused parts are listed."""
 
 
 @dataclass(frozen=True)
 class Score(OfTable):
-    """Adds a column for each scorer; rows that have their scores are left alone."""
+    """Adds a column for each scorer; rows that already have scores are skipped."""
 
     scorers: tuple[str, ...] = SCORERS
-    """Scorers, of those in the box or of plug-ins (entry points of the group gulliver.scorers)."""
+    """Names of scorers, built in or from plug-ins (entry points of the group gulliver.scorers)."""
     out: Path | None = None
-    """Table to write; by default the one that is read."""
+    """Table to write; by default the input table."""
     again: bool = False
     """Score all rows again."""
 
 
 @dataclass(frozen=True)
 class Dedup(OfTable):
-    """Leaves out copies of clips, however coded or scaled: the best of each stays."""
+    """Removes copies of clips, even re-encoded or rescaled ones; the best of each is kept."""
 
     out: Path = Path("unique.parquet")
     """Table to write; copies are listed in a file next to it."""
     alike: Annotated[float, Range(0.5, 1)] = 0.95
-    """Least correlation of the pictures of two copies."""
+    """Minimum correlation of the images of two copies."""
 
 
 @dataclass(frozen=True)
 class Caption(OfTable):
-    """Writes captions: by a command that prints a sentence, or by a model that sees pictures."""
+    """Writes captions, by a command that prints a sentence or by an image-captioning model."""
 
     command: str | None = None
-    """Program and arguments; {path} in it stands for the clip, or the path comes last."""
+    """Program and arguments; {path} is replaced by the clip's path, which is otherwise appended."""
     model: Path | None = None
-    """Folder of a transformers model that says what is in a picture."""
+    """Folder of a transformers model that describes images."""
     prompt: str = ""
-    """What the model is asked, or the words that captions begin with."""
+    """Prompt for the model, or the beginning of its captions."""
     tokens: Annotated[int, Range(1, 4096)] = 64
-    """Most tokens of a caption of the model."""
+    """Maximum number of tokens per caption."""
     seconds: Annotated[float, Range(0, 86400, open_below=True)] = 300
-    """How long the command may take for a clip."""
+    """Time limit of the command for each clip, in seconds."""
     out: Path | None = None
-    """Table to write; by default the one that is read."""
+    """Table to write; by default the input table."""
     again: bool = False
-    """Replace the captions that are there."""
+    """Replace existing captions."""
 
 
 @dataclass(frozen=True)
 class Show(OfTable):
-    """Makes a web page of a table: histograms and pictures, in one file."""
+    """Creates a web page of a table: histograms and images, in one file."""
 
     out: Path = Path("clips.html")
     """Page to write."""
     most: Annotated[int, Range(1, 100_000)] = 200
-    """Most clips that are shown, evenly out of all."""
+    """Maximum number of clips shown, evenly spaced."""
 
 
 @dataclass(frozen=True)
 class Filter(Options):
-    """Writes the rows of a table for which a condition holds."""
+    """Writes the rows of a table that satisfy a condition."""
 
     table: tyro.conf.Positional[Path]
     """Table of clips, .parquet or .csv."""
     condition: tyro.conf.Positional[str]
-    """SQL over columns, such as 'fps >= 12 and motion > 2'."""
+    """SQL expression over columns, such as 'fps >= 12 and motion > 2'."""
     out: Path = Path("filtered.parquet")
     """Table to write."""
 
@@ -187,7 +185,6 @@ def scan_folder(options: Scan) -> int:
 
 
 def cut_scenes(options: Cut) -> int:
-    """Cuts; the exit code is 1 if there are no clips."""
     from gulliver.video.preparation.cutting import cut
     from gulliver.video.preparation.table import Table
 
@@ -216,7 +213,6 @@ def filter_rows(options: Filter) -> int:
 
 
 def score_clips(options: Score) -> int:
-    """Scores, and prints how many rows were scored."""
     from gulliver.video.preparation.scoring import score
     from gulliver.video.preparation.table import Table
 
@@ -270,7 +266,6 @@ def caption_clips(options: Caption) -> int:
 
 
 def show_clips(options: Show) -> int:
-    """Writes the page."""
     from gulliver.video.preparation.pages import show
     from gulliver.video.preparation.table import Table
 
@@ -287,7 +282,7 @@ def _told_fresh(out: Path, fresh: int, whole: int, rows: int, done: str) -> None
 
 
 def encode_clips(options: EncodeConfig, arguments: list[str]) -> int:
-    """Encodes, starting ranks on this machine if no launcher has."""
+    """Encodes, starting ranks on this machine if no launcher has done so."""
     from gulliver.comm.launcher import default_ranks, launch, under_launcher
     from gulliver.video.preparation.encoding import check_encode, encode
 
@@ -304,7 +299,7 @@ def encode_clips(options: EncodeConfig, arguments: list[str]) -> int:
 
 
 def list_broken(table: Path, step: str, broken: Sequence[tuple[str, str]]) -> None:
-    """Prints the first unusable files of a step, and the file that lists all of them."""
+    """Prints a step's first unusable files, and the path of the full list."""
     from gulliver.video.preparation.table import broken_path
 
     listed = f"{_many(len(broken), 'file')} that {step} cannot use, listed in {broken_path(table)}"
