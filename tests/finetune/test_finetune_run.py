@@ -262,7 +262,13 @@ def test_a_dry_run_plans_for_all_ranks_and_writes_nothing(
         assert word in told
     finetune(replace(config, ranks=1, memory="80MiB", disk=f"{tmp_path}:1GiB"))
     assert "minimum" in capsys.readouterr().err
+    finetune(replace(config, json=True))
+    values = json.loads(capsys.readouterr().out)
+    assert values["plan"]["zero"]["stage"] == 1
+    assert values["memory"] > 0 < values["step_seconds"]
     assert list(tmp_path.iterdir()) == []
+    with pytest.raises(GulliverError, match="--dry-run"):
+        finetune(replace(config, json=True, dry_run=False))
 
 
 def test_other_data_and_another_model_are_not_resumed(tmp_path: Path, example: Example) -> None:

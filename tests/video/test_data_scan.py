@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import os
 import shutil
 import struct
@@ -226,6 +227,10 @@ def test_the_command_says_what_is_there_and_what_is_not(
     assert f"1 file that scan cannot use, listed in {folder}/clips.broken.csv" in said
     assert "b.mp4: is empty" in said
     assert "1 other file ignored: 1 .md" in said
+    assert run(folder, "--json") == 0
+    values = json.loads(capsys.readouterr().out)
+    assert (values["clips"], values["ignored"]) == (1, {".md": 1})
+    assert values["broken"] == [{"name": "b.mp4", "reason": "is empty"}]
     with (folder / "clips.broken.csv").open(newline="") as file:
         assert [*csv.DictReader(file)] == [{"path": "b.mp4", "step": "scan", "reason": "is empty"}]
     (folder / "b.mp4").unlink()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import os
 import random
 from pathlib import Path
@@ -204,6 +205,9 @@ def test_the_command_filters_and_never_over_its_own_table(
     out = table.with_name("out.csv")
     assert run(table, "aes > 5", "--out", out) == 0
     assert "1 row; 0 dropped, 1 unknown (a cell is empty)" in capsys.readouterr().out
+    assert run(table, "aes > 5", "--out", out, "--json") == 0
+    values = json.loads(capsys.readouterr().out)
+    assert values == {"schema": 1, "out": str(out), "rows": 1, "dropped": 0, "unknown": 1}
     with out.open(newline="") as file:
         assert [row["path"] for row in csv.DictReader(file)] == ["a.mp4"]
     assert run(table, "aes > 5", "--out", table) == 1
