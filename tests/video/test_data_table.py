@@ -176,9 +176,7 @@ def test_a_condition_keeps_the_rows_that_a_loop_in_python_keeps(tmp_path: Path) 
         ("true); drop table clips; select (true", "is not a condition"),
     ],
 )
-def test_what_is_no_condition_is_refused_in_one_line(
-    tmp_path: Path, condition: str, message: str
-) -> None:
+def test_invalid_condition_is_one_line_error(tmp_path: Path, condition: str, message: str) -> None:
     rows = _rows(5)
     table = Table.of_rows(rows, tmp_path / "t.parquet", tuple(rows[0]))
     with pytest.raises(GulliverError, match=message) as caught:
