@@ -181,7 +181,7 @@ class FinetuneConfig(DataConfig):
     dry_run: bool = False
     """Print the plan and exit before reading weights."""
     json: bool = False
-    """With --dry-run, print the plan as JSON, in seconds and bytes."""
+    """Print the plan as JSON, in seconds and bytes; needs --dry-run."""
     GROUPS: ClassVar = {
         **{"data": "data", "model": "", "method": "run", "epochs": "training"},
         **{"lora_rank": "adapters", "eval_every": "evaluation", "save_every": "checkpoints"},
