@@ -101,7 +101,7 @@ def test_ls_shows_a_step_and_its_tensors(run: Path, command: Command) -> None:
     assert "1.bias  [2]  float32  8 B" in out
 
 
-def test_verify_passes_a_good_run_and_names_what_is_broken(run: Path, command: Command) -> None:
+def test_verify_accepts_good_run_and_names_damage(run: Path, command: Command) -> None:
     code, out, _ = command("verify", run, "--all")
     assert code == 0
     assert out.count("all bytes match their checksums") == 2
@@ -123,7 +123,7 @@ def test_verify_passes_a_good_run_and_names_what_is_broken(run: Path, command: C
     assert out.count("all bytes match their checksums") == 1
 
 
-def test_diff_says_whether_and_where(run: Path, command: Command) -> None:
+def test_diff_reports_differences_by_location(run: Path, command: Command) -> None:
     one, two = run / "step-00000010", run / "step-00000020"
     code, out, _ = command("diff", one, one)
     assert (code, out) == (0, "4 tensors compared, 0 differ: no difference\n")
@@ -164,7 +164,7 @@ def test_convert_makes_a_folder_and_a_file(run: Path, tmp_path: Path, command: C
     assert "no checksums" in out
 
 
-def test_convert_cuts_a_folder_anew(run: Path, tmp_path: Path, command: Command) -> None:
+def test_convert_reshards_a_folder(run: Path, tmp_path: Path, command: Command) -> None:
     command("convert", run, tmp_path / "hf")
     arguments = ("--max-shard-gb", 1e-6, "--prefix", "0.")
     assert command("convert", tmp_path / "hf", tmp_path / "cut", *arguments)[0] == 0

@@ -137,7 +137,7 @@ def test_seconds_of_a_lookup_are_those_of_its_bytes() -> None:
         ({"tables": {"x": 9, "y": 9}, "cache": 0.1}, "1 slots for 2 tables.* cache=0.111"),
     ],
 )
-def test_jobs_that_make_no_plan_are_refused(changed: dict[str, object], message: str) -> None:
+def test_infeasible_table_jobs_are_rejected(changed: dict[str, object], message: str) -> None:
     given = {"tables": {"a": 10}, "dim": 4, **changed}
     with pytest.raises(GulliverError, match=message):
         plan_tables(TablesJob(**given), named_cluster("h100x1"))  # type: ignore[arg-type]

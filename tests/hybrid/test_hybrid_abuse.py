@@ -229,7 +229,7 @@ def _logits_errors(world: World, plugin: dict[str, Any]) -> float:
 
 
 @pytest.mark.parametrize("name", ["tensor", "split gather", "ring", "pipeline"])
-def test_own_criteria_see_whole_logits_in_order(pool: Pool, name: str) -> None:
+def test_custom_criteria_see_full_logits_in_order(pool: Pool, name: str) -> None:
     assert max(pool.run(_logits_errors, 2, GRIDS[name])) <= BAR
 
 
@@ -445,7 +445,7 @@ def _woken(world: World, plugin: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("name", ["tensor", "ring"])
-def test_what_was_frozen_at_boost_is_not_left_alone_silently(pool: Pool, name: str) -> None:
+def test_unfreezing_after_boost_is_detected(pool: Pool, name: str) -> None:
     for message in pool.run(_woken, 2, GRIDS[name]):
         assert "unfreeze before boost" in message
 

@@ -88,7 +88,7 @@ def _refused(world: World) -> list[str]:
     return said
 
 
-def test_what_would_be_lost_or_cut_is_refused_by_name_on_every_rank(pool: Pool) -> None:
+def test_unsupported_hooks_are_rejected_on_every_rank(pool: Pool) -> None:
     for said in pool.run(_refused, 2):
         for line, (_, _, wanted) in zip(said, REFUSED, strict=True):
             assert wanted in line

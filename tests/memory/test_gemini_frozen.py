@@ -279,9 +279,7 @@ def _thawed(world: World, folder: str, kind: str) -> list[Tensor]:
     return run.train(3, 5).values()
 
 
-def test_what_was_frozen_when_it_was_saved_may_be_trained_from_there(
-    pool: Pool, tmp_path: Path
-) -> None:
+def test_parameter_frozen_at_save_can_be_trained_after_load(pool: Pool, tmp_path: Path) -> None:
     ((plain,), *others) = (
         pool.run(_thawed, 1 if kind in ("plain", "ddp") else 2, str(tmp_path / kind), kind)
         for kind in ("plain", "limit", "zero 1", "ddp")

@@ -169,7 +169,7 @@ def _refusals(world: World) -> list[str]:
     return found
 
 
-def test_what_comes_too_late_is_refused_in_one_line_on_all_ranks(pool: Pool) -> None:
+def test_too_late_changes_are_rejected_on_all_ranks(pool: Pool) -> None:
     first, second = pool.run(_refusals, 2)
     assert first == second
     for line, part in zip(

@@ -543,14 +543,14 @@ def test_edited_groups_are_refused_on_all_ranks_and_options_that_differ(pool: Po
         (_state_dict, "booster.save_optimizer"),
     ],
 )
-def test_what_would_go_wrong_silently_is_refused(mistake, message: str) -> None:
+def test_silent_failures_are_rejected(mistake, message: str) -> None:
     with pytest.raises(GulliverError, match=message) as caught:
         mistake(*boosted())
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_copies_of_a_boosted_optimizer_are_refused_and_spoil_nothing(stage: int) -> None:
+def test_copying_boosted_optimizer_raises_harmlessly(stage: int) -> None:
     booster, model, optimizer = boosted(stage)
     calls: list[Callable[[], Any]] = [
         lambda: copy.deepcopy(optimizer),

@@ -305,7 +305,7 @@ def test_scales_stay_float32_whatever_the_model_is_cast_to():
         assert layer(torch.randn(2, 64, dtype=torch.bfloat16)).dtype == torch.bfloat16
 
 
-def test_what_cannot_be_is_refused_and_changes_nothing():
+def test_invalid_quantization_is_rejected_without_changes():
     whole = model()
     quantised = gulliver.replace_module(copy.deepcopy(whole), mode="int8")
     with pytest.raises(GulliverError, match=r"already quantized \(body.0"):
@@ -376,7 +376,7 @@ def test_nothing_is_trained_through_int8_and_the_layer_is_named():
         assert torch.equal(ran(torch.ones(1, 8)), layers(torch.ones(1, 8)))
 
 
-def test_what_comes_after_a_frozen_quantised_model_is_trained():
+def test_layers_after_frozen_quantized_model_train():
     body = gulliver.replace_module(nn.Sequential(nn.Linear(8, 8), nn.ReLU())).requires_grad_(False)
     head, x = nn.Linear(8, 2), torch.randn(3, 8)
     head(body(x)).sum().backward()
@@ -423,7 +423,7 @@ def test_every_candidate_sums_layers_of_one_input_right(inputs: int, outputs: in
             assert (found - wanted).norm() <= 0.02 * wanted.norm(), name
 
 
-def test_a_tie_that_int4_undoes_is_told():
+def test_untied_weights_of_int4_are_reported():
     for mode, tied in (("int8", True), ("int4", False)):
         made: Any = nn.Sequential(nn.Embedding(11, 256), nn.Linear(256, 11, bias=False))
         made[1].weight = made[0].weight

@@ -123,7 +123,7 @@ def test_requests_that_cannot_be_are_refused(
         model.generate([request(**changes)], QUICK)
 
 
-def test_what_was_never_trained_is_said(model: VideoModel) -> None:
+def test_untrained_prompts_and_shapes_are_reported(model: VideoModel) -> None:
     assert model.remarks(request()) == []
     (words,) = model.remarks(request(prompt="a cat moving left"))
     assert "'a', 'cat'" in words
@@ -131,7 +131,7 @@ def test_what_was_never_trained_is_said(model: VideoModel) -> None:
     assert re.search("17x32x32.*9x32x32, 1x32x32", shape)
 
 
-def test_foreign_and_missing_checkpoints_are_named(run: Path, tmp_path: Path) -> None:
+def test_unknown_and_missing_checkpoints_are_named(run: Path, tmp_path: Path) -> None:
     import shutil
 
     with pytest.raises(GulliverError, match=tmp_path.name):
@@ -272,7 +272,7 @@ def test_the_command_line_makes_one_file_per_prompt(
     assert read_frames(tmp_path / "x-001.gif").shape == (3, 9, 128, 128)
 
 
-def test_the_command_line_knows_all_that_a_request_may_say(
+def test_generate_has_an_option_for_every_request_field(
     run: Path, model: VideoModel, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     from gulliver.cli.dispatch import main
@@ -334,7 +334,7 @@ def test_the_command_line_knows_all_that_a_request_may_say(
     assert read_frames(tmp_path / "y.mp4").shape[1] == 13 + 2 * 4
 
 
-def test_a_cache_says_what_it_saved_and_how_far_its_clip_is(
+def test_step_cache_reports_savings_and_psnr(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     from gulliver.cli.dispatch import main

@@ -308,7 +308,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_answered_is_refused_at_once(case: str) -> None:
+def test_invalid_requests_are_rejected_at_once(case: str) -> None:
     prompt, more, said = REFUSED[case]
     engine = Engine(Slots(blocks=20, size=4, context=12), options=EngineOptions(16, 4))
     with pytest.raises(GulliverError, match=said):
@@ -316,7 +316,7 @@ def test_what_cannot_be_answered_is_refused_at_once(case: str) -> None:
     assert not engine.busy
 
 
-def test_one_prompt_and_several_are_told_apart_and_numbers_of_any_kind_are_tokens() -> None:
+def test_single_and_multiple_prompts_are_distinguished() -> None:
     assert listed("ab") == ["ab"]
     assert listed([1, 2]) == [[1, 2]]
     assert listed([[1, 2], "ab"]) == [[1, 2], "ab"]
@@ -378,7 +378,7 @@ def test_a_torch_dtype_is_taken(folder: Path) -> None:
         assert llm.engine.runner.pages.keys[0].dtype == torch.bfloat16  # type: ignore[attr-defined]
 
 
-def test_too_little_memory_is_told_with_what_would_fit(
+def test_insufficient_memory_error_names_what_fits(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     size = sum(p.numel() for p in small().parameters())

@@ -108,7 +108,7 @@ def test_seeds_samples_and_penalties_draw_as_the_library(client: Any, llm: LLM) 
     assert texts == [c.text for c in output.outputs]
 
 
-def test_probabilities_are_told_as_the_library_knows_them(client: Any, llm: LLM) -> None:
+def test_logprobs_equal_the_librarys(client: Any, llm: LLM) -> None:
     tokens = llm.generate([TEXTS[2]], greedy(8, logprobs=3))[0].outputs[0].tokens
     values = [token.logprob for token in tokens]
     asked = {"model": "tiny", "max_tokens": 8, "temperature": 0, **IDS}
@@ -214,9 +214,7 @@ CHATS: dict[str, tuple[dict[str, Any], int, str | None, str]] = {
 }
 
 
-def test_what_cannot_be_answered_is_refused_by_the_name_of_the_field(
-    server: Any, http: Any
-) -> None:
+def test_unsupported_fields_are_rejected_by_name(server: Any, http: Any) -> None:
     for path, first, cases in (
         ("completions", {"prompt": "the"}, REFUSED),
         ("chat/completions", {"messages": TALK}, CHATS),
@@ -306,7 +304,7 @@ def test_offsets_count_characters_of_the_text(client: Any, llm: LLM) -> None:
     assert len(offsets) == 14
 
 
-def test_a_key_keeps_strangers_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_api_key_is_required(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GULLIVER_API_KEY", "from-the-environment")
     with serving(api_key="se cret") as (server, _, _):
         root = server.url.removesuffix("/v1")

@@ -132,7 +132,7 @@ def broken_server() -> Iterator[str]:
         made.server_close()
 
 
-def test_what_goes_wrong_is_counted_by_name() -> None:
+def test_load_errors_are_counted_by_kind() -> None:
     with broken_server() as url:
         known = generate_load(Load(url, model="x", requests=9, connections=1)).json
         assert known["errors"] == {

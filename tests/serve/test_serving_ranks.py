@@ -279,7 +279,7 @@ def test_the_stage_that_holds_a_batch_up_is_named(silent: int) -> None:
     one.close()
 
 
-def test_what_a_rank_says_itself_goes_before_broken_connections() -> None:
+def test_rank_error_precedes_connection_errors() -> None:
     layout = Layout(2, (0, 1))
 
     def start(rank: int, link: Any, attempt: int) -> None:

@@ -211,7 +211,7 @@ def test_what_training_sees_of_guesses_is_what_they_see_in_use(kind: str) -> Non
 
 
 @pytest.mark.parametrize("looking", [True, False])
-def test_a_draft_finds_what_only_the_keys_and_values_tell(looking: bool) -> None:
+def test_draft_learns_pairs_from_target_cache(looking: bool) -> None:
     """Pairs that come again in another order: one layer alone cannot find what followed a token.
 
     Keys made here stand for the tokens before their own, and values for their own, as those of a

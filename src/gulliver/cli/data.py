@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
@@ -61,6 +62,8 @@ SCORERS = ("sharpness", "brightness", "motion", "text_share", "phash")
 """Built-in scorers."""
 SHOWN = 10
 """Maximum number of unusable files shown on the terminal; the list file has all of them."""
+Entries = Sequence[tuple[str, str]]
+"""Files or clips, each with a reason."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,8 @@ class Scan(Options):
     """Scan all files again, including those already in the table."""
     workers: Annotated[int, WORKERS] = 0
     """Number of threads; 0: one per core."""
+    json: bool = False
+    """Print JSON."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +92,8 @@ class OfTable(Options):
     """Table of clips, .parquet or .csv."""
     workers: Annotated[int, WORKERS] = 0
     """Number of threads, processes or concurrent commands; 0: one per core."""
+    json: bool = False
+    """Print JSON."""
 
 
 @dataclass(frozen=True)
@@ -159,6 +166,8 @@ class Filter(Options):
     """SQL expression over columns, such as 'fps >= 12 and motion > 2'."""
     out: Path = Path("filtered.parquet")
     """Table to write."""
+    json: bool = False
+    """Print JSON."""
 
 
 def scan_folder(options: Scan) -> int:
@@ -168,15 +177,17 @@ def scan_folder(options: Scan) -> int:
     out = options.out or options.folder / "clips.parquet"
     found = scan(options.folder, out, options.decode, options.again, options.workers)
     seconds = sum(value or 0 for value in found.table.column("duration"))
-    print(f"{out}: {_many(len(found.table), 'clip')}, {seconds / 60:.1f} minutes")
     notes = [
         (name, note)
         for name, note in zip(found.table.column("path"), found.table.column("note"), strict=True)
         if note
     ]
-    _list(f"{_many(len(notes), 'clip')} with a note (column note)", notes)
-    list_broken(out, "scan", found.broken)
-    if found.ignored:
+    heading = f"{_many(len(notes), 'clip')} with a note (column note)"
+    lists = {"notes": (heading, notes), "broken": _broken(out, "scan", found.broken)}
+    line = f"{out}: {_many(len(found.table), 'clip')}, {seconds / 60:.1f} minutes"
+    counts = {"clips": len(found.table), "seconds": seconds, "ignored": found.ignored}
+    _report(options.json, out, line, counts, lists)
+    if found.ignored and not options.json:
         kinds = ", ".join(f"{count} {suffix}" for suffix, count in found.ignored.most_common(8))
         print(f"{_many(found.ignored.total(), 'other file')} ignored: {kinds}")
     if len(found.table):
@@ -191,10 +202,13 @@ def cut_scenes(options: Cut) -> int:
     settings = part_of(options, CutSettings)
     found = cut(Table.read(options.table), options.out, settings, options.workers)
     sources = _many(found.sources, "video")
-    print(f"{options.out}: {_many(len(found.table), 'clip')} of {sources}")
-    _list(
-        f"{_many(len(found.left_out), 'piece')} left out, listed in {found.listed}",
-        [(one.span, one.reason) for one in found.left_out],
+    heading = f"{_many(len(found.left_out), 'piece')} left out, listed in {found.listed}"
+    _report(
+        options.json,
+        options.out,
+        f"{options.out}: {_many(len(found.table), 'clip')} of {sources}",
+        {"clips": len(found.table), "videos": found.sources},
+        {"left_out": (heading, [(one.span, one.reason) for one in found.left_out])},
     )
     if len(found.table):
         hint("data", "score", options.out)
@@ -207,7 +221,9 @@ def filter_rows(options: Filter) -> int:
 
     found = filter_file(options.table, options.condition, options.out)
     unknown = f", {found.unknown:,} unknown (a cell is empty)" if found.unknown else ""
-    print(f"{options.out}: {_many(len(found.table), 'row')}; {found.dropped:,} dropped{unknown}")
+    line = f"{options.out}: {_many(len(found.table), 'row')}; {found.dropped:,} dropped{unknown}"
+    counts = {"rows": len(found.table), "dropped": found.dropped, "unknown": found.unknown}
+    _report(options.json, options.out, line, counts)
     hint("data", "show", options.out)
     return 0
 
@@ -218,8 +234,9 @@ def score_clips(options: Score) -> int:
 
     table, out = Table.read(options.table), options.out or options.table
     found = score(table, options.scorers, out, options.again, options.workers)
-    _told_fresh(out, found.fresh, found.whole, len(found.table), "scored")
-    list_broken(out, "score", found.broken)
+    line = _fresh_line(out, found.fresh, found.whole, len(found.table), "scored")
+    counts = {"rows": len(found.table), "new": found.fresh, "scored": found.whole}
+    _report(options.json, out, line, counts, {"broken": _broken(out, "score", found.broken)})
     hint("data", "dedup", out, "--out", out.with_stem("unique"))
     return 0
 
@@ -231,12 +248,15 @@ def drop_copies(options: Dedup) -> int:
 
     table = Table.read(options.table)
     found = deduplicate(table, options.out, options.alike, options.workers)
-    print(f"{options.out}: {_many(len(found.table), 'clip')}")
-    _list(
-        f"{_many(len(found.pairs), 'copy', 'copies')} left out, listed in {found.listed}",
-        [(pair.dropped, f"copy of {pair.kept}") for pair in found.pairs],
+    heading = f"{_many(len(found.pairs), 'copy', 'copies')} left out, listed in {found.listed}"
+    copies = [(pair.dropped, f"copy of {pair.kept}") for pair in found.pairs]
+    _report(
+        options.json,
+        options.out,
+        f"{options.out}: {_many(len(found.table), 'clip')}",
+        {"clips": len(found.table)},
+        {"copies": (heading, copies), "broken": _broken(options.out, "dedup", found.broken)},
     )
-    list_broken(options.out, "dedup", found.broken)
     hint("data", "filter", options.out, "fps >= 12 and motion > 2")
     return 0
 
@@ -259,8 +279,9 @@ def caption_clips(options: Caption) -> int:
         options.workers,
     )
     done = found.fresh - len(found.broken)
-    _told_fresh(out, found.fresh, done, len(found.table), "captioned")
-    list_broken(out, "caption", found.broken)
+    line = _fresh_line(out, found.fresh, done, len(found.table), "captioned")
+    counts = {"rows": len(found.table), "new": found.fresh, "captioned": done}
+    _report(options.json, out, line, counts, {"broken": _broken(out, "caption", found.broken)})
     hint("data", "show", out)
     return 0
 
@@ -271,14 +292,15 @@ def show_clips(options: Show) -> int:
 
     table = Table.read(options.table)
     shown = show(table, options.out, options.most, options.workers)
-    print(f"{options.out}: {shown:,} of {_many(len(table), 'clip')}, open it in a browser")
+    line = f"{options.out}: {shown:,} of {_many(len(table), 'clip')}, open it in a browser"
+    _report(options.json, options.out, line, {"clips": len(table), "shown": shown})
     after_show(options.table)
     return 0
 
 
-def _told_fresh(out: Path, fresh: int, whole: int, rows: int, done: str) -> None:
+def _fresh_line(out: Path, fresh: int, whole: int, rows: int, done: str) -> str:
     before = f" ({rows - fresh:,} had it before: --again replaces)" if fresh < rows else ""
-    print(f"{out}: {whole:,} of {_many(rows, 'clip')} {done}{before}")
+    return f"{out}: {whole:,} of {_many(rows, 'clip')} {done}{before}"
 
 
 def encode_clips(options: EncodeConfig, arguments: list[str]) -> int:
@@ -298,15 +320,37 @@ def encode_clips(options: EncodeConfig, arguments: list[str]) -> int:
     return code
 
 
-def list_broken(table: Path, step: str, broken: Sequence[tuple[str, str]]) -> None:
-    """Prints a step's first unusable files, and the path of the full list."""
+def _broken(table: Path, step: str, broken: Entries) -> tuple[str, Entries]:
+    """The unusable files of a step, with a heading that names the file that lists them."""
     from gulliver.video.preparation.table import broken_path
 
-    listed = f"{_many(len(broken), 'file')} that {step} cannot use, listed in {broken_path(table)}"
-    _list(listed, broken)
+    heading = f"{_many(len(broken), 'file')} that {step} cannot use, listed in {broken_path(table)}"
+    return heading, broken
 
 
-def _list(what: str, found: Sequence[tuple[str, str]]) -> None:
+def _report(
+    as_json: bool,
+    out: Path,
+    line: str,
+    counts: Mapping[str, object],
+    lists: Mapping[str, tuple[str, Entries]] = MappingProxyType({}),
+) -> None:
+    """Prints the result of a step: a line and the start of each list, or everything as JSON."""
+    from gulliver.jobs.display import print_json
+
+    if as_json:
+        plain = {
+            key: [{"name": name, "reason": reason} for name, reason in entries]
+            for key, (_, entries) in lists.items()
+        }
+        print_json({"out": out, **counts, **plain})
+        return
+    print(line)
+    for heading, entries in lists.values():
+        _list(heading, entries)
+
+
+def _list(what: str, found: Entries) -> None:
     if not found:
         return
     print(f"{what}:")

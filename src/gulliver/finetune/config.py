@@ -178,6 +178,8 @@ class FinetuneConfig(DataConfig):
     """
     dry_run: bool = False
     """Print the plan and exit before reading weights."""
+    json: bool = False
+    """Print the plan as JSON, in seconds and bytes; needs --dry-run."""
     GROUPS: ClassVar = {
         **{"data": "data", "model": "", "method": "run", "epochs": "training"},
         **{"lora_rank": "adapters", "eval_every": "evaluation", "save_every": "checkpoints"},
@@ -192,7 +194,7 @@ class FinetuneConfig(DataConfig):
 MAY_CHANGE = frozenset(
     {"out", "model", "data", "held_out", "adapter", "chat_template"}  # compared by fingerprint
     | {"memory_limit", "disk", "ranks", "tp_size", "pp_size", "sp_size", "activations"}
-    | {"micro_tokens", "resume", "dry_run", "keep", "log_every", "save_every", "merge"}
+    | {"micro_tokens", "resume", "dry_run", "json", "keep", "log_every", "save_every", "merge"}
     | {"save_dtype", "result", "bad_rows", "report_to", "push_to_hub"}
     | {"samples", "sample_tokens", "prompt", "steps", "epochs"}
 )
@@ -211,6 +213,8 @@ def check_finetune(config: FinetuneConfig) -> FinetuneConfig:
     config = replace(config, model=(model := fetch(config.model)))
     if not (model / "config.json").is_file():
         raise GulliverError(f"{model} is not a Hugging Face folder: it has no config.json")
+    if config.json and not config.dry_run:
+        raise GulliverError("--json prints the plan of a dry run; add --dry-run")
     check_data(config)
     _check_out(config, model)
     _check_adapters(config)

@@ -28,7 +28,7 @@ from gulliver.finetune.prepare import FinetuneJob, make_optimizer, prepare
 from gulliver.finetune.result import write_result
 from gulliver.finetune.step import FinetuneStep
 from gulliver.io.hub import push
-from gulliver.jobs.display import console
+from gulliver.jobs.display import console, print_json
 from gulliver.jobs.loop import LoopOptions, Outcome, TrainingLoop, rate_factor
 from gulliver.jobs.stop import StopRequest
 from gulliver.options import resolved
@@ -48,6 +48,10 @@ def finetune(config: FinetuneConfig) -> Outcome:
         warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
         job = prepare(config, world)
         if config.dry_run:
+            if config.json and world.is_main:
+                planned = job.planned
+                found = {"memory": planned.needed, "step_seconds": planned.seconds}
+                print_json({**as_values(job.recipe), **found, "plan": planned.plan.to_values()})
             return Outcome(0, True)
         finetuner = Finetuner(job, world)
         with StopRequest().listening() as stop:

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from gulliver.data.clips import Bucket, Clip
-from gulliver.errors import GulliverError, missing_extra
+from gulliver.errors import GulliverError, UsageError, missing_extra
 
 DIGITS = tuple("0123456789")
 DIRECTIONS = ("left", "right", "up", "down")
@@ -174,15 +174,15 @@ def _other_directions(digit: int, exclude: tuple[tuple[int, int], ...]) -> Tenso
 
 def _check_bucket(bucket: Bucket) -> None:
     if min(bucket.height, bucket.width) < SIDE:
-        raise GulliverError(
+        raise UsageError(
             f"{bucket} is too small for a digit of {SIDE}x{SIDE}; choose a larger frame"
         )
     if bucket.height % 8 or bucket.width % 8:
         right = "x".join(str(round(side / 8) * 8) for side in (bucket.height, bucket.width))
-        raise GulliverError(f"{bucket}: height and width must be multiples of 8, such as {right}")
+        raise UsageError(f"{bucket}: height and width must be multiples of 8, such as {right}")
     if bucket.frames < 1 or (bucket.frames - 1) % 4:
         right = -(-max(0, bucket.frames - 1) // 4) * 4 + 1  # rounded up: 4 must not become a still
-        raise GulliverError(f"{bucket}: frames must be 4 k + 1, such as {right}")
+        raise UsageError(f"{bucket}: frames must be 4 k + 1, such as {right}")
 
 
 # Judges of the moving digits: recognize the digit and measure its direction.

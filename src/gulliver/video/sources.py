@@ -25,7 +25,7 @@ from gulliver.data.buckets import BucketConfig
 from gulliver.data.clips import Bucket
 from gulliver.data.sampler import BucketSampler
 from gulliver.data.table import ClipTable
-from gulliver.errors import GulliverError, nearest
+from gulliver.errors import GulliverError, UsageError, nearest
 from gulliver.jobs.display import Display, console
 from gulliver.jobs.log import derive
 from gulliver.jobs.stop import StopRequest
@@ -429,7 +429,7 @@ def _check_shape(bucket: Bucket, unit: int) -> None:
     ):
         frames = -(-(bucket.frames - 1) // 4) * 4 + 1  # rounded up: 4 must not become a still
         sides = [max(unit, round(side / unit) * unit) for side in (bucket.height, bucket.width)]
-        raise GulliverError(
+        raise UsageError(
             f"--data.shapes {bucket} does not fit; frames must be 4 k + 1, height and width "
             f"multiples of {unit}, such as {frames}x{sides[0]}x{sides[1]}"
         )
