@@ -26,9 +26,8 @@ is faster. Targets (column *bar*) were set before the run; missed targets are ma
 """
 TAIL = """
 `python -m benchmarks.NAME` runs one benchmark. `make bench` runs all of them, which takes hours and
-needs an idle machine. Benchmarks that limit the rate of network links need root. The result files
-in the last column are in `benchmarks/results`; they contain all tables, versions, the command and
-the data as JSON.
+needs an idle machine. Benchmarks that limit network links need root. The files in the last column,
+in `benchmarks/results`, contain all tables, versions, the command and the data as JSON.
 """
 
 

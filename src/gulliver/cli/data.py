@@ -1,4 +1,4 @@
-"""Suggests the next command after a successful one."""
+"""`gulliver data`: from a folder of clips to a table to train on; suggestions of next commands."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
@@ -20,23 +19,9 @@ if TYPE_CHECKING:
     from gulliver.video.config import TrainConfig
 
 
-ANY = "17x64x64"
-"""Clip shape in suggested commands if none is known."""
-
-
 def hint(*words: object) -> None:
     """Prints a suggested command to stderr."""
     print("next: gulliver " + shlex.join(map(str, words)), file=sys.stderr)
-
-
-def after_scan(table: Path) -> None:
-    """Suggests next steps after scanning a folder."""
-    hint("data", "cut", table, "--out", "clips/clips.parquet")
-    hint("data", "score", table)
-
-
-def after_show(table: Path) -> None:
-    hint("train", "--data.table", table, "--data.shapes", ANY, "--out", "runs/mine")
 
 
 def after_train(config: TrainConfig) -> None:
@@ -55,7 +40,6 @@ def after_train(config: TrainConfig) -> None:
 # ``gulliver data``: from a folder of clips to a table to train on. Options, then the actions.
 #
 # Nothing here imports torch at its top: ``--help`` reads this module, and `filter` needs none.
-
 
 WORKERS = Range(0, 1024)
 SCORERS = ("sharpness", "brightness", "motion", "text_share", "phash")
@@ -177,21 +161,19 @@ def scan_folder(options: Scan) -> int:
     out = options.out or options.folder / "clips.parquet"
     found = scan(options.folder, out, options.decode, options.again, options.workers)
     seconds = sum(value or 0 for value in found.table.column("duration"))
-    notes = [
-        (name, note)
-        for name, note in zip(found.table.column("path"), found.table.column("note"), strict=True)
-        if note
-    ]
-    heading = f"{_many(len(notes), 'clip')} with a note (column note)"
-    lists = {"notes": (heading, notes), "broken": _broken(out, "scan", found.broken)}
+    named = zip(found.table.column("path"), found.table.column("note"), strict=True)
+    notes = [(name, note) for name, note in named if note]
+    noted = f"{_many(len(notes), 'clip')} with a note (column note)", notes
     line = f"{out}: {_many(len(found.table), 'clip')}, {seconds / 60:.1f} minutes"
     counts = {"clips": len(found.table), "seconds": seconds, "ignored": found.ignored}
-    _report(options.json, out, line, counts, lists)
+    broken = _broken(out, "scan", found.broken)
+    _report(options.json, out, line, counts, notes=noted, broken=broken)
     if found.ignored and not options.json:
         kinds = ", ".join(f"{count} {suffix}" for suffix, count in found.ignored.most_common(8))
         print(f"{_many(found.ignored.total(), 'other file')} ignored: {kinds}")
     if len(found.table):
-        after_scan(out)
+        hint("data", "cut", out, "--out", "clips/clips.parquet")
+        hint("data", "score", out)
     return 0 if len(found.table) else 1
 
 
@@ -201,15 +183,11 @@ def cut_scenes(options: Cut) -> int:
 
     settings = part_of(options, CutSettings)
     found = cut(Table.read(options.table), options.out, settings, options.workers)
-    sources = _many(found.sources, "video")
     heading = f"{_many(len(found.left_out), 'piece')} left out, listed in {found.listed}"
-    _report(
-        options.json,
-        options.out,
-        f"{options.out}: {_many(len(found.table), 'clip')} of {sources}",
-        {"clips": len(found.table), "videos": found.sources},
-        {"left_out": (heading, [(one.span, one.reason) for one in found.left_out])},
-    )
+    left = heading, [(one.span, one.reason) for one in found.left_out]
+    line = f"{options.out}: {_many(len(found.table), 'clip')} of {_many(found.sources, 'video')}"
+    counts = {"clips": len(found.table), "videos": found.sources}
+    _report(options.json, options.out, line, counts, left_out=left)
     if len(found.table):
         hint("data", "score", options.out)
     return 0 if len(found.table) else 1
@@ -236,7 +214,7 @@ def score_clips(options: Score) -> int:
     found = score(table, options.scorers, out, options.again, options.workers)
     line = _fresh_line(out, found.fresh, found.whole, len(found.table), "scored")
     counts = {"rows": len(found.table), "new": found.fresh, "scored": found.whole}
-    _report(options.json, out, line, counts, {"broken": _broken(out, "score", found.broken)})
+    _report(options.json, out, line, counts, broken=_broken(out, "score", found.broken))
     hint("data", "dedup", out, "--out", out.with_stem("unique"))
     return 0
 
@@ -246,17 +224,12 @@ def drop_copies(options: Dedup) -> int:
     from gulliver.video.preparation.deduplication import deduplicate
     from gulliver.video.preparation.table import Table
 
-    table = Table.read(options.table)
-    found = deduplicate(table, options.out, options.alike, options.workers)
+    found = deduplicate(Table.read(options.table), options.out, options.alike, options.workers)
     heading = f"{_many(len(found.pairs), 'copy', 'copies')} left out, listed in {found.listed}"
-    copies = [(pair.dropped, f"copy of {pair.kept}") for pair in found.pairs]
-    _report(
-        options.json,
-        options.out,
-        f"{options.out}: {_many(len(found.table), 'clip')}",
-        {"clips": len(found.table)},
-        {"copies": (heading, copies), "broken": _broken(options.out, "dedup", found.broken)},
-    )
+    copies = heading, [(pair.dropped, f"copy of {pair.kept}") for pair in found.pairs]
+    line, counts = f"{options.out}: {_many(len(found.table), 'clip')}", {"clips": len(found.table)}
+    broken = _broken(options.out, "dedup", found.broken)
+    _report(options.json, options.out, line, counts, copies=copies, broken=broken)
     hint("data", "filter", options.out, "fps >= 12 and motion > 2")
     return 0
 
@@ -267,21 +240,12 @@ def caption_clips(options: Caption) -> int:
     from gulliver.video.preparation.table import Table
 
     table, out = Table.read(options.table), options.out or options.table
-    found = caption(
-        table,
-        out,
-        options.command,
-        options.model,
-        options.prompt,
-        options.tokens,
-        options.seconds,
-        options.again,
-        options.workers,
-    )
+    settings = options.command, options.model, options.prompt, options.tokens, options.seconds
+    found = caption(table, out, *settings, options.again, options.workers)
     done = found.fresh - len(found.broken)
     line = _fresh_line(out, found.fresh, done, len(found.table), "captioned")
     counts = {"rows": len(found.table), "new": found.fresh, "captioned": done}
-    _report(options.json, out, line, counts, {"broken": _broken(out, "caption", found.broken)})
+    _report(options.json, out, line, counts, broken=_broken(out, "caption", found.broken))
     hint("data", "show", out)
     return 0
 
@@ -294,7 +258,7 @@ def show_clips(options: Show) -> int:
     shown = show(table, options.out, options.most, options.workers)
     line = f"{options.out}: {shown:,} of {_many(len(table), 'clip')}, open it in a browser"
     _report(options.json, options.out, line, {"clips": len(table), "shown": shown})
-    after_show(options.table)
+    hint("train", "--data.table", options.table, "--data.shapes", "17x64x64", "--out", "runs/mine")
     return 0
 
 
@@ -329,35 +293,23 @@ def _broken(table: Path, step: str, broken: Entries) -> tuple[str, Entries]:
 
 
 def _report(
-    as_json: bool,
-    out: Path,
-    line: str,
-    counts: Mapping[str, object],
-    lists: Mapping[str, tuple[str, Entries]] = MappingProxyType({}),
+    as_json: bool, out: Path, line: str, counts: Mapping[str, object], **lists: tuple[str, Entries]
 ) -> None:
     """Prints the result of a step: a line and the start of each list, or everything as JSON."""
     from gulliver.jobs.display import print_json
 
     if as_json:
-        plain = {
-            key: [{"name": name, "reason": reason} for name, reason in entries]
-            for key, (_, entries) in lists.items()
-        }
+        plain = {k: [{"name": a, "reason": b} for a, b in v] for k, (_, v) in lists.items()}
         print_json({"out": out, **counts, **plain})
         return
     print(line)
     for heading, entries in lists.values():
-        _list(heading, entries)
-
-
-def _list(what: str, found: Entries) -> None:
-    if not found:
-        return
-    print(f"{what}:")
-    for name, reason in found[:SHOWN]:
-        print(f"  {name}: {reason}")
-    if len(found) > SHOWN:
-        print(f"  and {len(found) - SHOWN:,} more")
+        if entries:
+            print(f"{heading}:")
+        for name, reason in entries[:SHOWN]:
+            print(f"  {name}: {reason}")
+        if len(entries) > SHOWN:
+            print(f"  and {len(entries) - SHOWN:,} more")
 
 
 def _many(count: int, name: str, several: str | None = None) -> str:
