@@ -17,10 +17,11 @@ BENCHMARKS := $(basename $(notdir $(filter-out benchmarks/_% benchmarks/gpu.py,$
 install: $(STAMP)
 
 # torch goes first and alone: with it in place, nothing that follows pulls another build of it.
+# Files are compiled when they are imported: most of what these packages hold never is.
 $(STAMP): pyproject.toml constraints.txt $(NATIVE)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/pip install -q -c constraints.txt torch
-	$(BIN)/pip install -q -c constraints.txt -e '.[all]'
+	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/pip install -q --no-compile -c constraints.txt torch
+	$(BIN)/pip install -q --no-compile -c constraints.txt -e '.[all]'
 	touch $@
 
 demo: $(STAMP)

@@ -273,7 +273,8 @@ def run(mutant: Mutant, likely_only: bool) -> Result:
 
 def _first_failure(source: Path, arguments: list[str]) -> str | None:
     path = os.pathsep.join([str(source), str(ROOT), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *arguments]
+    options = ["-x", "-q", "--full", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", *options, *arguments]
     environment = {**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     if done.returncode == 0:
