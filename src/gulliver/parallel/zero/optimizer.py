@@ -495,7 +495,7 @@ class ZeroOptimizer(BoostedOptimizer):
 
     def gradient_bytes(self) -> int:
         """Bytes of gradients that this rank holds now: shards and full buffers."""
-        held = [t for c in self.chunks for t in (c.chunk.gradients.buffer, c.gradient_shard)]
+        held = [t for c in self.chunks for t in (*c.chunk.gradients.collected, c.gradient_shard)]
         return sum(t.nbytes for t in held if t is not None and not t.is_meta)
 
     def memory(self) -> dict[str, int]:
