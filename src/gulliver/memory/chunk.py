@@ -140,27 +140,33 @@ class ChunkGradients:
 
     def place(self, name: str) -> None:
         """Takes a parameter's first gradient, and moves it into the buffer if there is one."""
+        # It runs for every parameter in every backward: what need not be checked here is not.
         parameter, placed = self.parameters[name], self.placed
         gradient = parameter.grad
+        if self.direct:
+            if gradient is None or placed.setdefault(name, gradient) is not gradient:
+                raise _left(name)
+            if gradient.is_sparse:
+                parameter.grad = placed[name] = gradient.to_dense()
+            return
         if name in placed and gradient is placed[name]:
             return
         if name in placed or gradient is None or gradient.requires_grad:
             raise _left(name)
-        if gradient.is_sparse:
-            gradient = gradient.to_dense()
-        if self.direct:
-            placed[name] = gradient.to(self.dtype).contiguous()
-        else:
-            placed[name] = self._views[name].copy_(gradient)
-        parameter.grad = placed[name]
+        view = self._views[name]
+        view.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
+        parameter.grad = placed[name] = view
 
     def complete(self) -> None:
-        """Zero-fills missing gradients."""
+        """Zero-fills missing gradients, where there is a buffer."""
+        placed = self.placed
         for name, parameter in self.parameters.items():
             gradient = parameter.grad
-            if name in self.placed:
-                if gradient is not self.placed[name]:
+            if name in placed:
+                if gradient is not placed[name] or gradient.requires_grad:
                     raise _left(name)
+                if self.direct:
+                    placed[name] = gradient.to(self.dtype).contiguous()
             elif gradient is None or type(gradient) is ReducedGradient:
                 if not self.direct:
                     self._views[name].zero_()
@@ -547,7 +553,7 @@ class _Cuts:
 
     def __init__(self, layout: ChunkLayout, shapes: Mapping[str, torch.Size]) -> None:
         self._sizes = layout.cuts()
-        runs = {slot.name: number for number, slot in enumerate(layout.by_address())}
+        runs = {slot.name: number for number, slot in enumerate(layout.by_address)}
         self._shaped = [(n, None if len(s) == 1 else s, runs[n]) for n, s in shapes.items()]
 
     def views(self, buffer: Tensor) -> dict[str, Tensor]:
