@@ -35,7 +35,7 @@ from gulliver._compat import (
     without_torch_functions,
 )
 from gulliver.comm.collectives import Group, broadcast, group_rank, group_size
-from gulliver.comm.host import log_host_team
+from gulliver.comm.host import host_team, log_host_team
 from gulliver.comm.torus import Torus
 from gulliver.errors import GulliverError
 from gulliver.memory.buffers import BufferPool, ChunkLayout, ShardPiece
@@ -56,6 +56,9 @@ from gulliver.parallel.zero.tiers import (
     TieredStates,
 )
 from gulliver.precision.wire.formats import IDENTITY
+
+HOST_CALLS = 4
+"""Calls of the optimizer in a step of ranks on one host."""
 
 
 @dataclass(frozen=True)
@@ -323,13 +326,18 @@ class ShardedState:
         """Indices of the chunks that are stepped together.
 
         One at a time if a chunk's gather overlaps the next step, if a checkpoint may still be
-        copying others, or with tiers; otherwise all in one call. An unknown optimizer always gets
+        copying others, or with tiers; otherwise all in one call. On one host few calls: gathers
+        take a rank's own time there, and so does each call. An unknown optimizer always gets
         one call, because it may use all parameters together or count its calls.
         """
         numbers = list(range(len(self.chunks)))
         gathers = self.stage in (1, 2) and self.size > 1
-        apart = gathers or any_read_lock() or self.states.tiered
-        return [[n] for n in numbers] if self.states.by_chunk and apart else [numbers]
+        apart = any_read_lock() or self.states.tiered
+        if not self.states.by_chunk or not (gathers or apart):
+            return [numbers]
+        together = not apart and host_team(self.group) is not None
+        length = -(-len(numbers) // HOST_CALLS) if together and numbers else 1
+        return [numbers[n : n + length] for n in range(0, len(numbers), length)]
 
     def changed(self) -> Iterator[Tensor]:
         """Tensors that steps write, for checkpoints; parameters in the groups may be resharded."""
