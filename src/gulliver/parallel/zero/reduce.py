@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gulliver.comm.collectives import Group, Handle, all_reduce, group_size, reduce_scatter
 from gulliver.comm.groups import ALONE
-from gulliver.comm.host import HostTeam, Terms, host_team
+from gulliver.comm.host import Terms, host_team
 from gulliver.comm.watchdog import Purpose
 from gulliver.errors import GulliverError
 from gulliver.memory.chunk import Chunk, ReducedGradient
@@ -519,7 +519,6 @@ class GradientSender:
         self.group, self.wires = group, wires
         self._lost: dict[int, tuple[ShardedChunk, Tensor]] = {}
         self._given: dict[str, Tensor] = {}
-        self._team: HostTeam | None = None
         # What was reduced as it is, to compare with, of chunks in flight.
         self.references: dict[int, Tensor] = {}
         packs = wires.reduce.name != "identity" and group_size(group) > 1
@@ -538,14 +537,15 @@ class GradientSender:
         """Whether other ranks can read a chunk's gradients where backward puts them."""
         if isinstance(chunk, ManagedChunk) or self.wires.reduce is not IDENTITY:
             return False
-        team = self._team = host_team(self.group) if group_size(self.group) > 1 else None
+        team = host_team(self.group) if group_size(self.group) > 1 else None
         return team is not None and team.takes(chunk.master_shard, chunk.members[0], "mean")
 
     def send(self, sharded: ShardedChunk) -> tuple[Tensor, Handle]:
         """Starts reducing a chunk's gradients; returns the tensor for the mean, and its handle."""
         chunk, why = sharded.chunk, sharded.purpose("reduces", "in a backward")
         if chunk.gradients.direct:
-            assert self._team is not None, "gradients are direct only where ranks read each other"
+            team = host_team(self.group)  # not kept: it ends with the world
+            assert team is not None, "gradients are direct only where ranks read each other"
             gradients, layout = chunk.gradients, chunk.layout
             placed, gradients.placed = gradients.placed, {}
             found = [(s.start, placed.get(s.name), s.end) for s in layout.by_address]
@@ -553,7 +553,7 @@ class GradientSender:
                 gradients.free()
             incoming = gradients.take_reduced()
             terms = Terms(found, layout.size, chunk.dtype)
-            return incoming, Handle(self._team.reduce_terms(incoming, terms, why))
+            return incoming, Handle(team.reduce_terms(incoming, terms, why))
         assert chunk.gradients.buffer is not None
         lost = self._lost_of(sharded, chunk.gradients.buffer) if self.feeds else None
         if chunk.layout.parts == 1:
