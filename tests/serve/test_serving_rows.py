@@ -55,7 +55,7 @@ def test_numbers_that_are_not_finite_stay_in_their_rows(kernel: FewRows) -> None
 
 
 @pytest.mark.parametrize("kernel", kernels())
-def test_what_is_not_the_kernels_is_left_to_torch(kernel: FewRows) -> None:
+def test_unsupported_matmuls_use_torch(kernel: FewRows) -> None:
     x, weight = torch.randn(4, 32), torch.randn(8, 32)
     assert not kernel.takes(x, weight, None), "gradients are wanted"
     with torch.no_grad():

@@ -1,7 +1,7 @@
-"""`NativeDecoder`: a step of a dense decoder in native code, without Python per layer.
+"""`NativeDecoder`: runs a step of a dense decoder in native code, without Python per layer.
 
 `decoder_of` passes the tensors of a model's modules to the extension `gulliver.serve._decoder`
-without copying weights. Models with anything unknown run their own forward instead. `FAMILIES`
+without copying weights. Models with unsupported parts run their own forward instead. `FAMILIES`
 lists the supported types of models.
 """
 
@@ -21,14 +21,14 @@ from gulliver.serve.kernels import KINDS, MOST_ROWS, native, native_problem
 _log = logging.getLogger("gulliver")
 
 FAMILIES = ("gemma", "gemma3_text", "llama", "mistral", "phi3", "qwen2", "qwen3", "smollm3")
-"""Values of `config.model_type`: RMS norms, rotary positions, a gated feed-forward, no experts."""
+"""Supported `config.model_type`s: RMS norms, rotary positions, a gated MLP, no experts."""
 ACTIVATIONS = {"silu": 0, "gelu_pytorch_tanh": 1}
 QUANTIZED = {"int8": 3, "int8_dynamic": 3, "int4": 4}
-"""Kinds of quantised weights; activations are not rounded."""
+"""Formats of quantized weights; activations are not rounded."""
 
 
 class Unfit(Exception):
-    """Why native code cannot run a model."""
+    """Reason why native code cannot run a model."""
 
 
 class NativeDecoder:
@@ -38,7 +38,7 @@ class NativeDecoder:
         self._decoder, self._vocabulary, self._kept = decoder, vocabulary, kept
 
     def takes(self, batch: Batch) -> bool:
-        """Whether native code is faster for a batch; torch is for float32 products of many rows."""
+        """Whether native code is faster for a batch; torch is for float32 matmuls of many rows."""
         return batch.tokens <= MOST_ROWS or any(t.dtype != torch.float32 for t in self._kept)
 
     def run(self, batch: Batch) -> Tensor:
@@ -85,7 +85,7 @@ def decoder_of(model: Any, shape: ModelShape, pages: Pages) -> NativeDecoder | N
 
 
 class _Reader:
-    """Reads a model's modules."""
+    """Converts a model's modules to the native decoder."""
 
     def __init__(self, model: Any, shape: ModelShape, pages: Pages) -> None:
         self._model, self._shape, self._pages = model, shape, pages
@@ -102,7 +102,7 @@ class _Reader:
             raise Unfit(f"models of type {config.model_type} run their own forward")
         changed = next((name for name, m in model.named_modules() if _changed(m)), None)
         if changed is not None:
-            raise Unfit(f"{changed} has hooks or a forward of its own")
+            raise Unfit(f"{changed} has hooks or a custom forward")
         body, shapes = model.model, self._shape.layers
         first = shapes[0]
         if any((s.heads, s.dim, s.scale) != (first.heads, first.dim, first.scale) for s in shapes):
@@ -175,7 +175,7 @@ class _Reader:
         return [*first, self._matrix(attention.o_proj), *second, self._matrix(mlp.down_proj)]
 
     def _norms(self, layer: Any) -> list[int]:
-        """Before attention and feed-forward, after them, of queries and keys; 0 for none."""
+        """Pointers to the norms around attention and MLP, and of queries and keys; 0 for none."""
         attention = layer.self_attn
         before = getattr(layer, "pre_feedforward_layernorm", None)
         after = layer.post_attention_layernorm if before is not None else None
@@ -204,15 +204,15 @@ class _Reader:
         found = getattr(norm, "variance_epsilon", None)
         found = float(norm.eps if found is None else found)
         if found != self._model.config.rms_norm_eps:
-            raise Unfit("its norms are not alike")
+            raise Unfit("its norms differ")
         return found
 
     def _matrix(self, layer: Any, first: int = 0, count: int | None = None) -> list[int]:
-        """A linear layer, or some of its outputs, in the format of native code."""
+        """Describes a linear layer, or some of its outputs, for native code."""
         if type(layer) is nn.Linear:
             return self._whole(layer, layer.weight, first, count)
         if type(layer) is not QuantizedLinear or layer.in_features % 16:
-            raise Unfit(f"{type(layer).__name__} is not a linear layer that native code knows")
+            raise Unfit(f"{type(layer).__name__} is not a supported linear layer")
         values, scales = layer.weight, layer.weight_scale
         outputs = layer.out_features - first if count is None else count
         return [
@@ -239,12 +239,12 @@ class _Reader:
 
     def _address(self, tensor: Tensor) -> int:
         if tensor.device.type != "cpu" or not tensor.is_contiguous():
-            raise Unfit("its weights are not in order on the CPU")
+            raise Unfit("its weights are not contiguous on the CPU")
         self._tensors.append(tensor)
         return tensor.data_ptr()
 
 
 def _changed(module: nn.Module) -> bool:
-    """Whether a module does more than its class."""
+    """Whether a module has hooks or a custom forward."""
     hooks = module._forward_hooks or module._forward_pre_hooks
     return bool(hooks) or "forward" in vars(module)

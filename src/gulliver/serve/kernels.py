@@ -1,6 +1,6 @@
-"""Native code of the extension `gulliver.serve._decoder`, if it was built.
+"""Native kernels of the extension `gulliver.serve._decoder`, if it was built.
 
-Models supported by `gulliver.serve.decoder` run whole steps in it; others only use its paged
+Models supported by `gulliver.serve.decoder` run full steps in it; others only use its paged
 attention and its matmuls of few rows.
 """
 
@@ -20,16 +20,16 @@ from torch import Tensor, nn
 from gulliver.errors import GulliverError, nearest
 
 INTERFACE = 1
-"""Version of the extension's interface; both sides count up when their calls change."""
+"""Version of the extension's interface; incremented on both sides when its calls change."""
 EXTENSION = "gulliver.serve._decoder"
 VARIABLES = "GULLIVER_DECODER", "GULLIVER_PAGES", "GULLIVER_ROWS"
-"""Variables that choose instructions; the later ones are names of releases before."""
+"""Variables that select instructions; the later ones are old names."""
 INSTRUCTIONS = ("avx512", "avx2", "none")
-"""Values of these variables; the default is the first that the processor has."""
+"""Values of these variables; the default is the first that the processor supports."""
 LANES = 16
-"""Head sizes are multiples of it."""
+"""Divisor of supported head sizes."""
 KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-"""Numbers that native code reads, by its own names."""
+"""Dtypes that native code reads, with their numbers there."""
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,13 @@ class Native:
 
 
 def native_problem() -> str | None:
-    """Explains why native code is not used; None if it is."""
+    """Returns why native code is not used; None if it is used."""
     try:
         built: Any = importlib.import_module(EXTENSION)
     except ImportError as error:
         return f"its extension is not built ({error})"
     if built.INTERFACE != INTERFACE:
-        return "its extension is of another version: pip install -e . builds it again"
+        return "its extension was built from another version; rebuild it with pip install -e ."
     variable = next((name for name in VARIABLES if os.environ.get(name)), VARIABLES[0])
     wanted = os.environ.get(variable, "")
     if wanted and wanted not in INSTRUCTIONS:
@@ -98,7 +98,7 @@ class NativeAttention:
         self.name, self._built, self._kernel = found.name, found.built, found.kernel
 
     def prepare(self, pieces: Sequence[PagedSpan], positions: Tensor) -> Any:
-        """Lays out the sequences of a batch, once for all layers."""
+        """Prepares the sequences of a batch, once for all layers."""
         return self._built.Sequences(
             *([getattr(piece, name) for piece in pieces] for name in ("first", "count", "start")),
             *([piece.blocks.tolist() for piece in pieces], positions.tolist()),
@@ -156,7 +156,7 @@ def native_attention() -> NativeAttention | None:
 
 
 MOST_ROWS = 128
-"""Most rows for which the kernel is taken: more stay in the cache worse than torch's blocks."""
+"""Maximum rows for the kernel; with more, torch uses the cache better."""
 
 
 class FewRows:
@@ -204,7 +204,7 @@ def few_rows() -> FewRows | None:
 
 
 def take_few_rows(model: nn.Module) -> Callable[[], None]:
-    """Makes linear layers of a model use the kernel until the returned function is called."""
+    """Makes a model's linear layers use the kernel, until the returned function is called."""
     # Layers that are quantized, sharded or have a custom forward are unchanged.
     kernel = few_rows()
     if kernel is None:

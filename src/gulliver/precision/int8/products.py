@@ -24,11 +24,11 @@ from gulliver.precision.int8.formats import from_int4, from_int8
 INTERFACE = 1
 """Version of the extension's interface, incremented on both sides when calls change."""
 INSTRUCTIONS = ("avx512-vnni", "avx2", "none")
-"""Values of ``$GULLIVER_INT8``; by default the first that the processor supports."""
+"""Values of ``$GULLIVER_INT8``; default: the first that the processor supports."""
 
 
 def kernels_problem() -> str | None:
-    """Why native kernels are not available; None if they are."""
+    """Returns why native kernels are unavailable; None if they are available."""
     try:
         built = importlib.import_module("gulliver.precision.int8._kernels")
     except ImportError as error:
@@ -75,12 +75,12 @@ def native_table() -> tuple[str, Any] | None:
 
 MODES = ("int8", "int8_dynamic", "int4")
 PIECE = 16 << 20
-"""Elements of a weight that are dequantised at once."""
+"""Elements of a weight that are dequantized at a time."""
 TINY = 1e-36
 TURNS = 5
-"""Minimum rounds of a measurement, and rounds without improvement that end it."""
+"""Minimum rounds of a measurement, and rounds without improvement after which it ends."""
 NEWS = 0.97
-"""Share of the best seconds so far that is news."""
+"""A time below this fraction of the best one counts as an improvement."""
 PATIENCE_S = 0.15
 INT8PACK_INPUTS = 16
 """Multiple of inputs that torch's `_weight_int8pack_mm` needs."""
@@ -116,13 +116,13 @@ _log = logging.getLogger("gulliver")
 
 
 def product(w: Stored, x: Tensor, bias: Tensor | None, largest: Tensor | None = None) -> Tensor:
-    """Returns the product of rows with a quantized weight.
+    """Multiplies rows by a quantized weight.
 
     Args:
-        w: quantised weight.
+        w: quantized weight.
         x: activations ``[rows, inputs]``.
         bias: bias ``[outputs]``, or None.
-        largest: largest magnitude below the threshold of each full row, if `x` is a shard of its
+        largest: each complete row's largest magnitude below the threshold, if `x` is a shard of its
             inputs.
     """
     if torch.compiler.is_compiling():  # a graph ends here, and goes on behind
@@ -141,7 +141,7 @@ _outside_graphs: Kernel = uncompiled(product)
 
 
 def chosen_kernel(w: Stored, rows: int, dtype: torch.dtype, device: torch.device) -> str:
-    """Returns the fastest kernel for a number of rows, measured if unknown."""
+    """Returns the fastest kernel for a number of rows; measures if unknown."""
     rows = min(MOST_ROWS, 1 << (rows - 1).bit_length())
     shape = (w.mode, w.outputs, w.inputs, rows, dtype, device, torch.get_num_threads())
     if shape not in _chosen:
@@ -151,12 +151,12 @@ def chosen_kernel(w: Stored, rows: int, dtype: torch.dtype, device: torch.device
 
 
 def chosen_kernels() -> dict[tuple[Any, ...], str]:
-    """Returns this process's choices by mode, outputs, inputs, rows, dtype and device."""
+    """Returns the chosen kernels by mode, outputs, inputs, rows, dtype and device."""
     return dict(_chosen)
 
 
 def forget_kernels() -> None:
-    """Clears this process's choices; measurements on disk stay."""
+    """Clears the kernels chosen in this process; measurements on disk stay."""
     _chosen.clear()
 
 
@@ -181,7 +181,7 @@ def _takes_int_mm(w: Stored, device: torch.device) -> bool:
 
 
 def _measured(w: Stored, shape: tuple[Any, ...], names: list[str]) -> str:
-    """Times the candidates on this weight, unless cached on this machine."""
+    """Returns the fastest kernel, measured on this weight unless cached on disk."""
     mode, outputs, inputs, rows, dtype, device, _ = shape
     native = native_table()
 
@@ -246,7 +246,7 @@ def _native(w: Stored, x: Tensor, bias: Tensor | None, largest: Tensor | None) -
 
 
 def largest_in_rows(x: Tensor, threshold: float) -> Tensor:
-    """Returns the largest magnitude below a threshold of each row, in float32."""
+    """Returns each row's largest magnitude below a threshold, in float32."""
     size = x.float().abs()
     return torch.where(size < threshold, size, 0.0).amax(1)
 

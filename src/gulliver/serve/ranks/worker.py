@@ -1,4 +1,4 @@
-"""`work`: the loop of a rank: commands in, activations between stages, logits out."""
+"""`work`: a rank's loop, which receives batches and sends activations and logits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from gulliver.serve.options import ModelOptions
 from gulliver.serve.ranks.stage import Layout, StageModel
 
 CARRY_TAG = 310
-"""Tag of carries; they are taken in the order in which they were sent."""
+"""Tag of activations sent between stages; they are received in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,19 +41,17 @@ class RankMessage:
 
 
 class Runs(Protocol):
-    """Interface of a stage for the worker: `StageModel`, or a stand-in."""
+    """Interface that the worker needs: `StageModel`, or a stand-in."""
 
     width: int
     dtype: torch.dtype
 
-    def run(self, batch: Batch, carry: Tensor | None) -> Tensor:
-        """Runs a batch; see `StageModel.run`."""
-        ...
+    def run(self, batch: Batch, carry: Tensor | None) -> Tensor: ...
 
 
 @dataclass
 class _Waiting:
-    """A batch that this rank has received and not run."""
+    """A batch that this rank has received but not run."""
 
     batch: Batch
     carry: Tensor | None
@@ -96,7 +94,6 @@ class _Worker:
         self._ticket: int | None = None
 
     def run(self) -> None:
-        """See `work`."""
         while self._listen():
             self._run(self._waiting.popleft())
 
@@ -120,8 +117,7 @@ class _Worker:
         # command is an error here.
         if self._ticket is not None and batch.ticket != self._ticket:
             raise GulliverError(
-                f"batch {batch.ticket} came where batch {self._ticket} was expected: a command was "
-                "lost"
+                f"batch {batch.ticket} arrived instead of batch {self._ticket}: a command was lost"
             )
         self._ticket = batch.ticket + 1
         if self._previous is None:
@@ -152,7 +148,7 @@ class _Worker:
 
 
 KEPT = 64
-"""Sends that may be pending: more than there are batches in flight."""
+"""Maximum pending sends, more than there are batches in flight."""
 
 
 # `serve`: a rank's life: it loads its part, says what it has room for, and works.
