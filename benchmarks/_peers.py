@@ -149,7 +149,7 @@ def boosted(name: str, task: Task, plugin: Plugin, work: Work | None = None) -> 
             yield from (
                 c.chunk.buffer,
                 c.chunk.master_shard,
-                c.chunk.gradients.buffer,
+                *c.chunk.gradients.collected,
                 c.gradient_shard,
             )
             yield c.incoming

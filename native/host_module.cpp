@@ -54,10 +54,19 @@ constexpr std::uint32_t kSlots = 256;       // Operations that a rank may be ahe
 constexpr std::size_t kBlock = 128 << 10;   // Bytes that are read at once: they stay in a cache
 constexpr auto kSlice = std::chrono::milliseconds(200);  // Between two looks whether others live
 
-// What may be read of a rank: with which tag, and where.
+// Bytes of an operand that lies in several places, up to `end`; without an address they are zeros.
+struct Run {
+  Address address;
+  std::uint64_t end;
+};
+using Runs = std::vector<Run>;
+
+// What may be read of a rank: with which tag, and where. An operand of several runs is at that many
+// `Run`s.
 struct Slot {
   Address address;
   std::uint64_t tag;
+  std::uint64_t runs;
 };
 
 // A rank's part of the shared memory; its own rank alone writes it, except for `sleepers`.
@@ -105,6 +114,7 @@ struct Work {
   Address in, out;
   std::size_t nbytes;  // Of a part of `in`
   std::uint64_t tag;
+  Runs runs;  // Where the terms of a sum are, if not all at `in`
 };
 
 class Team {
@@ -120,6 +130,7 @@ class Team {
     boards_ = static_cast<Board*>(start);
     for (int pid : pids) alive_.push_back(static_cast<int>(syscall(SYS_pidfd_open, pid, 0)));
     scratch_.resize(3 * kBlock / sizeof(std::uint64_t));
+    tables_.resize(pids.size());
     thread_ = std::thread([this] { serve(); });
   }
 
@@ -142,9 +153,10 @@ class Team {
   Team(const Team&) = delete;
   Team& operator=(const Team&) = delete;
 
-  // Hands an operation in; returns its number.
+  // Hands an operation in; returns its number. `runs` are pairs of an address and an end.
   std::uint32_t post(int kind, int dtype, bool mean, bool follows, Address in, Address out,
-                     std::size_t nbytes, std::uint64_t tag, bool now) {
+                     std::size_t nbytes, std::uint64_t tag, bool now,
+                     const std::vector<std::uint64_t>& runs) {
     const std::uint32_t number = boards_[rank_].posted.load();
     // The place in the ring must have been read by all.
     if (number >= kSlots && !complete(number - kSlots)) {
@@ -152,8 +164,11 @@ class Team {
       while (!wait_on(number - kSlots, Clock::now() + kSlice)) {
       }
     }
-    works_[number % kSlots] = {static_cast<Kind>(kind), dtype, mean, follows, in, out, nbytes, tag};
-    boards_[rank_].slots[number % kSlots] = {in, tag};
+    Work& work = works_[number % kSlots];
+    work = {static_cast<Kind>(kind), dtype, mean, follows, in, out, nbytes, tag, {}};
+    for (std::size_t k = 0; k + 1 < runs.size(); k += 2) work.runs.push_back({runs[k], runs[k + 1]});
+    const Address where = runs.empty() ? in : reinterpret_cast<Address>(work.runs.data());
+    boards_[rank_].slots[number % kSlots] = {where, tag, work.runs.size()};
     boards_[rank_].posted.store(number + 1);
     ring(boards_[rank_]);
     queued_.fetch_add(1);
@@ -300,6 +315,12 @@ class Team {
                           reinterpret_cast<Element*>(scratch + kBlock)};
     Sum* sums = reinterpret_cast<Sum*>(scratch + 2 * kBlock);
     Sum* out = reinterpret_cast<Sum*>(work.out);
+    for (int peer = 0; peer < size_; ++peer) {
+      const Slot& slot = boards_[peer].slots[number % kSlots];
+      if (peer == rank_) continue;
+      tables_[peer].resize(slot.runs);
+      take(peer, slot.address, tables_[peer].data(), slot.runs * sizeof(Run));
+    }
     for (std::size_t begin = 0; begin < count; begin += longest) {
       const std::size_t length = std::min(longest, count - begin);
       const std::size_t offset = (rank_ * count + begin) * sizeof(Element);
@@ -309,10 +330,13 @@ class Team {
         Element* place = peer == 0 ? arrived[0] : arrived[1];
         const Element* terms = place;
         if (peer == rank_) {
-          terms = reinterpret_cast<const Element*>(work.in + offset);
-        } else {
+          terms = reinterpret_cast<const Element*>(own(work, offset, length * sizeof(Element), place));
+        } else if (tables_[peer].empty()) {
           take(peer, boards_[peer].slots[number % kSlots].address + offset, place,
                length * sizeof(Element));
+        } else {
+          collect(tables_[peer], offset, length * sizeof(Element), place,
+                  [&](Address from, void* to, std::size_t nbytes) { take(peer, from, to, nbytes); });
         }
         const bool last = peer + 1 == size_;
         Sum* into = last ? out + begin : sums;
@@ -324,6 +348,42 @@ class Team {
           add_up(into, sums, terms, length, last && work.mean);
         }
       }
+    }
+  }
+
+  // Bytes of this rank's operand: where they are, or collected in `place` where they are in runs.
+  static Address own(const Work& work, std::size_t begin, std::size_t nbytes, void* place) {
+    if (work.runs.empty()) return work.in + begin;
+    const auto run = run_at(work.runs, begin);
+    if (run->address && begin + nbytes <= run->end) return run->address + begin - start_of(work.runs, run);
+    collect(work.runs, begin, nbytes, place, [](Address from, void* to, std::size_t count) {
+      std::memcpy(to, reinterpret_cast<const void*>(from), count);
+    });
+    return reinterpret_cast<Address>(place);
+  }
+
+  static Runs::const_iterator run_at(const Runs& runs, std::size_t begin) {
+    return std::upper_bound(runs.begin(), runs.end(), begin,
+                            [](std::size_t at, const Run& run) { return at < run.end; });
+  }
+
+  static std::size_t start_of(const Runs& runs, Runs::const_iterator run) {
+    return run == runs.begin() ? 0 : (run - 1)->end;
+  }
+
+  template <class Copy>
+  static void collect(const Runs& runs, std::size_t begin, std::size_t nbytes, void* target,
+                      const Copy& copy) {
+    auto run = run_at(runs, begin);
+    for (std::size_t at = begin, last = begin + nbytes; at < last; ++run) {
+      const std::size_t count = std::min<std::size_t>(run->end, last) - at;
+      char* to = static_cast<char*>(target) + (at - begin);
+      if (run->address) {
+        copy(run->address + at - start_of(runs, run), to, count);
+      } else {
+        std::memset(to, 0, count);
+      }
+      at += count;
     }
   }
 
@@ -382,6 +442,7 @@ class Team {
   Board* boards_ = nullptr;
   std::size_t bytes_ = 0;
   std::vector<std::uint64_t> scratch_;
+  std::vector<Runs> tables_;  // Of the other ranks, in the present operation
   Work works_[kSlots];
   std::timed_mutex turn_;
   std::string error_;  // Written once, before `failed_`
@@ -398,7 +459,7 @@ void allow_reading() { prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0, 0, 0); }
 }  // namespace
 
 NB_MODULE(_host, module) {
-  module.attr("INTERFACE") = 1;
+  module.attr("INTERFACE") = 2;
   module.def("page_bytes", &page_bytes);
   module.def("allow_reading", &allow_reading);
   nb::class_<Team>(module, "Team")

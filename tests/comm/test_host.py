@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from gulliver.comm import World, all_gather, all_reduce, reduce_scatter
-from gulliver.comm.host import host_team, open_host_team
+from gulliver.comm.host import Terms, host_team, open_host_team
+from gulliver.comm.watchdog import ANY
 from tests.comm.test_comm import _start
 from tests.patience import patient
 from tests.pool import Pool
@@ -92,6 +93,35 @@ def test_sums_are_those_of_one_process_in_the_order_of_ranks(pool: Pool) -> None
         # The five results of the smaller size stand before.
         assert torch.equal(run[5], total[mine])
         assert torch.equal(run[6], (total / size)[mine])
+
+
+def _several(world: World) -> list[tuple[Tensor, Tensor]]:
+    found = []
+    open_host_team(None)
+    team = host_team(None)
+    for dtype, wide in SUMS[:3] if team is not None else ():
+        flat, size = _terms(world.rank, 264_000, dtype), 264_032
+        # One run ends within a block, one is missing on the second rank, and there are gaps.
+        last = flat[132_000:] if world.rank == 0 else None
+        runs = [(0, flat[:7], 7), (16, flat[7:132_000], 132_009), (132_016, last, 264_016)]
+        whole = torch.zeros(size, dtype=dtype)
+        for start, tensor, end in runs:
+            if tensor is not None:
+                whole[start:end] = tensor
+        terms = Terms(runs, size, dtype)
+        part, every = torch.empty(size // world.size, dtype=wide), torch.empty(size, dtype=wide)
+        expected, all_expected = torch.empty_like(part), torch.empty_like(every)
+        reduce_scatter(expected, whole, "mean", accumulate_dtype=wide)
+        all_gather(all_expected, expected)
+        for output in (part, every):
+            team.reduce_terms(output, terms, ANY).wait()
+        found += [(part, expected), (every, all_expected)]
+    return found
+
+
+def test_terms_in_several_tensors_are_reduced_like_one(pool: Pool) -> None:
+    for found in pool.run(_several, 2):
+        assert all(torch.equal(one, other) for one, other in found)
 
 
 def _switched_off(world: World) -> tuple[str, bool]:

@@ -330,8 +330,9 @@ def test_the_planned_memory_is_what_is_used(pool: Pool, stage: int) -> None:
     found = pool.run(_memory, 2, stage)
     plan, parameters, gradients, _ = found[0]
     assert parameters == plan.parameters
-    # Stage 2 plans for the peak within backward, and holds its shard afterwards.
-    assert gradients == plan.gradients if stage == 1 else gradients < plan.gradients
+    # Plans are for the peak within backward; afterwards the shard is left, and with messages at
+    # stage 1 the buffers.
+    assert gradients <= plan.gradients
     assert abs(sum(state for *_, state in found) / (2 * plan.optimizer_state) - 1) < 0.15
     assert found[0][3] == plan.optimizer_state
 

@@ -60,7 +60,7 @@ def _alive(optimizer: ZeroOptimizer) -> int:
             *(
                 c.chunk.buffer,
                 c.chunk.master_shard,
-                c.chunk.gradients.buffer,
+                *c.chunk.gradients.collected,
                 c.gradient_shard,
                 c.incoming,
             ),

@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from gulliver.comm.watchdog import PATIENCE_S, Purpose, count_sent, flight_recor
 _LOG = logging.getLogger("gulliver")
 SWITCH = "GULLIVER_SHARED_MEMORY"
 """Environment variable; ``off`` makes ranks on one host exchange messages."""
-INTERFACE = 1
+INTERFACE = 2
 SMALL_BYTES = 32 << 10
 """Maximum size of an all-reduce in which every rank reads all terms, which saves an exchange."""
 _DTYPES = {
@@ -43,6 +43,34 @@ _DTYPES = {
 _GATHER, _SUM = 0, 1
 
 _teams: WeakKeyDictionary[Any, HostTeam | None] = WeakKeyDictionary()
+
+
+class Terms:
+    """An operand whose elements are in several contiguous tensors, and zeros elsewhere."""
+
+    def __init__(
+        self, found: Iterable[tuple[int, Tensor | None, int]], size: int, dtype: torch.dtype
+    ) -> None:
+        """Lists runs of elements.
+
+        Args:
+            found: start, tensor and end of each run, in order; None for zeros.
+            size: elements of the operand.
+            dtype: dtype of the tensors.
+        """
+        self.dtype, self.nbytes = dtype, size * dtype.itemsize
+        self.tensors: list[Tensor] = []
+        # Address and end of each run, in bytes; those without an address are zeros.
+        self.runs: list[int] = []
+        last = 0
+        for start, tensor, end in (*found, (size, None, size)):
+            if start > last:
+                self.runs += 0, start * dtype.itemsize
+            if tensor is not None:
+                self.tensors.append(tensor)
+            if end > start:
+                self.runs += 0 if tensor is None else tensor.data_ptr(), end * dtype.itemsize
+            last = end
 
 
 class HostWork:
@@ -89,6 +117,22 @@ class HostTeam:
     def takes(self, output: Tensor, input: Tensor, op: str) -> bool:
         cpu = input.device.type == "cpu"
         return cpu and op != "max" and (input.dtype, output.dtype) in _DTYPES
+
+    def reduce_terms(self, output: Tensor, terms: Terms, purpose: Purpose) -> HostWork:
+        """Averages terms that each rank has in several tensors.
+
+        Args:
+            output: this rank's part of the mean, or all of it, then on every rank.
+            terms: this rank's terms.
+            purpose: see `reduce_scatter`.
+        """
+        tag, nbytes = self._tag(purpose), terms.nbytes // self.size
+        whole = output.numel() * terms.dtype.itemsize == terms.nbytes
+        part = output.view(self.size, -1)[self.rank] if whole else output
+        count_sent(nbytes * (self.size - 1) + whole * part.nbytes * (self.size - 1))
+        kind = _SUM, _DTYPES[terms.dtype, output.dtype], True, False
+        work = self._post(kind, terms.tensors, part, nbytes, tag, False, terms.runs)
+        return self._gather(output, part, tag, follows=True) if whole else work
 
     def reduce_scatter(self, output: Tensor, input: Tensor, op: str, purpose: Purpose) -> HostWork:
         count_sent(input.nbytes * (1 - 1 / self.size))
@@ -137,27 +181,28 @@ class HostTeam:
 
     def _sum(self, output: Tensor, input: Tensor, op: str, tag: int) -> HostWork:
         kind = _DTYPES[input.dtype, output.dtype], op == "mean", False
-        return self._post((_SUM, *kind), input, output, input.nbytes // self.size, tag, False)
+        return self._post((_SUM, *kind), [input], output, input.nbytes // self.size, tag, False)
 
     def _gather(
         self, output: Tensor, input: Tensor, tag: int, follows: bool = False, here: bool = False
     ) -> HostWork:
-        return self._post((_GATHER, 0, False, follows), input, output, input.nbytes, tag, here)
+        return self._post((_GATHER, 0, False, follows), [input], output, input.nbytes, tag, here)
 
     def _post(
         self,
         kind: tuple[int, int, bool, bool],
-        read: Tensor,
+        read: Sequence[Tensor],
         written: Tensor,
         nbytes: int,
         tag: int,
         here: bool,
+        runs: Sequence[int] = (),
     ) -> HostWork:
-        where = read.data_ptr(), written.data_ptr()
-        number = self.native.post(*kind, *where, nbytes, tag, here)
+        first = 0 if runs else read[0].data_ptr()
+        number = self.native.post(*kind, first, written.data_ptr(), nbytes, tag, here, runs)
         self.let_go()
         with self._lock:
-            self._read.append((number, (read, written)))
+            self._read.append((number, (*read, written)))
         return HostWork(self, number)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 import torch
@@ -190,11 +191,12 @@ class ChunkLayout:
     def padding(self) -> int:
         return self.size - sum(slot.numel for slot in self.slots)
 
+    @cached_property
     def by_address(self) -> list[Slot]:
         return sorted(self.slots, key=lambda slot: (slot.start, slot.end))
 
     def _edges(self) -> list[int]:
-        runs = (edge for slot in self.by_address() for edge in (slot.start, slot.end))
+        runs = (edge for slot in self.by_address for edge in (slot.start, slot.end))
         return [0, *runs, self.size]
 
     def gaps(self) -> list[tuple[int, int]]:

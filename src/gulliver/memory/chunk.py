@@ -64,7 +64,8 @@ def reduced_gradient(parameter: Tensor) -> ReducedGradient:
 
 # A parameter's first gradient is moved to its place in the buffer, and autograd adds later ones in
 # that place: to write it there once costs less than to add it to zeros. When the buffer is reduced,
-# the parameters' gradients are exchanged for `ReducedGradient`s.
+# the parameters' gradients are exchanged for `ReducedGradient`s. Ranks on one host need no buffer:
+# they read each other's gradients where backward has put them (`direct`).
 class ChunkGradients:
     """Accumulates the gradients of a chunk's parameters, and keeps the reduced gradient."""
 
@@ -81,13 +82,16 @@ class ChunkGradients:
         self.dtype = self.reduced_dtype = first.dtype
         self._device, self._gaps = first.device, layout.gaps()
         self.buffer: Tensor | None = None
+        # Whether gradients stay where backward has put them, and are reduced from there: no buffer.
+        self.direct = False
+        # Whether the memory of such gradients is counted.
+        self._counted = False
         # Whether what was collected has left until it is reduced.
         self.parked = False
         # What is being collected, while it may leave until more comes.
         self.resting: ManagedTensor | None = None
-        # Parameters whose gradients are in the buffer. Written for every parameter of a backward:
-        # adding to a set would be a call.
-        self.placed: dict[str, bool] = {}
+        # The gradients that were collected.
+        self.placed: dict[str, Tensor] = {}
         # Parameters that had no gradient when the chunk began to collect.
         self.blank: frozenset[str] = frozenset()
         self._views: dict[str, Tensor] = {}
@@ -101,14 +105,17 @@ class ChunkGradients:
 
     @property
     def begun(self) -> bool:
-        return bool(self._views)
+        return bool(self._views) or (self.direct and bool(self.placed))
 
     def begin(self) -> None:
-        if self.buffer is None:
-            self.buffer = self._take_buffer()
-        for start, end in self._gaps:
-            self.buffer[start:end].zero_()  # padding is reduced and measured, too
-        self._views = self._named_views(self.buffer)
+        if self.direct:
+            self._count()
+        else:
+            if self.buffer is None:
+                self.buffer = self._take_buffer()
+            for start, end in self._gaps:
+                self.buffer[start:end].zero_()  # padding is reduced and measured, too
+            self._views = self._named_views(self.buffer)
         self.placed = {}
         self.blank = frozenset(self.cleared_names())
 
@@ -128,31 +135,44 @@ class ChunkGradients:
         """Loads a managed buffer, to reduce it."""
 
     def place(self, name: str) -> None:
-        parameter, view = self.parameters[name], self._views[name]
+        # It runs for every parameter in every backward: what need not be checked here is not.
+        parameter, placed = self.parameters[name], self.placed
         gradient = parameter.grad
-        if gradient is view:
+        if self.direct:
+            if gradient is None or placed.setdefault(name, gradient) is not gradient:
+                raise _left(name)
+            if gradient.is_sparse:
+                parameter.grad = placed[name] = gradient.to_dense()
             return
-        if name in self.placed or gradient is None or gradient.requires_grad:
+        if name in placed and gradient is placed[name]:
+            return
+        if name in placed or gradient is None or gradient.requires_grad:
             raise _left(name)
+        view = self._views[name]
         view.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
-        parameter.grad = view
-        self.placed[name] = True
+        parameter.grad = placed[name] = view
 
     def complete(self) -> None:
-        for name, view in self._views.items():
-            gradient = self.parameters[name].grad
-            if name in self.placed:
-                if gradient is not view:
+        placed = self.placed
+        for name, parameter in self.parameters.items():
+            gradient = parameter.grad
+            if name in placed:
+                if gradient is not placed[name] or gradient.requires_grad:
                     raise _left(name)
+                if self.direct:
+                    placed[name] = gradient.to(self.dtype).contiguous()
             elif gradient is None or type(gradient) is ReducedGradient:
-                view.zero_()
+                if not self.direct:
+                    self._views[name].zero_()
             else:
                 raise _left(name)
 
     def mark_reduced(self) -> None:
         for parameter, stand_in in zip(self._members, self._stand_ins, strict=True):
             parameter.grad = stand_in
-        self._views, self.placed = {}, {}
+        self._views = {}
+        if not self.direct:
+            self.placed = {}
 
     def take(self) -> Tensor:
         """Detaches and returns the buffer; the next gradient gets a new one."""
@@ -161,8 +181,19 @@ class ChunkGradients:
         return buffer
 
     def free(self) -> None:
+        if self._counted:
+            self._count(-1)
         if self.buffer is not None:
             self.give_reduced(self.take())
+
+    def _count(self, sign: int = 1) -> None:
+        self._counted = sign > 0
+        self.pool.counter.add(GRADIENTS, sign * self.layout.size * self.dtype.itemsize)
+
+    @property
+    def collected(self) -> list[Tensor]:
+        """Tensors that hold the gradients until they are reduced."""
+        return [*self.placed.values()] if self.buffer is None else [self.buffer]
 
     # What users do to ``parameter.grad``.
 
@@ -178,11 +209,10 @@ class ChunkGradients:
             return [name for name, p in self.parameters.items() if p.grad is None]
 
     def note_cleared(self, cleared: Sequence[str]) -> None:
-        self.placed = {name: True for name in self.placed if name not in cleared}
+        self.placed = {name: g for name, g in self.placed.items() if name not in cleared}
         self.blank = frozenset(cleared)
 
     def foreign_names(self) -> list[str]:
-        views = self._views
         with without_torch_functions():
             gradients = [p.grad for p in self._members]
         if all(map(is_, gradients, self._stand_ins)):
@@ -194,7 +224,7 @@ class ChunkGradients:
             )
             if gradient is not None
             and gradient is not stand_in
-            and not (name in views and gradient is views[name])
+            and gradient is not self.placed.get(name)
         ]
 
     # The reduced gradient: a shard of what was collected, or the buffer itself.
@@ -497,7 +527,7 @@ class Chunk:
 class _Cuts:
     def __init__(self, layout: ChunkLayout, shapes: Mapping[str, torch.Size]) -> None:
         self._sizes = layout.cuts()
-        runs = {slot.name: number for number, slot in enumerate(layout.by_address())}
+        runs = {slot.name: number for number, slot in enumerate(layout.by_address)}
         self._shaped = [(n, None if len(s) == 1 else s, runs[n]) for n, s in shapes.items()]
 
     def views(self, buffer: Tensor) -> dict[str, Tensor]:

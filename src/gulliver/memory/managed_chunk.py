@@ -122,8 +122,9 @@ class ManagedGradients(ChunkGradients):
             for parameter, name, stand_in in zip(
                 self._members, self.parameters, self._stand_ins, strict=True
             ):
-                if name in self.placed and parameter.grad is self._views[name]:
+                if name in self.placed and parameter.grad is self.placed[name]:
                     parameter.grad = stand_in  # nothing may refer to memory that leaves
+        self.placed = dict.fromkeys(self.placed, self._stand_ins[0])
         self._views = {}
         self.buffer = _on_meta(self.resting)
         self._filled = self.buffer if filled else self._filled
@@ -139,7 +140,7 @@ class ManagedGradients(ChunkGradients):
         with without_torch_functions():
             for parameter, name in zip(self._members, self.parameters, strict=True):
                 if name in self.placed and type(parameter.grad) is ReducedGradient:
-                    parameter.grad = self._views[name]
+                    parameter.grad = self.placed[name] = self._views[name]
 
     def park(self) -> None:
         self.buffer, self.parked = _on_meta(self._whole), True

@@ -473,7 +473,7 @@ class ZeroOptimizer(BoostedOptimizer):
 
     def gradient_bytes(self) -> int:
         """Returns the bytes of gradients on this rank: shards and full buffers."""
-        held = [t for c in self.chunks for t in (c.chunk.gradients.buffer, c.gradient_shard)]
+        held = [t for c in self.chunks for t in (*c.chunk.gradients.collected, c.gradient_shard)]
         return sum(t.nbytes for t in held if t is not None and not t.is_meta)
 
     def memory(self) -> dict[str, int]:

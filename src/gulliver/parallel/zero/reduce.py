@@ -17,13 +17,15 @@ from torch.utils.hooks import RemovableHandle
 
 from gulliver.comm.collectives import Group, Handle, all_reduce, group_size, reduce_scatter
 from gulliver.comm.groups import ALONE
+from gulliver.comm.host import Terms, host_team
 from gulliver.comm.watchdog import Purpose
 from gulliver.errors import GulliverError
-from gulliver.memory.chunk import ReducedGradient
+from gulliver.memory.chunk import Chunk, ReducedGradient
 from gulliver.memory.managed_chunk import ManagedChunk
 from gulliver.parallel.zero.chunks import Phase, ShardedChunk, Squared
 from gulliver.parallel.zero.gate import GradientGate, ZeroWires
 from gulliver.parallel.zero.tiers import gradient_was_set
+from gulliver.precision.wire.formats import IDENTITY
 
 IN_FLIGHT = 4
 """Maximum reductions in flight in stages 2 and 3; bounds the full gradient buffers in memory."""
@@ -117,6 +119,7 @@ class GradientReducer:
             self.sender.take_lost(self.sender.lost())
         for sharded in chunks:
             if sharded not in self._hooks:
+                sharded.chunk.gradients.direct = self.sender.is_direct(sharded.chunk)
                 self._hooks[sharded] = [*self._hooks_of(sharded)]
 
     def _hooks_of(self, sharded: ShardedChunk) -> Iterator[RemovableHandle]:
@@ -158,8 +161,7 @@ class GradientReducer:
                 raise GulliverError(self._refusal)
             place(name)
             if self._reducing:
-                if name in waiting:
-                    del waiting[name]
+                waiting.pop(name, None)
                 if not waiting:
                     if ordered:
                         self._reduce_complete()
@@ -328,8 +330,8 @@ class GradientReducer:
             gradients = sharded.chunk.gradients
             gradients.wake()
             gradients.fetch()
-            if gradients.buffer is not None:
-                gradients.buffer.zero_()
+            for gradient in gradients.collected:
+                gradient.zero_()
             for gradient in sharded.gradients(write=True):
                 gradient.zero_()
         if set_to_none:
@@ -340,8 +342,12 @@ class GradientReducer:
             sharded.move(Phase.EMPTY)
         sharded.chunk.gradients.clear()
         sharded.forget_gradient()
-        if self.stage != 1 or sharded.reduced_in_place:
+        if not self._keeps_buffer(sharded):
             sharded.chunk.gradients.free()
+
+    def _keeps_buffer(self, sharded: ShardedChunk) -> bool:
+        """Whether a chunk's buffer stays for the gradients of the next step."""
+        return self.stage == 1 and not (sharded.chunk.gradients.direct or sharded.reduced_in_place)
 
     def _before_gradient(self, name: str) -> None:
         sharded = self._chunk_of[name]
@@ -439,7 +445,7 @@ class GradientReducer:
         # Before memory is asked for below: to make room the others may be waited for.
         self._flying.remove(sharded)
         incoming, sharded.reduction, sharded.incoming = sharded.incoming, None, None
-        if self.stage != 1:
+        if not self._keeps_buffer(sharded):
             gradients.free()
         if self._scale != 1.0:
             incoming /= self._scale
@@ -515,9 +521,27 @@ class GradientSender:
     def checking(self) -> bool:
         return self.gate is not None and self.gate.checking
 
+    def is_direct(self, chunk: Chunk) -> bool:
+        """Whether other ranks can read a chunk's gradients where backward puts them."""
+        if isinstance(chunk, ManagedChunk) or self.wires.reduce is not IDENTITY:
+            return False
+        team = host_team(self.group) if group_size(self.group) > 1 else None
+        return team is not None and team.takes(chunk.master_shard, chunk.members[0], "mean")
+
     def send(self, sharded: ShardedChunk) -> tuple[Tensor, Handle]:
         """Starts reducing a chunk's gradients; returns the result tensor and the handle."""
         chunk, why = sharded.chunk, sharded.purpose("reduces", "in a backward")
+        if chunk.gradients.direct:
+            team = host_team(self.group)  # not kept: it ends with the world
+            assert team is not None, "gradients are direct only where ranks read each other"
+            gradients, layout = chunk.gradients, chunk.layout
+            placed, gradients.placed = gradients.placed, {}
+            found = [(s.start, placed.get(s.name), s.end) for s in layout.by_address]
+            if sharded.reduced_in_place:
+                gradients.free()
+            incoming = gradients.take_reduced()
+            terms = Terms(found, layout.size, chunk.dtype)
+            return incoming, Handle(team.reduce_terms(incoming, terms, why))
         assert chunk.gradients.buffer is not None
         lost = self._lost_of(sharded, chunk.gradients.buffer) if self.feeds else None
         if chunk.layout.parts == 1:

@@ -35,7 +35,7 @@ from gulliver._compat import (
     without_torch_functions,
 )
 from gulliver.comm.collectives import Group, broadcast, group_rank, group_size
-from gulliver.comm.host import log_host_team
+from gulliver.comm.host import host_team, log_host_team
 from gulliver.comm.torus import Torus
 from gulliver.errors import GulliverError
 from gulliver.memory.buffers import BufferPool, ChunkLayout, ShardPiece
@@ -56,6 +56,9 @@ from gulliver.parallel.zero.tiers import (
     TieredStates,
 )
 from gulliver.precision.wire.formats import IDENTITY
+
+HOST_CALLS = 4
+"""Calls of the optimizer in a step of ranks on one host."""
 
 
 @dataclass(frozen=True)
@@ -315,13 +318,18 @@ class ShardedState:
         """Returns groups of chunk indices that are stepped together.
 
         Chunks are stepped one at a time with tiers, if gathers overlap steps, or if a checkpoint
-        may still be copying other chunks. An unknown optimizer always steps all chunks in one call,
-        as it may combine parameters or count calls.
+        may still be copying other chunks. On one host there are few calls: gathers cost a rank's
+        own time there, and so does each call. An unknown optimizer always steps all chunks in one
+        call, as it may combine parameters or count calls.
         """
         numbers = list(range(len(self.chunks)))
         gathers = self.stage in (1, 2) and self.size > 1
-        apart = gathers or any_read_lock() or self.states.tiered
-        return [[n] for n in numbers] if self.states.by_chunk and apart else [numbers]
+        apart = any_read_lock() or self.states.tiered
+        if not self.states.by_chunk or not (gathers or apart):
+            return [numbers]
+        together = not apart and host_team(self.group) is not None
+        length = -(-len(numbers) // HOST_CALLS) if together and numbers else 1
+        return [numbers[n : n + length] for n in range(0, len(numbers), length)]
 
     def changed(self) -> Iterator[Tensor]:
         """Yields tensors that steps write, for checkpoints; includes user tensors in the groups."""

@@ -82,7 +82,7 @@ class Updates:
         shards = self._shards
         for sharded in chunks:
             sharded.show_gradients(used)
-        shards.groups.show_pieces(numbers[0] if len(numbers) == 1 else None)
+        shards.groups.show_pieces(numbers)
         before_write(shards.states.written(chunks))
         with shards.states.making(chunks[0]) if chunks else nullcontext():
             step_without_hooks(shards.inner)

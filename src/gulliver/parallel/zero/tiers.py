@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from itertools import chain
 from numbers import Number
 from operator import is_
 from typing import Any
@@ -106,9 +107,13 @@ class OptimizerGroups:
         self.show_parameters()
         self._members = [list(group["params"]) for group in self._inner.param_groups]
 
-    def show_pieces(self, number: int | None = None) -> None:
-        """Puts this rank's pieces into the groups, of one chunk or of all."""
-        self._show(self._pieces if number is None else self._by_chunk[number])
+    def show_pieces(self, numbers: Sequence[int]) -> None:
+        """Puts this rank's pieces of some chunks, or of all, into the groups."""
+        if len(numbers) in (0, len(self._by_chunk)):
+            self._show(self._pieces)
+        else:  # the same group of each chunk
+            found = zip(*(self._by_chunk[n] for n in numbers), strict=True)
+            self._show([list(chain(*pieces)) for pieces in found])
 
     def show_parameters(self) -> None:
         # A write to a piece would be known on one rank only, and race with its gather.
