@@ -92,9 +92,18 @@ struct Step {
   Index threads;
 };
 
+// A product of rows [rows, inputs] with a matrix, to `out` [rows, outputs].
+struct Product {
+  const float* x;
+  float* out;
+  Index rows, threads;
+  Matrix matrix;
+};
+
 struct Kernels {
   const char* name;  // null where this build has not got the instructions
   void (*run)(const Model&, const Step&);
+  void (*multiply)(const Product&);
 };
 
 extern const Kernels avx512;

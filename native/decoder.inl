@@ -29,6 +29,7 @@ constexpr Index ROWS = BYTES == 64 ? 6 : 3;
 constexpr Index CACHED = 48 * 1024;  // floats of a block of rows
 constexpr float LOWEST = -__builtin_inff();
 constexpr Index MANY = 129;   // rows from which on BLAS is faster
+constexpr Index ALONE = 1 << 16;  // multiplications below which a second thread costs more
 constexpr Index WIDENED = 32;  // outputs that are widened for it at a time
 
 struct Half { std::uint16_t bits; };
@@ -678,16 +679,33 @@ void forward(const Model& m, const Step& s, const Member& me, Work& work) {
   product_into(m.head, s.normed, s.wanted, s.logits, false, me);
 }
 
-void run(const Model& m, const Step& s) {
-  const Index widest = larger(larger(m.hidden, m.inner), m.heads * m.dim);
+// Runs `body` in threads of torch, each with memory of its own.
+template <class Body>
+inline void in_threads(Index threads, Index panel_size, Gemm gemm, const Body& body) {
   Team team{};
-#pragma omp parallel num_threads(static_cast<int>(s.threads))
+#pragma omp parallel num_threads(static_cast<int>(threads))
   {
     static thread_local Scratch<float> panel;
-    static thread_local Work work;
-    panel.resize(widest * (s.tokens >= MANY ? WIDENED : OUTPUTS));
-    forward(m, s, {omp_get_thread_num(), omp_get_num_threads(), team, panel.data(), m.gemm}, work);
+    panel.resize(panel_size);
+    body(Member{omp_get_thread_num(), omp_get_num_threads(), team, panel.data(), gemm});
   }
+}
+
+void run(const Model& m, const Step& s) {
+  const Index widest = larger(larger(m.hidden, m.inner), m.heads * m.dim);
+  const Index panel = widest * (s.tokens >= MANY ? WIDENED : OUTPUTS);
+  in_threads(s.threads, panel, m.gemm, [&](const Member& me) {
+    static thread_local Work work;
+    forward(m, s, me, work);
+  });
+}
+
+void multiply(const Product& p) {
+  const Matrix& w = p.matrix;
+  const bool few = p.rows * w.inputs * w.outputs <= ALONE;
+  in_threads(few ? 1 : p.threads, w.inputs * OUTPUTS, nullptr, [&](const Member& me) {
+    product_into(w, p.x, p.rows, p.out, false, me);
+  });
 }
 
 }  // namespace

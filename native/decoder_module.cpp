@@ -63,6 +63,14 @@ Matrix matrix(const std::vector<Address>& of) {
   return made;
 }
 
+void multiply(const std::string& instructions, Address x, Address out, Index rows,
+              const std::vector<Address>& weight, Index threads) {
+  const Product product{at<const float>(x), at<float>(out), rows, threads, matrix(weight)};
+  const Kernels& kernels = named(instructions);
+  nb::gil_scoped_release released;
+  if (rows > 0 && product.matrix.outputs > 0) kernels.multiply(product);
+}
+
 // The new tokens of some sequences, laid out once for all layers.
 class Sequences {
  public:
@@ -237,6 +245,7 @@ NB_MODULE(_decoder, module) {
   nb::set_leak_warnings(false);  // the kernel is kept until the interpreter ends
   module.attr("INTERFACE") = 2;
   module.def("instructions", &instructions);
+  module.def("multiply", &multiply);
   nb::class_<Sequences>(module, "Sequences")
       .def(nb::init<Indices, Indices, Indices, const std::vector<Indices>&, Indices,
                     const std::vector<Indices>&>());
