@@ -17,9 +17,8 @@ from gulliver.errors import GulliverError
 from gulliver.precision.int8.formats import from_int4, from_int8
 from gulliver.precision.int8.layers import QuantizedLinear
 from gulliver.serve import Batch, LocalRunner, Span
-from gulliver.serve.decoder import FAMILIES, Unfit, native_problem
+from gulliver.serve.decoder import FAMILIES, Unfit, native_problem, read_dense
 from gulliver.serve.local import DenseRunner
-from gulliver.serve.mapped import read_dense
 from gulliver.serve.options import ModelOptions
 from gulliver.serve.weights import SERVED, end_tokens, load_model
 from tests.models.family_models import config_of

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -202,23 +202,6 @@ NAME = "gulliver_pages"
 """Name under transformers' attention interface."""
 
 
-class Attends(Protocol):
-    """Interface that attention layers call: `Pages`, or a recorder that measures a model."""
-
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        window: int | None = None,
-        slopes: Tensor | None = None,
-    ) -> Tensor:
-        """See `Pages.attend`."""
-        ...
-
-
 def paged_attention(
     module: nn.Module,
     query: Tensor,
@@ -235,8 +218,9 @@ def paged_attention(
     if odd is not None:
         raise GulliverError(f"attention with {odd} ({type(module).__name__}) is not served")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    pages: Attends = known.gulliver_pages
-    out = pages.attend(known.layer_idx, query[0], key[0], value[0], scale, sliding_window)
+    out = known.gulliver_pages.attend(
+        known.layer_idx, query[0], key[0], value[0], scale, sliding_window
+    )
     return out[None], None
 
 
@@ -245,7 +229,7 @@ REFUSED = ("softcap", "s_aux", "position_bias", "head_mask")
 
 
 @contextmanager
-def attached(model: Any, pages: Attends) -> Iterator[None]:
+def attached(model: Any, pages: Any) -> Iterator[None]:
     """Attaches a model to pages within the context."""
     detach = attach(model, pages)
     try:
@@ -254,7 +238,7 @@ def attached(model: Any, pages: Attends) -> Iterator[None]:
         detach()
 
 
-def attach(model: Any, pages: Attends) -> Callable[[], None]:
+def attach(model: Any, pages: Any) -> Callable[[], None]:
     """Makes a model attend over pages until the returned function is called."""
     from transformers import AttentionInterface
 

@@ -22,11 +22,10 @@ import torch
 
 from gulliver.errors import GulliverError
 from gulliver.serve.batch import Drafter, Runner
-from gulliver.serve.decoder import Unfit
+from gulliver.serve.decoder import Unfit, read_dense
 from gulliver.serve.engine import Engine
 from gulliver.serve.gguf import is_gguf
 from gulliver.serve.local import DenseRunner, LocalRunner
-from gulliver.serve.mapped import read_dense
 from gulliver.serve.options import EngineOptions, ModelOptions
 from gulliver.serve.requests import Prompt, chat_tokens, listed
 from gulliver.serve.sampling import CompletionOutput, Event, RequestOutput, SamplingParams

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import importlib
-import logging
-import math
 import os
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -18,7 +15,6 @@ from torch import Tensor
 
 from gulliver._compat import uncompiled
 from gulliver.errors import GulliverError, nearest
-from gulliver.hardware.probe import kept_seconds
 from gulliver.precision.int8.formats import GROUP, from_int4, from_int8
 
 INTERFACE = 2
@@ -60,19 +56,19 @@ def native_table() -> tuple[str, Any, Any] | None:
     return name, built.Table(name), importlib.import_module("gulliver.serve._decoder")
 
 
-# The kernels that a quantised product may run on, and which of them does, by measurement.
+# The kernels of quantised products.
 #
-# | kernel | activations | taken from | |---|---|---| | native | int8 by row, or as they are |
-# ``native/int8_*.cpp``, one pass over the weights | | int_mm | int8 by row | `torch._int_mm`,
-# scales applied after it | | int8pack | bfloat16 as they are | `torch._weight_int8pack_mm`, of
-# inputs that 16 divides only | | dequantised | as they are | `torch.nn.functional.linear` on
-# pieces of the weight |
+# | kernel | activations | taken from |
+# |---|---|---|
+# | native | int8 by row (int8_dynamic) | ``native/int8_*.cpp``, one pass over the weights |
+# | native | as they are (int8, int4) | ``native/decoder.inl``, as above |
+# | int_mm | int8 by row | `torch._int_mm`, scales applied after it |
+# | dequantised | as they are | `torch.nn.functional.linear` on pieces of the weight |
 #
-# All read the one int8 matrix that is kept. In float32 int8pack is naive, and not used. [Note:
-# same bits] Integer sums are exact, and `native` and `int_mm` round what is around them in the
-# same order: a choice that changes from run to run changes no output, but for outliers, whose few
-# products may be summed in another order. Each row is quantised by itself, so that no sample sees
-# another of its batch.
+# All read the one int8 matrix that is kept. [Note: same bits] Integer sums are exact, and `native`
+# and `int_mm` round what is around them in the same order, but for outliers, whose few products may
+# be summed in another order. Each row is quantised by itself, so that no sample sees another of its
+# batch.
 
 
 MODES = ("int8", "int8_dynamic", "int4")
@@ -81,15 +77,8 @@ KINDS = {"int8": 3, "int4": 4}
 PIECE = 16 << 20
 """Elements of a weight that are dequantised at once."""
 TINY = 1e-36
-TURNS = 5
-"""Minimum rounds of a measurement, and rounds without improvement that end it."""
-NEWS = 0.97
-"""Share of the best seconds so far that is news."""
-PATIENCE_S = 0.15
-INT8PACK_INPUTS = 16
-"""Multiple of inputs that torch's `_weight_int8pack_mm` needs."""
-MOST_ROWS = 512
-"""Rows above which measurements of fewer rows are reused."""
+MOST_ROWS = 128
+"""Rows above which dequantized products beat native ones with unrounded activations."""
 
 
 Kernel = Callable[["Stored", Tensor, Tensor | None, Tensor | None], Tensor]
@@ -105,15 +94,9 @@ class Stored:
     sums: Tensor | None  # Sums of the rows of values, int32; None for int4
     inputs: int
     threshold: float  # Magnitude from which on an activation is not quantised
-    # Kernels by rows, dtype and threads: a call at one row has no time to ask again.
-    known: dict[tuple[Any, ...], Kernel] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.outputs = self.values.shape[0]
-
-
-_chosen: dict[tuple[Any, ...], str] = {}
-_log = logging.getLogger("gulliver")
 
 
 # Of a tensor `len` takes microseconds, and shape[0] does not.
@@ -134,49 +117,19 @@ def product(w: Stored, x: Tensor, bias: Tensor | None, largest: Tensor | None = 
     if not x.numel():
         y = x.new_zeros(x.shape[0], w.outputs)
         return y if bias is None else y + bias
-    asked = x.shape[0], x.dtype, torch.get_num_threads()
-    kernel = w.known.get(asked)
-    if kernel is None:
-        kernel = w.known[asked] = KERNELS[chosen_kernel(w, x.shape[0], x.dtype, x.device)]
-    return kernel(w, x, bias, largest)
+    return KERNELS[chosen_kernel(w, x.shape[0], x.device)](w, x, bias, largest)
 
 
 _outside_graphs: Kernel = uncompiled(product)
 
 
-def chosen_kernel(w: Stored, rows: int, dtype: torch.dtype, device: torch.device) -> str:
-    """Returns the fastest kernel for a number of rows, measured if unknown."""
-    rows = min(MOST_ROWS, 1 << (rows - 1).bit_length())
-    shape = (w.mode, w.outputs, w.inputs, rows, dtype, device, torch.get_num_threads())
-    if shape not in _chosen:
-        names = _candidates(w, rows, dtype, device)
-        _chosen[shape] = names[0] if len(names) == 1 else _measured(w, shape, names)
-    return _chosen[shape]
-
-
-def chosen_kernels() -> dict[tuple[Any, ...], str]:
-    """Returns this process's choices by mode, outputs, inputs, rows, dtype and device."""
-    return dict(_chosen)
-
-
-def forget_kernels() -> None:
-    """Clears this process's choices; measurements on disk stay."""
-    _chosen.clear()
-
-
-def _candidates(w: Stored, rows: int, dtype: torch.dtype, device: torch.device) -> list[str]:
-    native = native_table() if device.type == "cpu" else None
-    # Weights alone are quantized: in whole vectors, or groups.
-    fits = w.mode == "int8_dynamic" or w.inputs % (16 if w.mode == "int8" else GROUP) == 0
-    names = ["native"] if native is not None and fits else []
-    if w.mode == "int8_dynamic" and _takes_int_mm(w, device):
-        names.append("int_mm")
-    # With other inputs torch reads past the ends of rows: wrong sums, or a crash.
-    whole = w.inputs % INT8PACK_INPUTS == 0
-    if w.mode == "int8" and dtype == torch.bfloat16 and device.type == "cpu" and whole:
-        names.append("int8pack")
-    # Against int8 activations it never wins, but where nothing else can.
-    return names if w.mode == "int8_dynamic" and names else [*names, "dequantised"]
+def chosen_kernel(w: Stored, rows: int, device: torch.device) -> str:
+    """Returns the name of the kernel for a number of rows."""
+    native = native_table() is not None if device.type == "cpu" else False
+    if w.mode == "int8_dynamic":
+        return "native" if native else "int_mm" if _takes_int_mm(w, device) else "dequantised"
+    whole = w.inputs % (16 if w.mode == "int8" else GROUP) == 0
+    return "native" if native and whole and rows <= MOST_ROWS else "dequantised"
 
 
 def _takes_int_mm(w: Stored, device: torch.device) -> bool:
@@ -184,41 +137,6 @@ def _takes_int_mm(w: Stored, device: torch.device) -> bool:
     return (device.type == "cpu" and w.inputs > 1) or (
         device.type == "cuda" and w.inputs % 8 == 0 and w.outputs % 8 == 0
     )
-
-
-def _measured(w: Stored, shape: tuple[Any, ...], names: list[str]) -> str:
-    """Times the candidates on this weight, unless cached on this machine."""
-    mode, outputs, inputs, rows, dtype, device, _ = shape
-    native = native_table()
-
-    def measure() -> tuple[float, ...]:
-        x = torch.randn(rows, inputs, dtype=torch.float32).to(device, dtype)
-        best = dict.fromkeys(names, math.inf)
-        turns, calm, end = 0, 0, time.perf_counter() + PATIENCE_S
-        # On a busy machine the first turns may all be disturbed.
-        while turns < TURNS or (calm < TURNS and time.perf_counter() < end):
-            turns, calm = turns + 1, calm + 1
-            for name in names:
-                begun = time.perf_counter()
-                KERNELS[name](w, x, None, None)
-                if device.type == "cuda":
-                    torch.cuda.synchronize(device)
-                took = time.perf_counter() - begun
-                calm = calm if took > NEWS * best[name] else 0
-                best[name] = min(best[name], took)
-        return tuple(best.values())
-
-    facts = {
-        "what": "int8 kernels 2",
-        "shape": (mode, outputs, inputs, rows, str(dtype), device.type),
-        "kernels": (*names, native[0] if native else ""),
-    }
-    seconds = kept_seconds(facts, measure, len(names))
-    took = dict(zip(names, seconds, strict=True))
-    name = min(names, key=took.__getitem__)
-    shown = ", ".join(f"{other} {s * 1e6:.0f} us" for other, s in took.items())
-    _log.info("%s %dx%d, %d rows of %s: %s (%s)", mode, outputs, inputs, rows, dtype, name, shown)
-    return name
 
 
 # --- the kernels ---------------------------------------------------------------------------------
@@ -292,13 +210,6 @@ def _int_mm(w: Stored, x: Tensor, bias: Tensor | None, largest: Tensor | None) -
     return y.to(x.dtype)
 
 
-def _int8pack(w: Stored, x: Tensor, bias: Tensor | None, largest: Tensor | None) -> Tensor:
-    assert x.dtype == torch.bfloat16, "naive in other dtypes"
-    y = torch._weight_int8pack_mm(x, w.values, torch.ones_like(w.scales, dtype=x.dtype))
-    y = y.float() * w.scales
-    return (y if bias is None else y + bias).to(x.dtype)
-
-
 def _dequantised(w: Stored, x: Tensor, bias: Tensor | None, largest: Tensor | None) -> Tensor:
     y = torch.empty(x.shape[0], w.outputs, dtype=x.dtype, device=x.device)
     step = max(1, PIECE // w.inputs)
@@ -318,6 +229,5 @@ def _dequantised(w: Stored, x: Tensor, bias: Tensor | None, largest: Tensor | No
 KERNELS: dict[str, Kernel] = {
     "native": _native,
     "int_mm": _int_mm,
-    "int8pack": _int8pack,
     "dequantised": _dequantised,
 }

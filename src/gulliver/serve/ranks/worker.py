@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,17 +40,6 @@ class RankMessage:
     value: Any = None
 
 
-class Runs(Protocol):
-    """Interface of a stage for the worker: `StageModel`, or a stand-in."""
-
-    width: int
-    dtype: torch.dtype
-
-    def run(self, batch: Batch, carry: Tensor | None) -> Tensor:
-        """Runs a batch; see `StageModel.run`."""
-        ...
-
-
 @dataclass
 class _Waiting:
     """A batch that this rank has received and not run."""
@@ -62,7 +51,7 @@ class _Waiting:
 
 def work(
     link: Connection,
-    model: Runs,
+    model: Any,
     layout: Layout,
     rank: int,
     world: RankGroup | None = None,
@@ -76,7 +65,7 @@ class _Worker:
     def __init__(
         self,
         link: Connection,
-        model: Runs,
+        model: Any,
         layout: Layout,
         rank: int,
         world: RankGroup | None,
