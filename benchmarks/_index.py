@@ -17,17 +17,17 @@ from benchmarks._harness import RESULTS, Bar, markdown_table
 
 HEAD = """# Benchmarks: how fast is it, compared with what?
 
-Every figure was measured alternately with a peer, on the same work in the same run. **All of them
-are from CPUs** (gloo between ranks); nothing has been measured on a GPU yet. A ratio above 1
-means that Gulliver is faster. Bars were set before the run; missed bars are shown as such.
+Each run alternates between Gulliver and a peer on the same work. **All figures are from CPUs**
+(gloo between ranks); nothing has been measured on a GPU yet. A ratio above 1 means that Gulliver
+is faster. Targets (column *bar*) were set before the run; missed targets are marked.
 
 ![Speed relative to the peer, one bar per claim](assets/benchmarks.png)
 
 """
 TAIL = """
-`python -m benchmarks.NAME` runs one of them. `make bench` runs all of them, which takes hours and
-needs a quiet machine. Those that shape network links need root. The result files named in the last
-column, in `benchmarks/results`, contain all tables, versions, the command and the data as JSON.
+`python -m benchmarks.NAME` runs one benchmark. `make bench` runs all of them, which takes hours and
+needs an idle machine. Benchmarks that limit network links need root. The files in the last column,
+in `benchmarks/results`, contain all tables, versions, the command and the data as JSON.
 """
 
 

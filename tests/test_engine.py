@@ -222,7 +222,7 @@ def test_one_request_of_more_than_2_gib(tmp_path: Path) -> None:
         assert (tmp_path / "large").stat().st_size == nbytes
 
 
-def test_nothing_is_written_well_too(make: Make, tmp_path: Path) -> None:
+def test_empty_writes_succeed(make: Make, tmp_path: Path) -> None:
     engine = make()
     file = engine.create(tmp_path / "empty", 0)
     for ticket in (
@@ -363,7 +363,7 @@ def test_acquired_pages_are_lent_one_by_one(make: Make) -> None:
         engine.release(pages[1])
 
 
-def test_growing_serves_who_waits(make: Make, tmp_path: Path) -> None:
+def test_growing_pool_wakes_waiters(make: Make, tmp_path: Path) -> None:
     engine = make(pages=1)
     page = engine.acquire()
     file = engine.create(tmp_path / "file", PAGE)
@@ -398,7 +398,7 @@ def test_many_threads_submit_at_once(make: Make, tmp_path: Path) -> None:
 # The end
 
 
-def test_closing_finishes_what_is_under_way_and_refuses_more(make: Make, tmp_path: Path) -> None:
+def test_close_finishes_pending_and_rejects_new_requests(make: Make, tmp_path: Path) -> None:
     engine = make(pages=2)
     source = noise(20 * PAGE + 3)
     file = engine.create(tmp_path / "file", source.nbytes)
@@ -418,7 +418,7 @@ def test_closing_finishes_what_is_under_way_and_refuses_more(make: Make, tmp_pat
             call()
 
 
-def test_closing_wakes_who_waits_for_a_page(make: Make) -> None:
+def test_close_wakes_waiters_for_pages(make: Make) -> None:
     engine = make(pages=1)
     engine.acquire()
     refused = []
@@ -472,7 +472,7 @@ def script(kind: str, body: str, folder: Path) -> subprocess.CompletedProcess[st
 
 
 @pytest.mark.parametrize("kind", ["python", "native"])
-def test_interpreters_exit_finishes_what_is_under_way(kind: str, tmp_path: Path) -> None:
+def test_interpreter_exit_finishes_pending_requests(kind: str, tmp_path: Path) -> None:
     done = script(kind, "engine.hold(False)", tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     expected = np.arange(40 * PAGE, dtype=np.int64).astype(np.uint8)
@@ -480,7 +480,7 @@ def test_interpreters_exit_finishes_what_is_under_way(kind: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("kind", ["python", "native"])
-def test_forked_child_is_told_that_the_engine_is_not_its_own(kind: str, tmp_path: Path) -> None:
+def test_forked_child_cannot_use_engine(kind: str, tmp_path: Path) -> None:
     body = """
         child = os.fork()
         if child == 0:
@@ -623,7 +623,7 @@ def test_short_calls_are_continued(
 
 
 @pytest.mark.parametrize("call", ["write", "read"])
-def test_call_that_moves_nothing_is_an_error(make: Make, tmp_path: Path, call: Any) -> None:
+def test_zero_byte_transfer_is_an_error(make: Make, tmp_path: Path, call: Any) -> None:
     engine = make()
     engine.inject(call, short=0)
     with pytest.raises(IoError) as caught:
@@ -666,7 +666,7 @@ def test_file_that_ends_early_is_named(make: Make, tmp_path: Path) -> None:
     (tmp_path / "short").write_bytes(bytes(5000))
     target = aligned(3 * 4096)
     file = engine.open(tmp_path / "short")
-    with pytest.raises(IoError, match=r"cannot read .*short at byte 5000: the file ends") as caught:
+    with pytest.raises(IoError, match=r"short at byte 5000: the file is too short") as caught:
         engine.read(file, 0, target.ctypes.data, target.nbytes).wait()
     assert (caught.value.offset, caught.value.errno) == (5000, errno.ENODATA)
 
@@ -688,7 +688,7 @@ def test_paths_that_cannot_be_opened_are_named(make: Make, tmp_path: Path) -> No
     assert not (tmp_path / "huge").exists()
 
 
-def test_submissions_that_make_no_sense_are_refused(make: Make, tmp_path: Path) -> None:
+def test_invalid_submissions_are_rejected(make: Make, tmp_path: Path) -> None:
     engine, other = make(), make()
     file = engine.create(tmp_path / "file", 0)
     source = noise(2 * PAGE)
@@ -720,7 +720,7 @@ def test_errors_survive_pickling() -> None:
 # Choosing
 
 
-def test_python_takes_over_where_nothing_was_built_and_says_so_once(
+def test_python_fallback_is_logged_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.delenv("GULLIVER_IO", raising=False)
@@ -759,9 +759,7 @@ def test_environment_chooses_the_engine(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize("sanitizer", SANITIZERS)
-def test_stress_without_python_leaves_the_sanitizer_nothing_to_report(
-    sanitizer: str, tmp_path: Path
-) -> None:
+def test_native_stress_test_is_sanitizer_clean(sanitizer: str, tmp_path: Path) -> None:
     try:
         program = build_stress(tmp_path, sanitizer)
     except CannotBuild as error:
@@ -774,7 +772,7 @@ def test_stress_without_python_leaves_the_sanitizer_nothing_to_report(
 
 
 @pytest.mark.parametrize("kind", ["", "python"])
-def test_doctor_says_which_engine_runs_and_leaves_nothing_behind(
+def test_doctor_names_io_engine_and_leaves_no_files(
     kind: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

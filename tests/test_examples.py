@@ -85,9 +85,7 @@ def test_packed_conversations_train_as_in_one_process(pool: Pool, tmp_path: Path
     assert two[-1] < two[0]
 
 
-def test_a_run_resumed_on_other_ranks_goes_on_as_if_it_had_not_stopped(
-    pool: Pool, tmp_path: Path
-) -> None:
+def test_resume_on_other_ranks_equals_uninterrupted_run(pool: Pool, tmp_path: Path) -> None:
     whole = _losses(pool, "resume", 1, steps=30, folder=tmp_path / "whole")
     parts = [
         loss

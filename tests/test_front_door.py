@@ -33,7 +33,7 @@ def _names_for_type_checkers() -> dict[str, str]:
     return {alias.name: str(node.module) for node in imports for alias in node.names}
 
 
-def test_every_name_of_the_front_door_is_that_of_its_package() -> None:
+def test_top_level_names_equal_package_names() -> None:
     known = _names_for_type_checkers()
     assert sorted(known) == sorted(gulliver.__all__)
     assert set(gulliver.__all__) <= set(dir(gulliver))
@@ -41,7 +41,7 @@ def test_every_name_of_the_front_door_is_that_of_its_package() -> None:
         assert getattr(gulliver, name) is getattr(importlib.import_module(package), name)
 
 
-def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
+def test_unknown_top_level_name_is_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'boost'"):
         _ = gulliver.boost  # type: ignore[attr-defined]
     with pytest.raises(ImportError, match="cannot import name 'boost'"):
@@ -65,7 +65,7 @@ def test_importing_gulliver_imports_no_torch() -> None:
     assert ended.returncode == 0, ended.stderr
 
 
-def test_output_that_nobody_reads_on_ends_without_a_traceback(
+def test_closed_pipe_ends_without_traceback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def piped(arguments: list[str]) -> int:

@@ -81,7 +81,7 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str
         server.shutdown()
 
 
-def test_names_of_the_hub_are_told_from_paths(tmp_path: Path) -> None:
+def test_hub_names_are_distinguished_from_paths(tmp_path: Path) -> None:
     assert is_hub_name("org/name")
     assert is_hub_name("org/name.v2@main")
     assert not any(map(is_hub_name, ("name", "/org/name", "./org/name", "org/name/part", "a:b/c")))
@@ -89,7 +89,7 @@ def test_names_of_the_hub_are_told_from_paths(tmp_path: Path) -> None:
     assert fetch(tmp_path) == tmp_path
 
 
-def test_a_mistyped_path_is_not_looked_for_on_the_hub(
+def test_mistyped_path_is_not_fetched_from_hub(
     served: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -99,7 +99,7 @@ def test_a_mistyped_path_is_not_looked_for_on_the_hub(
         fetch(Path("runs/mine"))
 
 
-def test_offline_only_the_cache_is_looked_at(
+def test_offline_mode_uses_only_cache(
     served: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served["config.json"] = b"{}"
@@ -158,9 +158,7 @@ def test_a_model_of_the_hub_is_fine_tuned_quantised_and_pushed(
         assert any(name.endswith(".safetensors") for name in files)
 
 
-def test_a_push_that_fails_says_that_the_folder_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_push_names_written_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise OSError("401 Unauthorized")
 

@@ -85,7 +85,7 @@ def circles(edges: dict[str, set[str]]) -> list[set[str]]:
     return found
 
 
-def test_modules_do_not_import_in_circles() -> None:
+def test_modules_have_no_import_cycles() -> None:
     edges = {
         module: {
             target
@@ -98,7 +98,7 @@ def test_modules_do_not_import_in_circles() -> None:
     assert not found, f"these import one another: {found}"
 
 
-def test_circles_are_found() -> None:
+def test_import_cycle_check_finds_cycles() -> None:
     edges = {"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set(), "e": {"a"}}
     assert circles(edges) == [{"b", "c"}]
 

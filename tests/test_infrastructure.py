@@ -27,7 +27,7 @@ def test_every_combination_of_values_occurs_in_a_covering_array(strength: int) -
     assert len(chosen) < 4 * 2 * 3 * 5
 
 
-def test_cases_that_do_not_exist_are_not_chosen() -> None:
+def test_covering_array_skips_excluded_cases() -> None:
     def allowed(a: int, b: int, c: int) -> bool:
         return a != b
 
@@ -65,7 +65,7 @@ def test_a_reference_is_computed_once_for_all_processes(pool: Pool, tmp_path: Pa
     assert sorted(path.name[0] for path in tmp_path.iterdir()) == ["1", "2"]
 
 
-def test_a_deadline_moves_on_while_the_machine_is_slow() -> None:
+def test_deadline_extends_on_slow_machine() -> None:
     assert 1 <= slowness() <= 8
     assert Deadline(1e-9, lambda: 1e12).left() > 100
     assert Deadline(1e-9, lambda: 1.0).left() <= 0

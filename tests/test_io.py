@@ -134,7 +134,7 @@ def test_no_space_is_one_line_with_the_bytes_needed_and_free(
     assert _names(tmp_path) == []
 
 
-def test_only_the_systems_refusals_are_turned_into_lines(tmp_path: Path) -> None:
+def test_only_os_errors_become_one_line_errors(tmp_path: Path) -> None:
     absent = tmp_path / "absent"
     with (
         pytest.raises(GulliverError, match="absent"),

@@ -134,7 +134,7 @@ def test_the_cause_is_raised_and_not_the_connections_that_broke(pool: Pool) -> N
             pool.run(_fail_before_all_have_joined, 3)
 
 
-def test_what_cannot_be_pickled_is_reported_and_harms_nobody(pool: Pool) -> None:
+def test_unpicklable_values_are_reported(pool: Pool) -> None:
     before = pool.run(_seen, 2)
     with pytest.raises(Exception, match="lambda"):
         pool.run(_return_a_lambda, 2)
@@ -143,14 +143,14 @@ def test_what_cannot_be_pickled_is_reported_and_harms_nobody(pool: Pool) -> None
     assert pool.run(_seen, 2) == before
 
 
-def test_a_hanging_call_fails_with_stacks_and_the_pool_lives_on(own_pool: Pool) -> None:
+def test_hanging_call_fails_with_stacks_and_pool_survives(own_pool: Pool) -> None:
     with pytest.raises(DeadlinePassed, match="_hang_here") as caught:
         own_pool.run(_hang_here, 2, deadline_s=1)
     assert "--- rank 0 ---" in str(caught.value)
     assert own_pool.run(_sum_of_ranks, 2, 1.0) == [1.0, 1.0]
 
 
-def test_a_killed_worker_is_named_and_the_pool_lives_on(own_pool: Pool) -> None:
+def test_killed_worker_is_named_and_pool_survives(own_pool: Pool) -> None:
     with pytest.raises(WorkerLost, match=r"rank 1 ended with SIGKILL"):
         own_pool.run(_die, 2)
     assert own_pool.run(_sum_of_ranks, 2, 1.0) == [1.0, 1.0]

@@ -46,7 +46,7 @@ def help_of(arguments: list[str]) -> str:
 def command_line() -> str:
     """Returns the page of the command line."""
     codes = "Exit codes: 0 success, 1 failure, 2 usage error."
-    parts = ["# Command line\n", f"Written from the code by `make docs`. {codes}\n"]
+    parts = ["# Command line\n", f"Generated from the code by `make docs`. {codes}\n"]
     for name, what in WHAT.items():
         level = "#" * (2 + name.count(" "))
         shown = help_of(name.split())
@@ -89,7 +89,7 @@ def errors() -> str:
     kinds = sorted(_subclasses(GulliverError), key=lambda kind: kind.__name__)
     lines = [
         "# Error index\n",
-        "Written from the code by `make docs`. Errors that you can fix are a `GulliverError` of",
+        "Generated from the code by `make docs`. Errors that you can fix are a `GulliverError` of",
         "one line: the cause, then the remedy. Search this page for a part of the message without",
         "names and numbers; `...` stands for those. The most common ones are explained in",
         "[troubleshooting](troubleshooting.md).\n",

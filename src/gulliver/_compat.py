@@ -24,7 +24,7 @@ uncompiled: Callable[..., Any] = torch._disable_dynamo  # pyright: ignore
 """Keeps a function out of compiled graphs."""
 
 DispatchMode = TorchDispatchMode
-"""Base of what sees every operation below autograd."""
+"""Base class of modes that intercept every operation below autograd."""
 
 # torch 2.13 renamed the flat collectives and warns of the old names; 2.11 knows only those.
 _renamed = hasattr(dist, "all_gather_single")
@@ -44,7 +44,7 @@ def fake_store() -> dist.Store:
 
 
 def local_tensor_mode(size: int) -> AbstractContextManager[Any]:
-    """Creates a mode in which one program computes the values of `size` ranks."""
+    """Creates a mode in which one program computes the values of all `size` ranks."""
     from torch.distributed._local_tensor import LocalTensorMode
 
     return LocalTensorMode(size)
@@ -82,15 +82,15 @@ def threaded_groups() -> Iterator[Callable[[BaseException], None]]:
 def scaled_matmul(
     a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype, fast: bool
 ) -> Tensor:
-    """Multiplies FP8 matrices on FP8 units; on a CPU torch computes the same in float32.
+    """Multiplies FP8 matrices on FP8 units; a CPU emulates it in float32.
 
     Args:
         a: matrix ``[m, k]``, row-major.
         b: matrix ``[k, n]``, column-major.
-        a_scale: dequantization scale of `a`, float32: one number, or ``[m, 1]``.
-        b_scale: dequantization scale of `b`: one number, or ``[1, n]``.
+        a_scale: float32 dequantization scale of `a`: one number, or ``[m, 1]``.
+        b_scale: float32 dequantization scale of `b`: one number, or ``[1, n]``.
         dtype: dtype of the result.
-        fast: whether partial sums may be less precise than float32.
+        fast: accumulate with less than float32 precision.
     """
     return torch._scaled_mm(
         a, b, scale_a=a_scale, scale_b=b_scale, out_dtype=dtype, use_fast_accum=fast
@@ -98,7 +98,7 @@ def scaled_matmul(
 
 
 def storage_users(tensor: Tensor) -> int:
-    """Counts the tensors that share the storage of `tensor`, including itself."""
+    """Counts the tensors that share a tensor's storage, including the tensor itself."""
     storage = tensor.untyped_storage()
     return torch._C._storage_Use_Count(storage._cdata) - 1
 
@@ -106,11 +106,11 @@ def storage_users(tensor: Tensor) -> int:
 without_torch_functions: Callable[[], AbstractContextManager[Any]] = (
     torch._C.DisableTorchFunctionSubclass
 )
-"""Context in which operations treat subclasses as plain tensors, past ``__torch_function__``."""
+"""Context that bypasses ``__torch_function__``, so subclasses act as plain tensors."""
 
 
 def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
-    """Steps an optimizer without its step hooks, which belong to a full step."""
+    """Steps an optimizer without its step hooks, which `step_hooks` runs once per full step."""
     step = type(optimizer).step
     if getattr(step, "hooked", False):
         step = step.__wrapped__  # pyright: ignore[reportFunctionMemberAccess]
@@ -119,7 +119,7 @@ def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
 
 @contextmanager
 def step_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Runs an optimizer's step hooks once around the block; schedulers see one step."""
+    """Runs an optimizer's step hooks once around the block, so that schedulers count one step."""
     import torch.optim.optimizer as module
 
     for hook in (
@@ -137,22 +137,21 @@ def step_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def at_end_of_backward(function: Callable[[], None]) -> None:
-    """Calls `function` at the end of the running backward."""
+    """Calls `function` at the end of the current backward pass."""
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
 def backward_number() -> int:
-    """Id of the backward running in this thread; -1 outside of one."""
+    """Id of the backward pass running in this thread; -1 outside of one."""
     return torch._C._current_graph_task_id()
 
 
 def compiled_call(module: torch.nn.Module) -> Callable[..., Any] | None:
-    """Returns the call that ``module.compile()`` installed, or None."""
+    """Returns the compiled call that ``module.compile()`` installed, or None."""
     return getattr(module, "_compiled_call_impl", None)
 
 
 def replace_compiled_call(module: torch.nn.Module, call: Callable[..., Any]) -> None:
-    """Replaces the `compiled_call` of a module."""
     module._compiled_call_impl = call
 
 
@@ -164,7 +163,7 @@ def is_compiled(module: torch.nn.Module) -> bool:
 
 
 def hooks_of(thing: Any, forward: bool = True) -> list[Any]:
-    """The hooks of a parameter or module, optionally including forward hooks."""
+    """Returns the hooks of a parameter or module; `forward` includes forward hooks."""
     kinds = ["_backward_hooks", "_backward_pre_hooks", "_post_accumulate_grad_hooks"]
     kinds += ["_forward_hooks", "_forward_pre_hooks"] if forward else []
     return [hook for kind in kinds for hook in (getattr(thing, kind, None) or {}).values()]
@@ -172,9 +171,9 @@ def hooks_of(thing: Any, forward: bool = True) -> list[Any]:
 
 @contextmanager
 def fake_mode() -> Iterator[Any]:
-    """Creates a mode in which tensors have shapes and storages but no memory.
+    """Creates a mode whose tensors have shapes and storages but no memory.
 
-    An operation without shape inference raises; torch's log of its traceback is suppressed.
+    Operations without a shape rule raise; torch's log of their tracebacks is suppressed.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -189,7 +188,7 @@ def fake_mode() -> Iterator[Any]:
 
 @contextmanager
 def without_modes() -> Iterator[None]:
-    """Computes with real tensors, regardless of active dispatch modes."""
+    """Disables all dispatch modes, so that the block computes with real tensors."""
     from torch.utils._python_dispatch import _disable_current_modes
 
     with _disable_current_modes():
@@ -204,7 +203,7 @@ def fake_kind() -> type[Tensor]:
 
 
 def needs_data(error: BaseException) -> bool:
-    """Whether an error means that fake tensors lack data, or an operation lacks a shape rule."""
+    """Whether an error means that fake tensors have no data, or an operation has no shape rule."""
     from torch._subclasses import fake_tensor
 
     kinds = (
@@ -228,12 +227,7 @@ FORWARD_HOOKS = (
 
 @contextmanager
 def private_tables(module: torch.nn.Module, hooks: bool) -> Iterator[None]:
-    """Restores all attributes of a module afterwards: tensors, modules, hooks and others.
-
-    Args:
-        module: module that may be changed inside.
-        hooks: whether its hooks are active inside.
-    """
+    """Restores all attributes of a module (tensors, submodules, hooks, others) after the block."""
     attributes = vars(module)
     before = dict(attributes)
     for name in (*FORWARD_HOOKS, "_backward_hooks", "_backward_pre_hooks"):
@@ -262,23 +256,23 @@ def replace_tensors(module: torch.nn.Module, replace: Callable[[Tensor], Tensor]
 
 
 def share_forward_hooks(old: torch.nn.Module, new: torch.nn.Module) -> None:
-    """Gives a module the forward hooks of the one it replaces; their handles still remove them."""
+    """Moves the forward hooks of a module to its replacement; their handles stay valid."""
     for kind in FORWARD_HOOKS:
         setattr(new, kind, getattr(old, kind))
 
 
 def outputs_hooks(module: torch.nn.Module) -> dict[int, Any]:
-    """The hooks on a module's output, in the order in which they run."""
+    """Returns the hooks on a module's output, in the order in which they run."""
     return dict(module._forward_hooks)
 
 
 def is_batch_norm(module: torch.nn.Module) -> bool:
-    """Whether a module computes mean and variance over samples."""
+    """Whether a module normalizes with statistics over samples."""
     return isinstance(module, torch.nn.modules.batchnorm._BatchNorm)
 
 
 def order_outputs_hooks(module: torch.nn.Module, last: list[int]) -> None:
-    """Moves some hooks on a module's output behind all others, in their order."""
+    """Moves the hooks with the ids `last` behind a module's other output hooks."""
     hooks = module._forward_hooks
     for key in last:
         if key in hooks:
@@ -301,7 +295,7 @@ def is_transformed() -> bool:
 
 
 def untransformed(tensor: Tensor) -> Tensor:
-    """The tensor that transforms of `torch.func` have wrapped."""
+    """Returns the tensor inside the wrappers of `torch.func` transforms."""
     while _functorch().is_functorch_wrapped_tensor(tensor):
         tensor = _functorch().get_unwrapped(tensor)
     return tensor
@@ -309,7 +303,7 @@ def untransformed(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def outside_transforms() -> Iterator[None]:
-    """Runs a block outside of the active transforms of `torch.func`, if any."""
+    """Runs the block outside of active `torch.func` transforms."""
     if not is_transformed():
         yield
         return
@@ -320,7 +314,7 @@ def outside_transforms() -> Iterator[None]:
 
 
 def can_hook_saving() -> bool:
-    """Whether saved-tensor hooks may be set: transforms of `torch.func` forbid them."""
+    """Whether saved-tensor hooks may be set; `torch.func` transforms forbid them."""
     autograd = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
     return autograd._saved_tensors_hooks_is_enabled()
 
@@ -340,7 +334,7 @@ def newest_node() -> int:
 
 
 def running_node() -> int:
-    """Sequence number of the node whose backward runs in this thread; -1 outside of one."""
+    """Sequence number of the autograd node whose backward runs in this thread, or -1."""
     node = torch._C._current_autograd_node()
     # What accumulates gradients has the highest number there is, and stands for no operation.
     return -1 if node is None or (number := node._sequence_nr()) >= 1 << 63 else number
@@ -361,19 +355,20 @@ class Recomputed:
         self.find = find
 
     def detach(self) -> Recomputed:
-        """Returns itself, because it refers to no graph."""
+        """Returns itself: a reference has no graph."""
         return self
 
 
 @cache
 def replace_recomputed(refer: Callable[[Tensor], Recomputed | None]) -> None:
-    """Makes non-reentrant checkpointing keep references to parameters; installed once.
+    """Makes non-reentrant checkpointing store references instead of parameters; installed once.
 
-    It keeps a frozen parameter object itself. Once the parameter's memory is freed and reused, a
-    later backward would read other data; a detached tensor keeps pointing at the old memory.
+    Checkpointing stores a frozen parameter object itself. If the parameter's memory is freed and
+    reused, a later backward would read wrong data; a detached tensor keeps pointing at the old
+    memory.
 
     Args:
-        refer: returns the reference to a tensor; None to keep the tensor, detached.
+        refer: returns the reference to a tensor; None to store the detached tensor.
     """
 
     def pack(x: Any) -> Any:
@@ -399,7 +394,7 @@ def replace_recomputed(refer: Callable[[Tensor], Recomputed | None]) -> None:
 
 
 def is_gloo(group: dist.ProcessGroup | None, device: torch.device) -> bool:
-    """Whether a group communicates tensors of a device over gloo."""
+    """Whether a group uses gloo for tensors on a device."""
     found = group or dist.group.WORLD
     if found is None or dist.get_backend(found) == "threaded":
         return False
@@ -407,9 +402,9 @@ def is_gloo(group: dist.ProcessGroup | None, device: torch.device) -> bool:
 
 
 def graph_redistribution() -> AbstractContextManager[Any]:
-    """Context in which DTensor searches the cheapest conversion between two layouts.
+    """Context in which DTensor searches for the cheapest conversion between two layouts.
 
-    Torch before 2.12 may lack this search, and then uses its usual conversion.
+    Torch before 2.12 may lack this search; its usual conversion is used then.
     """
     from torch.distributed.tensor import _redistribute
 
@@ -428,12 +423,9 @@ def clear_redistributions() -> None:
 
 @contextmanager
 def meta_devices(count: int) -> Iterator[None]:
-    """Gives a mesh on meta devices, so that DTensor estimates costs as for a mesh of GPUs.
+    """Makes DTensor estimate costs on a meta mesh as for GPUs, with `count` devices per node.
 
-    For the CPU it would choose gathers instead of all-to-alls.
-
-    Args:
-        count: devices per node.
+    For a CPU mesh it would choose all-gathers instead of all-to-alls.
     """
     torch.meta = SimpleNamespace(device_count=lambda: count)  # type: ignore[attr-defined]
     try:

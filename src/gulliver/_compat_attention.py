@@ -1,8 +1,8 @@
-"""Torch's private attention kernels and its ring; see `_compat.py`.
+"""Torch's private attention kernels and its ring attention; see `_compat.py`.
 
-These kernels return the log-sum-exp of each row's logits, unlike torch's public attention; their
-backwards accept an output and log-sum-exp over more keys than they are given. All take q, k and v
-as [B, H, S, D] and return log-sum-exps as [B, H, S].
+Unlike torch's public attention, these kernels return the log-sum-exp of each row's logits, and
+their backwards accept an output and log-sum-exp computed over more keys than they receive. All take
+q, k and v as [B, H, S, D] and return log-sum-exps as [B, H, S].
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def attention_op(name: str) -> Callable[..., Any] | None:
 def cpu_flash_forward(
     q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, bias: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp; a fully masked row gives zeros and a finite number."""
+    """Computes output and log-sum-exp; a fully masked row gives zeros and a finite log-sum-exp."""
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
         q, k, v, 0.0, causal, attn_mask=bias, scale=scale
     )
@@ -40,7 +40,7 @@ def cpu_flash_backward(
     causal: bool,
     bias: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v."""
+    """Computes the gradients of q, k and v."""
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
         grad, q, k, v, out, lse, 0.0, causal, attn_mask=bias, scale=scale
     )
@@ -49,7 +49,7 @@ def cpu_flash_backward(
 def cuda_flash_forward(
     q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp of CUDA's flash attention."""
+    """Computes output and log-sum-exp with CUDA's flash attention."""
     found = torch.ops.aten._scaled_dot_product_flash_attention.default(
         q, k, v, 0.0, causal, False, scale=scale
     )
@@ -66,7 +66,7 @@ def cuda_flash_backward(
     scale: float,
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v."""
+    """Computes the gradients of q, k and v."""
     # Without dropout the state of the random numbers is not read.
     seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
     offset = torch.zeros((), dtype=torch.uint64, device=q.device)
@@ -80,7 +80,7 @@ def cuda_flash_backward(
 def cuda_efficient_forward(
     q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, bias: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp of CUDA's memory-efficient attention; q and k have equal heads."""
+    """Computes output and log-sum-exp with CUDA's memory-efficient attention (no grouped heads)."""
     out, lse, _, _ = torch.ops.aten._scaled_dot_product_efficient_attention.default(
         q, k, v, bias, True, 0.0, causal, scale=scale
     )
@@ -99,7 +99,7 @@ def cuda_efficient_backward(
     causal: bool,
     bias: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v."""
+    """Computes the gradients of q, k and v."""
     rows = -(-lse.shape[2] // 32) * 32
     padded = torch.nn.functional.pad(lse, (0, rows - lse.shape[2]), value=float("inf"))
     # Without dropout the state of the random numbers is not read.
@@ -113,12 +113,12 @@ def cuda_efficient_backward(
 
 
 def context_parallel_ring(rotate: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Torch's own ring attention, forward and backward, for any attention op.
+    """Returns torch's ring attention, forward and backward, for any attention operator.
 
-    The public function only supports CUDA ops.
+    The public function only supports CUDA operators.
 
     Args:
-        rotate: method that rotates keys and values, "allgather" or "alltoall".
+        rotate: how keys and values are rotated, "allgather" or "alltoall".
     """
     from torch.distributed.tensor.experimental._context_parallel import _attention
 

@@ -1,4 +1,4 @@
-"""The errors that users see, and helpers for their messages."""
+"""The exceptions that users see, and helpers for error messages."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from functools import wraps
 from typing import Any
 
 SHOWN = 32
-"""Most choices that an error lists."""
+"""Maximum number of choices listed in an error."""
 
 
 class GulliverError(ValueError):
-    """A user's mistake: one line says what is wrong and how to fix it."""
+    """Error that the user can fix; its one-line message says what is wrong and what to do."""
 
 
 class UsageError(GulliverError):
-    """A mistake in the arguments of a command, which exits with 2."""
+    """Invalid command-line arguments; the command exits with status 2."""
 
 
 class MissingExtraError(GulliverError):
@@ -26,7 +26,7 @@ class MissingExtraError(GulliverError):
 
 @contextmanager
 def usage_errors() -> Iterator[None]:
-    """Converts errors of the block to usage errors; the block only checks arguments."""
+    """Converts `GulliverError` in the block, which only checks arguments, to `UsageError`."""
     try:
         yield
     except MissingExtraError:
@@ -36,23 +36,14 @@ def usage_errors() -> Iterator[None]:
 
 
 def missing_extra(what: str, extra: str) -> MissingExtraError:
-    """Creates the error for a missing package of an optional extra.
-
-    Args:
-        what: the feature and the package it needs.
-        extra: name of the extra in pyproject.toml.
-    """
+    """Creates the error for a missing package of an optional extra."""
     return MissingExtraError(
         f"{what}: pip install '.[{extra}]' in a clone of gulliver's repository"
     )
 
 
 def nearest(name: str, choices: Iterable[str]) -> str:
-    """Completes an error message with the most similar choice, or with all choices.
-
-    Args:
-        name: the user's input.
-        choices: valid values.
+    """Completes an error message with the most similar valid choice, or with all choices.
 
     Returns:
         A phrase such as ``did you mean 'tiny'?`` or ``choose from 'a', 'b'``.
@@ -68,14 +59,14 @@ def nearest(name: str, choices: Iterable[str]) -> str:
 def first_difference(
     every: Sequence[Mapping[str, str]],
 ) -> tuple[int, str, str | None, str | None] | None:
-    """Finds the first value that should be equal on all ranks but differs from the first rank's.
+    """Finds the first value that differs from rank 0's.
 
     Args:
         every: each rank's values by name.
 
     Returns:
-        The rank, the name, the first rank's value and that rank's (None if missing); None if all
-        are equal.
+        The rank, the name, rank 0's value and that rank's value (None if missing); None if all
+        ranks agree.
     """
     first = every[0]
     for rank, other in enumerate(every):
@@ -86,11 +77,11 @@ def first_difference(
 
 
 def once_differentiable(what: str, linear: bool = False) -> Callable[[Any], Any]:
-    """Rejects differentiating a backward again; torch's decorator lets saved tensors pass.
+    """Makes a second derivative raise; unlike torch's decorator, it also covers saved tensors.
 
     Args:
         what: the operation, in terms of the user's options.
-        linear: whether the backward only reads the incoming gradient.
+        linear: whether the backward reads only the incoming gradient.
     """
 
     def decorate(backward: Any) -> Any:

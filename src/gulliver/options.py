@@ -1,11 +1,11 @@
-"""Numbers and sizes in user options, their valid ranges, and options in files.
+"""Validation of user options: numbers, sizes, ranges, and options in files.
 
 A field of an `Options` dataclass declares its type, its choices (``Literal["a", "b"]``) and its
-range (``Annotated[int, AT_LEAST_1]``), and `checked` applies them to values from any source: the
+range (``Annotated[int, AT_LEAST_1]``); `checked` applies them to values from any source: the
 dataclass when constructed in Python, `check_options` for a command line, `from_plain` for a file.
-Sizes in bytes may be text, ``6GiB``, ``500 MB`` or ``70%``: `byte_size` reads all of them.
-`resolved` converts options to plain JSON for a file and `from_plain` converts them back;
-`differences` lists the changes since.
+Sizes in bytes may be text, such as ``6GiB``, ``500 MB`` or ``70%``; `byte_size` parses them.
+`resolved` converts options to plain JSON for a file, `from_plain` converts them back, and
+`differences` lists what changed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from gulliver.errors import GulliverError, nearest
 if not typing.TYPE_CHECKING:
 
     class _RenamingType(type):
-        """Metaclass of options dataclasses: constructors also accept old field names."""
+        """Metaclass of options dataclasses whose constructors also accept old field names."""
 
         def __call__(cls, *args: Any, **fields: Any) -> Any:
             if fields.keys() - field_hints(cls).keys():
@@ -46,12 +46,12 @@ else:
 _Kind = TypeVar("_Kind")
 
 MOST = 2**31 - 1
-"""Upper bound of whole numbers that have no other."""
+"""Upper bound of integers without a declared one."""
 
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers from `least` to `most`, both included unless open."""
+    """Numbers from `least` to `most`; both bounds are included unless marked open."""
 
     least: float
     most: float = MOST
@@ -83,7 +83,7 @@ SHARE = Range(0, 1)
 RATE = Range(0, 10, open_below=True)
 """Range of learning rates."""
 RANKS = Range(0, 1024)
-"""Range of numbers of processes on one machine."""
+"""Range of process counts on one machine."""
 SEED = Range(-(2**63), 2**63 - 1)
 GUIDANCE = Range(-1000, 1000)
 Tracker = Literal["tensorboard", "wandb", "mlflow"]
@@ -91,7 +91,7 @@ Tracker = Literal["tensorboard", "wandb", "mlflow"]
 
 
 def whole_number(name: str, value: Any) -> int:
-    """Converts a whole number of Python, numpy or torch to an int."""
+    """Converts a Python, numpy or torch integer to an int."""
     try:
         number = None if isinstance(value, bool) else operator.index(value)
     except TypeError:
@@ -108,12 +108,12 @@ UNITS = {
 _UNITS = {unit.lower(): size for unit, size in UNITS.items()}
 _SIZE = re.compile(r"(-?[0-9][0-9_,]*(?:\.[0-9]+)?)\s*([A-Za-z%]*)")
 LARGEST = 2**60
-"""Most bytes that a size may say."""
+"""Largest valid size in bytes."""
 RIGHT = "give a number with a unit, such as '6GiB' or '500 MB'"
 
 
 def byte_size(name: str, value: Any, whole: int | None = None) -> int:
-    """Converts a size to bytes."""
+    """Converts a size, such as ``6GiB``, or ``70%`` of `whole`, to bytes."""
     right = RIGHT
     if isinstance(value, str):
         size, right = _text_size(name, value, whole)
@@ -122,7 +122,7 @@ def byte_size(name: str, value: Any, whole: int | None = None) -> int:
     else:
         size = whole_number(name, value)
     if size < 1:
-        raise GulliverError(f"{name}={value!r} is no size above 0: {right}")
+        raise GulliverError(f"{name}={value!r} is not a positive size: {right}")
     if size > LARGEST:
         raise GulliverError(f"{name}={value!r} is more than any machine has: {right}")
     return size
@@ -132,14 +132,16 @@ def _text_size(name: str, text: str, whole: int | None) -> tuple[int, str]:
     right = RIGHT if whole is None else f"{RIGHT}, or a share, such as '70%'"
     found = _SIZE.fullmatch(text.strip())
     if found is None:
-        raise GulliverError(f"{name}={text!r} is no size: {right}")
+        raise GulliverError(f"{name}={text!r} is not a size: {right}")
     digits, unit = found.groups()
     number = Fraction(re.sub("[_,]", "", digits))
     if unit == "%":
         if whole is None:
-            raise GulliverError(f"{name}={text!r} is a share, and of what is not known: {RIGHT}")
+            raise GulliverError(
+                f"{name}={text!r} is a share, but there is no total to take it of: {RIGHT}"
+            )
         if number > 100:
-            raise GulliverError(f"{name}={text!r} is more than all of it: {right}")
+            raise GulliverError(f"{name}={text!r} is more than 100%: {right}")
         return int(number * whole / 100), right
     if unit and unit.lower() not in _UNITS:
         raise GulliverError(f"{name}={text!r} has no known unit: {nearest(unit, UNITS)}")
@@ -156,7 +158,7 @@ def size_text(count: float) -> str:
 
 
 def size_at_least(count: int) -> str:
-    """Formats a number of bytes, rounded up, in a form that `byte_size` reads."""
+    """Formats a number of bytes, rounded up, in a form that `byte_size` parses."""
     for unit in ("GiB", "MiB", "KiB"):
         if count >= UNITS[unit]:
             return f"{math.ceil(count * 100 / UNITS[unit]) / 100:.2f}{unit}"
@@ -185,7 +187,7 @@ class Options(metaclass=_RenamingType):
     """
 
     GROUPS: ClassVar[Mapping[str, str]] = {}
-    """Heading in the help, by the first field under it."""
+    """Headings in the help text, each by its first field."""
 
     if not typing.TYPE_CHECKING:
 
@@ -216,14 +218,14 @@ RENAMED: dict[str, tuple[str, ...]] = {
         "max_body": ("body_bytes",),
     },
 }
-"""Names of options before 0.2, and the present ones. Options that have one of these accept the old
-one on the command line, in files, as an argument of the constructor and as an attribute."""
+"""Option names from before 0.2 and the current ones. Old names are accepted on the command line, in
+files, as constructor arguments and as attributes."""
 IN_GIBIBYTES = ("PlanData", "PlannerConfig")
-"""Options whose ``memory`` was a number of GiB."""
+"""Options classes whose ``memory`` used to be a number of GiB."""
 
 
 def renamed_fields(kind: type, hidden: Collection[str] = ()) -> dict[str, str]:
-    """Maps old field names to current ones; `hidden` fields do not replace others."""
+    """Maps old field names to current ones, except to `hidden` fields."""
     known = field_hints(kind).keys()
     taken = known - set(hidden)
     new = {
@@ -246,7 +248,7 @@ def with_new_names(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def renamed_value(kind: type, old: str, value: Any) -> Any:
-    """Converts the value of an option given by its old name; a number of GiB becomes a size."""
+    """Converts the value of a renamed option, such as a number of GiB to a size."""
     if old != "memory" or kind.__name__ not in IN_GIBIBYTES or value is None:
         return value
     try:
@@ -256,12 +258,12 @@ def renamed_value(kind: type, old: str, value: Any) -> Any:
 
 
 DTYPES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-"""Name of each dtype in torch."""
+"""Torch dtype names by short name."""
 _SHORT = {name: short for short, name in DTYPES.items()} | {"none": "fp32"}
 
 
 def alternative_dtype(value: Any, choices: Collection[Any]) -> Any:
-    """The other spelling of a dtype if only that one is valid: bf16 and bfloat16."""
+    """Returns the other spelling of a dtype (bf16, bfloat16) if only that one is a choice."""
     if not isinstance(value, str) or value in choices:
         return value
     other = _SHORT.get(value, DTYPES.get(value))
@@ -272,13 +274,13 @@ Chosen = TypeVar("Chosen", bound=Options)
 
 
 def part_of(options: Any, kind: type[Chosen]) -> Chosen:
-    """Extracts the options of one dataclass from a dataclass that also has its fields."""
+    """Copies the fields of one options dataclass from another dataclass that has them too."""
     return kind(**{name: getattr(options, name) for name in field_hints(kind)})
 
 
 @contextmanager
 def unchecked() -> Iterator[None]:
-    """Creates options unchecked; `check_options` checks them later, when their paths are known."""
+    """Creates options without validation; call `check_options` later."""
     token = _CHECKING.set(False)
     try:
         yield
@@ -288,13 +290,13 @@ def unchecked() -> Iterator[None]:
 
 @functools.cache
 def field_hints(kind: type) -> dict[str, Any]:
-    """Annotations of a dataclass's fields, in their order."""
+    """Returns the annotations of a dataclass's fields, in order."""
     hints = typing.get_type_hints(kind, include_extras=True)
     return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
 
 
 def check_options(options: Any, prefix: str = "--") -> None:
-    """Checks all values against their annotations, also in nested options."""
+    """Validates all values against their annotations, including nested options."""
     for field, hint in field_hints(type(options)).items():
         value = getattr(options, field)
         name = prefix + (field.replace("_", "-") if prefix.startswith("--") else field)
@@ -315,7 +317,7 @@ def check_needs(options: Any, needs: Mapping[str, tuple[bool, str]]) -> None:
 
 
 def _as_given(path: str, value: Any) -> str:
-    """Formats an option as on a command line, with its value unless it is a switch."""
+    """Formats an option as on the command line, with its value unless it is a switch."""
     group, dot, name = path.replace("_", "-").rpartition(".")
     if isinstance(value, bool):
         return f"--{group}{dot}{'' if value else 'no-'}{name}"
@@ -336,12 +338,12 @@ def resolved(config: Any) -> dict[str, Any]:
 
 
 def from_plain(values: dict[str, Any], kind: type, prefix: str = "") -> Any:
-    """Builds a configuration from plain values."""
+    """Builds an options dataclass from plain values."""
     return kind(**plain_fields(values, kind, prefix))
 
 
 def plain_fields(values: Any, kind: type, prefix: str = "") -> dict[str, Any]:
-    """Fields of a configuration from plain values, under old or new names."""
+    """Returns an options dataclass's fields from plain values, under old or new names."""
     if not isinstance(values, dict):
         raise GulliverError(f"config key {prefix.rstrip('.')!r} must hold a table of values")
     hints, values = field_hints(kind), with_new_names(kind, values)
@@ -359,12 +361,12 @@ def plain_fields(values: Any, kind: type, prefix: str = "") -> dict[str, Any]:
 
 
 def bare(hint: Any) -> Any:
-    """An annotation without its metadata."""
+    """Strips the metadata from an annotation."""
     return typing.get_args(hint)[0] if typing.get_origin(hint) is Annotated else hint
 
 
 def checked(value: Any, hint: Any, name: str) -> Any:
-    """Returns `value` as the annotated type."""
+    """Validates `value` against an annotation and returns it converted."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
         value = checked(value, arguments[0], name)
@@ -393,7 +395,7 @@ def checked(value: Any, hint: Any, name: str) -> Any:
 
 
 def _converted(value: Any, hint: Any) -> Any:
-    """Returns a number or a path as the annotated type, and any other value as it is."""
+    """Converts numbers and paths to the annotated type; returns other values unchanged."""
     if isinstance(value, bool):
         return value
     if hint is Path and isinstance(value, str | os.PathLike):
@@ -406,7 +408,7 @@ def _converted(value: Any, hint: Any) -> Any:
 
 
 def _checked_items(value: Any, hints: tuple[Any, ...], name: str) -> tuple[Any, ...]:
-    """Returns the items of a tuple: any number of one type, or one of each type."""
+    """Validates a tuple's items: any number of one type, or one of each type."""
     if hints[-1] is ...:
         hints = (hints[0],) * len(value)
     if len(value) != len(hints):
@@ -415,7 +417,7 @@ def _checked_items(value: Any, hints: tuple[Any, ...], name: str) -> tuple[Any, 
 
 
 def _checked_as_any(value: Any, hints: tuple[Any, ...], name: str) -> Any:
-    """Returns `value` as the first of several types that it matches."""
+    """Converts `value` to the first type of a union that it matches."""
     if value is None and type(None) in hints:
         return None
     problem: GulliverError | None = None
@@ -439,7 +441,7 @@ def _checked_as_any(value: Any, hints: tuple[Any, ...], name: str) -> Any:
 def differences(
     old: dict[str, Any], new: dict[str, Any], may_change: Collection[str] = (), prefix: str = ""
 ) -> list[str]:
-    """Lists the keys in which two resolved configurations differ."""
+    """Lists the keys that differ between two resolved configurations."""
     found = []
     for key in sorted(old.keys() | new.keys()):
         name = prefix + key
@@ -452,7 +454,7 @@ def differences(
 
 
 def from_keywords(kind: type[_Kind], given: Mapping[str, Any], owner: Callable[..., Any]) -> _Kind:
-    """Creates an options dataclass from a constructor's keywords; rejects names unknown to both."""
+    """Creates an options dataclass from constructor keywords; rejects unknown names."""
     known = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
     given = with_new_names(kind, given)
     for name in given:

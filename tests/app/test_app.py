@@ -94,7 +94,7 @@ def waited_for(reached: Callable[[], bool]) -> bool:
 # ---- previews
 
 
-def test_previews_are_the_data_that_the_velocity_leads_to() -> None:
+def test_flow_previews_are_estimated_clean_latents() -> None:
     torch.manual_seed(0)
     x0, noise = torch.randn(2, 2, 4, 3, 3, 3, dtype=torch.float64).unbind()
     size = {"height": torch.tensor([24.0]), "width": torch.tensor([24.0])}
@@ -114,7 +114,7 @@ def test_previews_are_the_data_that_the_velocity_leads_to() -> None:
     assert torch.equal(last, flow.sample(model, noise, size, **options))
 
 
-def test_previews_of_denoising_diffusion_are_the_data_that_the_noise_leaves() -> None:
+def test_ddpm_previews_are_estimated_clean_latents() -> None:
     torch.manual_seed(0)
     x0, noise = torch.randn(2, 1, 4, 3, 3, 3, dtype=torch.float64).unbind()
     flow, seen = IDDPM(), list[Tensor]()
@@ -133,7 +133,7 @@ def test_previews_of_denoising_diffusion_are_the_data_that_the_noise_leaves() ->
 # ---- the process that samples
 
 
-def test_a_clip_is_that_of_generate_with_the_command_that_is_told(
+def test_clip_equals_that_of_the_printed_generate_command(
     run: Path, tmp_path: Path, written: list[Tensor]
 ) -> None:
     picture = write_clip(tmp_path / "first.png", torch.rand(3, 1, 40, 30) * 2 - 1, 8)
@@ -158,7 +158,7 @@ def test_a_clip_is_that_of_generate_with_the_command_that_is_told(
 
 @pytest.mark.full
 @pytest.mark.parametrize("keep", [False, True])
-def test_public_parts_make_the_clip_of_generate_and_previews_if_they_are_kept(
+def test_public_models_match_generate_and_preview_with_keep(
     tmp_path: Path, written: list[Tensor], keep: bool
 ) -> None:
     torch.manual_seed(0)
@@ -179,7 +179,7 @@ def test_public_parts_make_the_clip_of_generate_and_previews_if_they_are_kept(
     assert torch.equal(*written)
 
 
-def test_a_new_checkpoint_is_taken_and_a_run_without_one_says_so(run: Path, tmp_path: Path) -> None:
+def test_new_checkpoint_is_loaded_and_missing_one_reported(run: Path, tmp_path: Path) -> None:
     maker = ClipMaker(Source(run))
     job = ClipJob(replace(QUICK, steps=1), tmp_path / "clip.mp4")
     assert maker.make(job, lambda event: None, lambda: False).checkpoint == "step-00000001"
@@ -206,7 +206,7 @@ def test_users_take_turns_and_get_their_own_clips(service: Service) -> None:
     assert [end.checkpoint for end in in_order] == ["a0", "b0", "a1", "b1", "a2"]
 
 
-def test_waiting_users_hear_how_many_come_before_and_may_leave(service: Service) -> None:
+def test_waiting_users_see_queue_position_and_can_cancel(service: Service) -> None:
     service.submit("h", job("hold"))
     leaving, staying = service.submit("a", job("a")), service.submit("b", job("b"))
     service.stop("a")
@@ -219,7 +219,7 @@ def test_waiting_users_hear_how_many_come_before_and_may_leave(service: Service)
     assert 1 <= places[0] <= 2
 
 
-def test_a_killed_process_is_told_and_replaced(service: Service) -> None:
+def test_killed_worker_is_reported_and_restarted(service: Service) -> None:
     dead, next_one = service.submit("a", job("die")), service.submit("b", job("b"))
     failed, made = ends(dead, next_one)
     assert isinstance(failed, Failed)
@@ -234,7 +234,7 @@ def test_a_killed_process_is_told_and_replaced(service: Service) -> None:
     assert ends(service.submit("a", job("a")))[0].checkpoint == "a"
 
 
-def test_a_process_that_never_lives_is_not_started_for_ever() -> None:
+def test_worker_that_always_dies_is_not_restarted_forever() -> None:
     service = Service(SOURCE, stillborn)
     first, second = ends(service.submit("a", job("a")), service.submit("b", job("b")))
     assert "exited with code 3" in first.reason
@@ -245,7 +245,7 @@ def test_a_process_that_never_lives_is_not_started_for_ever() -> None:
 # ---- clips on disk
 
 
-def test_clips_survive_a_restart_and_what_is_half_written_is_left_out(tmp_path: Path) -> None:
+def test_gallery_survives_restart_without_partial_clips(tmp_path: Path) -> None:
     gallery = Gallery(tmp_path)
     settings = Settings('a "quoted" <b>prompt</b> ü', "reachable from", 5, 24, 40, 3, 1.5, 7)
     places = [gallery.place() for _ in range(2)]
@@ -270,7 +270,7 @@ def test_clips_survive_a_restart_and_what_is_half_written_is_left_out(tmp_path: 
 # ---- a run that trains
 
 
-def test_a_run_that_is_written_is_looked_at_without_a_fault(run: Path, tmp_path: Path) -> None:
+def test_run_can_be_read_while_it_is_written(run: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     assert "cannot be read" in look(folder).summary
     folder.mkdir()
@@ -301,7 +301,7 @@ def test_a_run_that_is_written_is_looked_at_without_a_fault(run: Path, tmp_path:
 # ---- the command
 
 
-def test_a_run_is_found_or_it_is_said_where_and_how(
+def test_run_is_found_or_error_lists_candidates(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert find_run(run) == find_run(run.parent) == run
@@ -310,13 +310,13 @@ def test_a_run_is_found_or_it_is_said_where_and_how(
         find_run(None)
     with pytest.raises(GulliverError, match="no training run in away and away/run"):
         run_command(["app", "away"])
-    with pytest.raises(GulliverError, match=r"--autoencoder .* is for a --model"):
+    with pytest.raises(GulliverError, match=r"--autoencoder .* needs --model"):
         run_command(["app", "--autoencoder", "a"])
     with pytest.raises(GulliverError, match="exclude each other"):
         run_command(["app", "run", "--model", "m"])
 
 
-def test_a_port_that_is_taken_is_told_in_a_line(run: Path, tmp_path: Path) -> None:
+def test_port_in_use_is_one_line_error(run: Path, tmp_path: Path) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -325,6 +325,6 @@ def test_a_port_that_is_taken_is_told_in_a_line(run: Path, tmp_path: Path) -> No
             open_page(Source(run), tmp_path, port=port)
 
 
-def test_only_addresses_of_this_machine_alone_are_local() -> None:
+def test_only_loopback_addresses_are_local() -> None:
     assert all(map(is_local, ("127.0.0.1", "localhost", "::1", "[::1]", "127.8.8.8")))
     assert not any(map(is_local, ("0.0.0.0", "::", "192.168.0.2", "example.org", "")))

@@ -103,7 +103,7 @@ def clips_of(page: Page) -> Path:
     return Path(page.service._source.run or "").parent / "clips"
 
 
-def test_a_prompt_becomes_a_clip_that_plays_and_another_seed_another_clip(
+def test_prompt_makes_playable_clip_and_seed_changes_it(
     tab: Tab, page: Page, tmp_path: Path
 ) -> None:
     clips = clips_of(page)
@@ -157,9 +157,7 @@ def test_two_users_at_once_get_their_own_clips(tab: Tab, browser: Any, page: Pag
 
 
 @pytest.mark.full
-def test_a_killed_process_is_told_in_the_page_and_the_next_clip_is_made(
-    tab: Tab, page: Page
-) -> None:
+def test_page_reports_killed_worker_and_recovers(tab: Tab, page: Page) -> None:
     tab.fill(steps=5000)
     tab.make()
     tab.told("Step ")
@@ -189,7 +187,7 @@ def test_stop_and_a_closed_tab_end_sampling(tab: Tab, browser: Any, page: Page) 
 
 
 @pytest.mark.full
-def test_wrong_settings_are_told_and_settings_of_a_clip_come_back(tab: Tab) -> None:
+def test_page_rejects_bad_settings_and_restores_those_of_a_clip(tab: Tab) -> None:
     tab.fill(prompt="<b>the digit</b> 4 moving left", frames=6)
     tab.make()
     assert "6 frames do not fit the autoencoder" in tab.told("do not fit")
@@ -209,7 +207,7 @@ def test_wrong_settings_are_told_and_settings_of_a_clip_come_back(tab: Tab) -> N
 
 
 @pytest.mark.full
-def test_the_training_is_shown_as_it_goes_on(tab: Tab, page: Page) -> None:
+def test_page_follows_training(tab: Tab, page: Page) -> None:
     run = page.service._source.run
     assert run is not None
     tab.tab.click("button[role=tab]:has-text('Training')")

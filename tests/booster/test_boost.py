@@ -67,7 +67,7 @@ def _refusals(world: World) -> list[str]:
     return found
 
 
-def test_what_boost_refuses_it_refuses_on_all_ranks_before_anything_is_done(pool: Pool) -> None:
+def test_boost_errors_are_raised_on_all_ranks_before_changes(pool: Pool) -> None:
     for found in pool.run(_refusals, 2):
         assert not any("\n" in said for said in found)
         kind, number, wide, frozen, extra, single, ddp = found
@@ -120,7 +120,7 @@ def _shared_memory(world: World) -> list[str]:
     return found
 
 
-def test_tensors_that_share_memory_are_refused_where_sharding_would_cut_them_apart(
+def test_shared_memory_split_by_sharding_is_an_error(
     pool: Pool,
 ) -> None:
     for found in pool.run(_shared_memory, 2):
@@ -184,7 +184,7 @@ def _buffers(world: World) -> None:
         assert torch.allclose(trained[-1][name], trained[0][name]) == (world.rank == 0)
 
 
-def test_ranks_have_the_running_statistics_of_rank_0_as_with_ddp(pool: Pool) -> None:
+def test_running_statistics_are_broadcast_from_rank_0(pool: Pool) -> None:
     pool.run(_buffers, 2)
 
 
@@ -198,7 +198,7 @@ def _hybrid_optimizers(world: World) -> list[str]:
     return found
 
 
-def test_optimizers_of_whole_tensors_are_refused_where_ranks_have_parts(pool: Pool) -> None:
+def test_whole_tensor_optimizers_are_rejected_for_shards(pool: Pool) -> None:
     for sliced, unknown, staged, elsewhere in pool.run(_hybrid_optimizers, 2):
         assert "tp_size=2 gives Adafactor slices of tensors" in sliced
         assert "Lamb updates each element by itself" in unknown
@@ -241,7 +241,7 @@ def _hybrid_inference(world: World) -> None:
         assert abs(float(loss) - float(expected)) <= 1e-6
 
 
-def test_a_model_without_an_optimizer_is_run_but_not_trained(pool: Pool) -> None:
+def test_model_without_optimizer_only_runs_forward(pool: Pool) -> None:
     pool.run(_inference, 2)
     pool.run(_hybrid_inference, 2)
 
@@ -305,7 +305,7 @@ class _Tables(nn.Module):
         return self.norm(self.lin(x) + self.shift) * angles.cos().to(x.dtype)
 
 
-def test_precision_turns_what_hugging_face_turns_and_keeps_tables_and_running_statistics() -> None:
+def test_precision_casts_like_hugging_face_and_keeps_buffers() -> None:
     for plugin in (LowLevelZeroPlugin, HybridParallelPlugin):
         twin = _Tables()
         model = copy.deepcopy(twin)
@@ -357,5 +357,5 @@ def _input(step: int, rank: int) -> Tensor:
     return torch.randn(3, 4, dtype=torch.float64, generator=generator)
 
 
-def test_a_model_that_is_given_back_is_plain_and_can_be_boosted_again(pool: Pool) -> None:
+def test_released_model_is_plain_and_can_be_boosted_again(pool: Pool) -> None:
     pool.run(_given_back, 2)

@@ -47,7 +47,7 @@ def boost(plugin: Any = None, model: nn.Module | None = None, **kwargs: Any) -> 
     return booster, *booster.boost(model, optimizer)[:2]
 
 
-def test_boost_returns_five_in_the_order_of_its_arguments() -> None:
+def test_boost_returns_its_five_arguments_in_order() -> None:
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
@@ -89,7 +89,7 @@ def test_no_plugin_in_one_process_is_the_plain_loop() -> None:
         (lambda: boost()[2].step(lambda: 0.0), "closures"),
     ],
 )
-def test_a_mistake_is_one_line_that_says_what_is_right(make: Any, message: str) -> None:
+def test_misuse_is_one_line_error_with_fix(make: Any, message: str) -> None:
     with pytest.raises(GulliverError, match=message) as caught:
         make()
     assert "\n" not in str(caught.value)
@@ -247,7 +247,7 @@ def test_a_file_of_something_else_is_one_clear_line_and_changes_nothing(
     assert all(torch.equal(before[n], v) for n, v in model.state_dict().items())
 
 
-def test_not_strict_takes_what_fits_and_returns_the_rest(tmp_path: Path) -> None:
+def test_non_strict_load_returns_mismatches(tmp_path: Path) -> None:
     booster, model, _ = boost(model=nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
     booster.save_model(model, tmp_path / "m")
     smaller = nn.Sequential(nn.Linear(2, 2))
@@ -270,7 +270,7 @@ SCHEDULERS = {
 
 
 @pytest.mark.parametrize("kind", SCHEDULERS)
-def test_a_scheduler_goes_on_where_it_was(kind: str, tmp_path: Path) -> None:
+def test_scheduler_state_is_restored(kind: str, tmp_path: Path) -> None:
     rates: list[list[float]] = []
     for resumed in (False, True):
         booster, _, optimizer = boost()
@@ -336,7 +336,7 @@ def _ddp_attributes(world: World) -> tuple[float, float, int]:
     return alone, float(model.norm.bias.grad.sum()), wrapped.note
 
 
-def test_ddp_lets_attributes_through_and_no_sync_holds_gradients_back(pool: Pool) -> None:
+def test_ddp_forwards_attributes_and_no_sync_skips_reduction(pool: Pool) -> None:
     (one, mean, note), (two, same, _) = pool.run(_ddp_attributes, 2)
     assert one != two
     assert mean == same == pytest.approx((one + two) / 2, rel=1e-5)
@@ -359,7 +359,7 @@ MISFITS = {
 
 
 @pytest.mark.parametrize("stage", [None, 1, 3])
-def test_a_model_takes_no_value_that_does_not_fit(stage: int | None, tmp_path: Path) -> None:
+def test_loading_rejects_mismatched_values(stage: int | None, tmp_path: Path) -> None:
     for message, odd in MISFITS.items():
         save_file({"w": torch.ones(2), "n": torch.tensor(4), **odd}, tmp_path / "m.safetensors")
         booster, model = Booster(), Counted()
@@ -371,7 +371,7 @@ def test_a_model_takes_no_value_that_does_not_fit(stage: int | None, tmp_path: P
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_folders_load_as_files_do_or_are_told(stage: int, tmp_path: Path) -> None:
+def test_folders_load_like_files_or_raise(stage: int, tmp_path: Path) -> None:
     booster, model, optimizer = boost(LowLevelZeroPlugin(stage, verbose=False))
     booster.save(tmp_path / "run", 1, model, optimizer)
     booster.save_huggingface(model, tmp_path / "hf")
@@ -389,7 +389,7 @@ def test_folders_load_as_files_do_or_are_told(stage: int, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("plugin", [LowLevelZeroPlugin(stage=3, verbose=False), TorchDDPPlugin()])
-def test_a_module_put_in_after_boost_is_named_at_the_step(plugin: Any) -> None:
+def test_module_added_after_boost_is_reported_at_step(plugin: Any) -> None:
     booster, model, optimizer = boost(plugin, nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)))
     model[1] = nn.Linear(3, 2)
     booster.backward(model(torch.ones(1, 3)).sum(), optimizer)

@@ -37,7 +37,7 @@ READ_AS_BYTES = [dtype for dtype in DTYPES if dtype != torch.float8_e8m0fnu]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_dtype_comes_back_bit_for_bit(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_every_dtype_round_trips_bitwise(tmp_path: Path, dtype: torch.dtype) -> None:
     draw = torch.Generator().manual_seed(0)
     raw = torch.randint(0, 2 if dtype == torch.bool else 256, (4, 48), generator=draw)
     tensor = raw.to(torch.uint8).view(dtype)
@@ -47,7 +47,7 @@ def test_every_dtype_comes_back_bit_for_bit(tmp_path: Path, dtype: torch.dtype) 
     assert torch.equal(found.view(torch.uint8), tensor.view(torch.uint8))
 
 
-def test_tensors_of_every_kind_come_back_as_they_were(tmp_path: Path) -> None:
+def test_every_tensor_kind_round_trips(tmp_path: Path) -> None:
     base = torch.arange(24.0).view(4, 6)
     tensors = {
         "tied a": base,
@@ -87,7 +87,7 @@ def test_tensors_of_every_kind_come_back_as_they_were(tmp_path: Path) -> None:
     ],
     ids=["complex128", "meta", "sparse"],
 )
-def test_what_the_format_cannot_hold_is_refused(tmp_path: Path, tensor: torch.Tensor) -> None:
+def test_unsupported_values_are_rejected(tmp_path: Path, tensor: torch.Tensor) -> None:
     with pytest.raises(GulliverError, match=r"tensor 'a' is .*safetensors"):
         write_tensors(tmp_path / "x", {"b": torch.ones(2), "a": tensor})
     assert list(tmp_path.iterdir()) == []
@@ -105,14 +105,14 @@ def test_broken_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(GulliverError, match=r"x\.safetensors is truncated"):
         read_metadata(path)
     (tmp_path / "x.json").write_text('{"a": ')
-    with pytest.raises(GulliverError, match="truncated or no JSON"):
+    with pytest.raises(GulliverError, match="truncated or not JSON"):
         read_json(tmp_path / "x.json")
     (tmp_path / "x.json").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(GulliverError, match="truncated or no JSON"):
+    with pytest.raises(GulliverError, match="truncated or not JSON"):
         read_json(tmp_path / "x.json")
 
 
-def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_unwritable_path_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(GulliverError, match=r"file.* cannot be written: (Not a directory|File ex)"):
         write_tensors(tmp_path / "file" / "x", {"a": torch.ones(2)})
@@ -157,13 +157,13 @@ STATES = st.recursive(
 
 
 @given(STATES)
-def test_any_nested_state_comes_back_through_strict_json(state: object) -> None:
+def test_nested_state_round_trips_through_strict_json(state: object) -> None:
     tensors, skeleton = split_state(state)
     found = join_state(tensors, json.loads(json.dumps(skeleton, allow_nan=False)))
     assert _same(found, state)
 
 
-def test_tensors_whose_paths_look_alike_are_kept_apart() -> None:
+def test_similar_tensor_paths_do_not_collide() -> None:
     state = {
         "a.b": torch.zeros(1),
         "a": {"b": torch.ones(1)},
@@ -174,10 +174,10 @@ def test_tensors_whose_paths_look_alike_are_kept_apart() -> None:
     assert _same(join_state(*split_state(state)), state)
 
 
-def test_a_foreign_skeleton_is_refused() -> None:
+def test_unknown_state_structure_is_rejected() -> None:
     with pytest.raises(GulliverError, match="'pickle'"):
         join_state({}, {"pickle": "..."})
-    with pytest.raises(GulliverError, match="is no part of a saved state"):
+    with pytest.raises(GulliverError, match="is not a saved state"):
         join_state({}, {"a": 1, "b": 2})
     with pytest.raises(GulliverError, match="'a' is missing"):
         join_state({}, split_state({"a": torch.ones(1)})[1])
@@ -191,7 +191,7 @@ def save(root: Path, *steps: int, **options: Any) -> CheckpointFolder:
     return checkpointer.folder
 
 
-def test_a_folder_keeps_the_newest_and_finds_them(tmp_path: Path) -> None:
+def test_folder_keeps_newest_steps(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path / "c", keep=2)
     assert folder.latest() is None
     save(tmp_path / "c", 5, 10, 15, keep=2)
@@ -206,7 +206,7 @@ def held(root: Path, step: int | None = None) -> float:
     return load(root, step=step).values["model"]["x"][0].item()
 
 
-def test_a_run_that_goes_back_is_resumed_where_it_went_on(tmp_path: Path) -> None:
+def test_latest_follows_the_last_saved_branch(tmp_path: Path) -> None:
     folder = save(tmp_path, 100, 200, 300, keep=3)
     for step, kept in ((110, [110, 200, 300]), (120, [110, 120, 300]), (300, [110, 120, 300])):
         assert save(tmp_path, step, keep=3).steps() == kept
@@ -257,7 +257,7 @@ def test_latest_falls_back_to_the_newest_complete_step_and_says_so(
     assert "step-00000001" in message
 
 
-def test_what_a_killed_save_left_is_removed_by_the_next(tmp_path: Path) -> None:
+def test_leftovers_of_killed_save_are_removed_by_next_save(tmp_path: Path) -> None:
     (tmp_path / "step-00000003.partial" / "deep").mkdir(parents=True)
     (tmp_path / ".latest.123.partial").write_text("half")
     assert CheckpointFolder(tmp_path).latest() is None
@@ -265,7 +265,7 @@ def test_what_a_killed_save_left_is_removed_by_the_next(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == [".lock", "latest", "step-00000004"]
 
 
-def test_broken_steps_are_passed_over_and_other_formats_refused(tmp_path: Path) -> None:
+def test_broken_steps_are_skipped_and_other_formats_rejected(tmp_path: Path) -> None:
     folder = save(tmp_path, 1, 2, 3, keep=0)
     (folder.path(3) / "model.safetensors").write_bytes(b"short")
     (folder.path(2) / "manifest.json").unlink()
@@ -293,11 +293,11 @@ def test_broken_steps_are_passed_over_and_other_formats_refused(tmp_path: Path) 
         ({"silence_s": 0}, "silence_s"),
         (
             {"about": {"a": torch.ones(1)}},
-            "about has to be a dict of JSON values: Object of type T",
+            "about must be a dict of JSON values: Object of type T",
         ),
     ],
 )
-def test_options_that_are_none_are_refused(
+def test_invalid_options_are_rejected(
     options: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(GulliverError, match=re.escape(message)):
@@ -317,7 +317,7 @@ def test_steps_are_whole_numbers_of_any_library(tmp_path: Path, step: Any) -> No
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        ({"a/b": 1}, "'a/b' is no name for an entry"),
+        ({"a/b": 1}, "'a/b' is not a valid entry name"),
         ({"a": {"__metadata__": torch.ones(2)}}, "a: a tensor is called '__metadata__', which"),
         ({"a": {"f": object()}}, "f is a object"),
         ({"a": {"m": torch.ones(2, device="meta")}}, "a: tensor 'm' is meta"),
@@ -325,7 +325,7 @@ def test_steps_are_whole_numbers_of_any_library(tmp_path: Path, step: Any) -> No
         ({"a": {"m": torch.eye(2).to_sparse()}}, "a: tensor 'm' is torch.sparse_coo"),
     ],
 )
-def test_what_cannot_be_saved_is_named_and_nothing_is_left(
+def test_unsavable_value_is_named_and_nothing_is_left(
     state: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     save(tmp_path, 1)
@@ -337,7 +337,7 @@ def test_what_cannot_be_saved_is_named_and_nothing_is_left(
     assert not list(tmp_path.glob("*.partial"))
 
 
-def test_skeletons_of_ranks_are_joined() -> None:
+def test_state_structures_of_ranks_are_merged() -> None:
     shared = torch.ones(1)
     ranks = [
         split_state({"state": {"a": {"m": shared}}, "step": 3, "groups": [{"lr": 0.1}]})[1],
@@ -357,9 +357,7 @@ def test_skeletons_of_ranks_are_joined() -> None:
     st.lists(st.tuples(st.integers(0, 5000), st.sampled_from(READ_AS_BYTES)), max_size=8),
     st.integers(1, 40),
 )
-def test_an_image_is_what_the_reference_writes(
-    sizes: list[tuple[int, torch.dtype]], pages: int
-) -> None:
+def test_file_image_equals_reference(sizes: list[tuple[int, torch.dtype]], pages: int) -> None:
     generator = torch.Generator().manual_seed(len(sizes))
     tensors = {
         f"t{n}": torch.randint(0, 2, (count * dtype.itemsize,), dtype=torch.uint8).view(dtype)

@@ -181,7 +181,7 @@ class Asked:
 
 
 @pytest.mark.parametrize("mode", ["ring", "shadow"])
-def test_what_the_owner_writes_to_its_file_waits_until_it_has_been_copied(
+def test_writes_to_offload_file_wait_for_copy(
     tmp_path: Path, mode: Literal["ring", "shadow"]
 ) -> None:
     shelf, asked = filled(tmp_path, SMALL), Asked()
@@ -260,7 +260,7 @@ def test_state_on_disk_is_loaded_at_other_numbers_of_ranks(pool: Pool, tmp_path:
 # --- the limit -----------------------------------------------------------------------------------
 
 
-def test_a_copy_within_the_limit_is_a_shadow_and_one_that_is_not_a_ring(tmp_path: Path) -> None:
+def test_copy_uses_shadow_within_limit_else_ring(tmp_path: Path) -> None:
     state = {"model": {"a": torch.ones(3 * MIB)}}
     for limit, held in ((12 * MIB, "a shadow of 12 MiB"), (12 * MIB - 1, "a ring of 8 MiB")):
         with AsyncCheckpointer(tmp_path, memory_limit=limit) as checkpointer:
@@ -288,7 +288,7 @@ def _tensor(numel: int) -> tuple[Tensor, weakref.ref[Memory]]:
     return torch.frombuffer(memory, dtype=torch.float32).fill_(numel), weakref.ref(memory)
 
 
-def test_memory_that_was_copied_is_not_kept_while_the_rest_is_written(tmp_path: Path) -> None:
+def test_copied_memory_is_freed_while_writing_continues(tmp_path: Path) -> None:
     sizes = {"first": 20_000, "second": 2**20, "small": 2**19}
     made = {name: _tensor(numel) for name, numel in sizes.items()}
     first, state = made["first"][0], {name: tensor for name, (tensor, _) in made.items()}
@@ -318,7 +318,7 @@ def test_memory_that_was_copied_is_not_kept_while_the_rest_is_written(tmp_path: 
 # --- the memory manager --------------------------------------------------------------------------
 
 
-def test_what_a_manager_moves_while_it_is_saved_is_saved_as_it_was(tmp_path: Path) -> None:
+def test_state_moved_during_save_is_saved_unchanged(tmp_path: Path) -> None:
     sizes = {f"o{n}": (60_000, 20_000, 100_000)[n % 3] for n in range(9)}
     store = DiskStore(tmp_path, 8 * MIB)
     manager = Manager(800_000, "cpu", store)
@@ -379,7 +379,7 @@ class Holder:
             self.held.pop(storage, None)
 
 
-def test_memory_that_a_snapshot_holds_is_asked_for_before_a_limit_is_too_small(
+def test_snapshot_memory_is_reclaimed_before_limit_error(
     tmp_path: Path,
 ) -> None:
     manager = Manager(800_000, "cpu", DiskStore(tmp_path, 8 * MIB))

@@ -179,7 +179,7 @@ def _is_usual(call: Call, number: int, nth: int) -> bool:
 @pytest.mark.parametrize(
     ("call", "number", "nth"), some(FAULTS, [fault for fault in FAULTS if _is_usual(*fault)])
 )
-def test_a_call_that_fails_is_told_by_the_next_one_and_spoils_nothing(
+def test_failed_call_is_reported_by_next_call(
     tmp_path: Path, engine: Engine, call: Call, number: int, nth: int
 ) -> None:
     checkpointer = AsyncCheckpointer(tmp_path, engine=engine)
@@ -200,7 +200,7 @@ def test_a_call_that_fails_is_told_by_the_next_one_and_spoils_nothing(
 
 
 @pytest.mark.parametrize("call", ["open", "write"])
-def test_with_warn_a_failure_is_logged_and_training_goes_on(
+def test_on_error_warn_logs_failure_and_continues(
     tmp_path: Path, engine: Engine, call: Call, caplog: pytest.LogCaptureFixture
 ) -> None:
     with AsyncCheckpointer(tmp_path, on_error="warn", engine=engine) as checkpointer:
@@ -221,7 +221,7 @@ SYSTEM = ("fsync", "replace", "mkdir", "unlink")
 
 
 @pytest.mark.parametrize("call", SYSTEM)
-def test_whichever_call_fails_while_a_step_is_finished_nothing_wrong_is_left(
+def test_failure_while_finishing_leaves_no_broken_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     """Manifest, state, rename, `latest`, retention: each such call in turn, until none is left."""
@@ -276,7 +276,7 @@ READS: list[tuple[Call, int, int]] = [
 
 
 @pytest.mark.parametrize(("call", "number", "nth"), READS)
-def test_a_read_that_fails_is_named_and_leaks_no_page(
+def test_failed_read_is_named_and_leaks_no_page(
     tmp_path: Path, engine: Engine, call: Call, number: int, nth: int
 ) -> None:
     with AsyncCheckpointer(tmp_path, engine=engine) as checkpointer:
@@ -292,7 +292,7 @@ def test_a_read_that_fails_is_named_and_leaks_no_page(
         assert_same(reader.value("model"), state_of(1)["model"])
 
 
-def test_a_step_whose_latest_cannot_be_written_is_saved_and_that_is_said(
+def test_step_is_saved_if_latest_cannot_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def full(path: Path, text: str) -> None:
@@ -311,7 +311,7 @@ def test_a_step_whose_latest_cannot_be_written_is_saved_and_that_is_said(
 # Folders that are not what they should be
 
 
-def test_a_link_in_the_place_of_the_lock_is_not_followed(tmp_path: Path) -> None:
+def test_symlink_as_lock_file_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "precious").write_text("mine")
     (tmp_path / "run" / ".lock").symlink_to(tmp_path / "precious")
@@ -321,7 +321,7 @@ def test_a_link_in_the_place_of_the_lock_is_not_followed(tmp_path: Path) -> None
     assert (tmp_path / "precious").read_text() == "mine"
 
 
-def test_what_has_never_been_a_step_is_left_alone(tmp_path: Path) -> None:
+def test_unrelated_folders_are_kept(tmp_path: Path) -> None:
     notes = tmp_path / "step-00000001" / "notes.txt"
     notes.parent.mkdir()
     for path in (notes, tmp_path / "step-00000002"):
@@ -339,7 +339,7 @@ def test_what_has_never_been_a_step_is_left_alone(tmp_path: Path) -> None:
     assert notes.read_text() == (tmp_path / "step-00000002").read_text() == "mine"
 
 
-def test_a_folder_that_is_a_file_is_refused_by_name(tmp_path: Path) -> None:
+def test_file_as_folder_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("in the way")
     with AsyncCheckpointer(tmp_path / "run") as checkpointer:
         with pytest.raises(GulliverError, match=r"run.* cannot be written: (File ex|Not a dir)"):
@@ -376,7 +376,7 @@ def test_a_folder_that_vanishes_while_it_is_written_is_an_error(
     assert_good(root, 3, 3)
 
 
-def test_with_warn_a_step_that_cannot_be_begun_does_not_end_training(
+def test_on_error_warn_survives_failed_start_of_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with AsyncCheckpointer(tmp_path, on_error="warn") as checkpointer:
@@ -402,7 +402,7 @@ def _take_lock(root: str, ready: Connection) -> None:
     signal.pause()
 
 
-def test_a_folder_that_another_process_writes_is_refused_naming_it(tmp_path: Path) -> None:
+def test_folder_of_another_writer_is_rejected_naming_it(tmp_path: Path) -> None:
     context = mp.get_context("forkserver")
     here, there = context.Pipe(duplex=False)
     other = context.Process(target=_take_lock, args=(str(tmp_path), there), daemon=True)
@@ -419,7 +419,7 @@ def test_a_folder_that_another_process_writes_is_refused_naming_it(tmp_path: Pat
     assert_good(tmp_path, 1, 1)
 
 
-def test_who_is_refused_leaves_what_the_other_is_writing(tmp_path: Path, engine: Engine) -> None:
+def test_rejected_writer_leaves_other_writers_files(tmp_path: Path, engine: Engine) -> None:
     first, second = AsyncCheckpointer(tmp_path, engine=engine), AsyncCheckpointer(tmp_path)
     _held(engine, first, 1)
     with pytest.raises(GulliverError, match=rf"process {os.getpid()} "):
@@ -520,7 +520,7 @@ def _held(engine: Engine, checkpointer: AsyncCheckpointer, step: int = 1) -> dic
     return state
 
 
-def test_a_save_while_one_is_under_way_waits_and_says_so(
+def test_concurrent_save_waits_and_logs(
     tmp_path: Path, engine: Engine, caplog: pytest.LogCaptureFixture, monkeypatch: Any
 ) -> None:
     with AsyncCheckpointer(tmp_path, engine=engine, when_busy="wait") as checkpointer:
@@ -538,7 +538,7 @@ def test_a_save_while_one_is_under_way_waits_and_says_so(
         assert_good(tmp_path, step, step)
 
 
-def test_a_save_while_one_is_under_way_is_skipped_and_that_is_said(
+def test_concurrent_save_is_skipped_and_logged(
     tmp_path: Path, engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
     with AsyncCheckpointer(tmp_path, engine=engine, when_busy="skip") as checkpointer:
@@ -553,9 +553,7 @@ def test_a_save_while_one_is_under_way_is_skipped_and_that_is_said(
         assert_good(tmp_path, step, step)
 
 
-def test_what_is_changed_while_it_is_copied_fails_the_save_by_name(
-    tmp_path: Path, engine: Engine
-) -> None:
+def test_tensor_changed_during_copy_fails_save(tmp_path: Path, engine: Engine) -> None:
     checkpointer = AsyncCheckpointer(tmp_path, engine=engine)
     checkpointer.save(1, state_of(1))
     checkpointer.wait()
@@ -585,9 +583,7 @@ def _in_thread(call: Callable[[], object]) -> tuple[threading.Thread, threading.
     return thread, done
 
 
-def test_an_optimizer_waits_and_what_was_before_its_step_is_saved(
-    tmp_path: Path, engine: Engine
-) -> None:
+def test_optimizer_step_waits_for_copy_of_old_values(tmp_path: Path, engine: Engine) -> None:
     model = nn.Linear(601, 499)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
 
@@ -613,7 +609,7 @@ def test_an_optimizer_waits_and_what_was_before_its_step_is_saved(
             assert not torch.equal(model.weight, before["weight"])
 
 
-def test_who_asks_before_writing_waits_for_just_that_part(tmp_path: Path, engine: Engine) -> None:
+def test_wait_before_write_waits_only_for_those_tensors(tmp_path: Path, engine: Engine) -> None:
     early = torch.rand(PAGE // 4 + 1)
     late = torch.rand(LARGE)
     wanted = {"early": early.clone(), "late": late.clone()}
@@ -653,9 +649,7 @@ checkpointer.save(1, state)
         [("the end", "python"), ("an error", "")],
     ),
 )
-def test_what_is_being_saved_when_the_interpreter_exits_is_finished(
-    tmp_path: Path, end: str, kind: str
-) -> None:
+def test_pending_save_finishes_at_interpreter_exit(tmp_path: Path, end: str, kind: str) -> None:
     environment = {**os.environ, "GULLIVER_IO": kind}
     program = [sys.executable, "-c", PROGRAM.format(end=EXITS[end]), str(tmp_path)]
     ran = subprocess.run(
@@ -708,7 +702,7 @@ def _plainly(state: dict[str, Any]) -> dict[str, Any]:
     return {**state, "views": views}
 
 
-def test_tensors_of_every_kind_come_back_to_the_bit(tmp_path: Path, engine: Engine) -> None:
+def test_every_tensor_kind_round_trips_bitwise(tmp_path: Path, engine: Engine) -> None:
     with AsyncCheckpointer(tmp_path, engine=engine) as checkpointer:
         checkpointer.save(1, odd_state())
     torch.manual_seed(0)
@@ -720,7 +714,7 @@ def test_tensors_of_every_kind_come_back_to_the_bit(tmp_path: Path, engine: Engi
 
 
 @pytest.mark.parametrize("mode", ["shadow", "ring"])
-def test_a_device_s_way_is_as_good(
+def test_device_copies_equal_host_copies(
     tmp_path: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch, mode: Any
 ) -> None:
     """With host memory in the place of the device: same pages, same order, no stream."""
@@ -772,7 +766,7 @@ def test_a_device_that_fails_leaks_no_page(tmp_path: Path, monkeypatch: pytest.M
         assert engine.counters.free_pages == engine.pages
 
 
-def test_a_state_much_larger_than_the_ring_goes_through_it(tmp_path: Path) -> None:
+def test_state_larger_than_ring_is_saved(tmp_path: Path) -> None:
     state = {"a": torch.arange(6_000_001, dtype=torch.int32), "b": _bits(torch.bool, 9_999_999)}
     with AsyncCheckpointer(tmp_path, mode="ring", ring_mb=8) as checkpointer:
         for step in (1, 2):
@@ -846,7 +840,7 @@ def test_parts_beyond_4_gib_of_a_file_are_found(tmp_path: Path) -> None:
 # What stays
 
 
-def test_a_step_whose_save_fails_takes_no_other_with_it(tmp_path: Path, engine: Engine) -> None:
+def test_failed_save_keeps_other_steps(tmp_path: Path, engine: Engine) -> None:
     checkpointer = AsyncCheckpointer(tmp_path, keep=1, engine=engine)
     checkpointer.save(1, state_of(1))
     checkpointer.wait()
@@ -893,7 +887,7 @@ def _per_rank(world: World, root: str) -> list[Any]:
     return [found["seed"], found["rng"].tolist()]
 
 
-def test_every_rank_gets_its_own_back(pool: Pool, tmp_path: Path) -> None:
+def test_per_rank_values_are_restored_per_rank(pool: Pool, tmp_path: Path) -> None:
     found = pool.run(_per_rank, 2, str(tmp_path))
     assert found == [[0, [0] * 5], [10, [1] * 5]]
 
@@ -910,7 +904,7 @@ def _save_unlike(world: World, root: str) -> list[str]:
 
 def test_ranks_that_save_different_states_are_refused(pool: Pool, tmp_path: Path) -> None:
     for one, two in pool.run(_save_unlike, 2, str(tmp_path)):
-        assert "ranks save different states; mark what differs with PerRank" in one
+        assert "ranks save different states; mark values that differ with PerRank" in one
         assert two == "fine"
     assert_clean(tmp_path)
 
@@ -930,7 +924,7 @@ def _save_with_a_failing_rank(world: World, root: str, call: Call, failing: int)
 
 @pytest.mark.parametrize("failing", [0, 1])
 @pytest.mark.parametrize("call", ["open", "write"])
-def test_all_ranks_learn_that_one_failed(
+def test_failure_of_one_rank_is_raised_on_all(
     pool: Pool, tmp_path: Path, call: Call, failing: int
 ) -> None:
     for rank, said in enumerate(
@@ -965,7 +959,7 @@ def _save_what_one_cannot(world: World, root: str, error: Exception) -> list[str
 
 
 @pytest.mark.parametrize("kind", [GulliverError, KeyError])
-def test_all_ranks_learn_that_one_cannot_be_saved(
+def test_unsavable_state_of_one_rank_is_raised_on_all(
     pool: Pool, tmp_path: Path, kind: type[Exception]
 ) -> None:
     error = kind("this rank cannot")
@@ -989,7 +983,7 @@ def _save_where_one_has_no_memory(world: World, root: str) -> str:
     return said if said != "fine" else _caught(checkpointer._join) + str(checkpointer._failure)
 
 
-def test_all_ranks_learn_that_one_had_no_memory(pool: Pool, tmp_path: Path) -> None:
+def test_out_of_memory_of_one_rank_is_raised_on_all(pool: Pool, tmp_path: Path) -> None:
     for said in pool.run(_save_where_one_has_no_memory, 2, str(tmp_path)):
         assert "no memory for pages" in said
 
@@ -1012,12 +1006,12 @@ def _save_beside_a_leftover(world: World, root: str, word: dict[str, Any]) -> st
     return said
 
 
-def test_the_word_of_an_older_job_s_rank_is_not_believed(pool: Pool, tmp_path: Path) -> None:
+def test_rank_reports_of_older_jobs_are_ignored(pool: Pool, tmp_path: Path) -> None:
     said = pool.run(_save_beside_a_leftover, 2, str(tmp_path), {"error": "of another job"})
     assert said == ["fine", "fine"]
 
 
-def test_a_rank_is_seen_to_write_though_it_was_looked_for_as_it_began(tmp_path: Path) -> None:
+def test_heartbeat_is_seen_for_rank_that_starts_late(tmp_path: Path) -> None:
     create_heartbeats(tmp_path, 2)
     looking = lock_file(tmp_path / "rank-00001.alive")
     assert looking is not None

@@ -157,9 +157,7 @@ def save_and_load_factored(world: World, folder: Path) -> list[str]:
     return said
 
 
-def test_state_that_cannot_be_spread_is_refused_before_anything_is_filled(
-    pool: Pool, tmp_path: Path
-) -> None:
+def test_unshardable_state_is_rejected_before_loading(pool: Pool, tmp_path: Path) -> None:
     for factored, other in pool.run(save_and_load_factored, 2, tmp_path):
         assert "of the parameter's shape" in factored
         assert "is of Factored, not of SGD" in other

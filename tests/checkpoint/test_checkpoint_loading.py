@@ -117,7 +117,7 @@ def test_extra_state_and_tensors_in_dicts_and_lists_come_back_in_place(
     assert load(folder, {"tree": None}).values["tree"]["n"] == 5
 
 
-def test_state_that_a_module_makes_of_its_tensors_is_given_to_it(tmp_path: Path) -> None:
+def test_extra_state_is_passed_to_its_module(tmp_path: Path) -> None:
     saved, other = Scaled(), Scaled()
     saved.weight.data.fill_(6)
     with AsyncCheckpointer(tmp_path) as checkpointer:
@@ -189,7 +189,7 @@ REFUSED: list[tuple[str, Callable[[nn.Module], dict[str, Any]]]] = [
 ]
 
 
-def test_what_does_not_match_is_refused_before_anything_is_filled(
+def test_mismatch_is_rejected_before_loading(
     run: tuple[Path, dict[str, Any]],
 ) -> None:
     folder, _ = run
@@ -280,7 +280,7 @@ FITS = [
 
 
 @pytest.mark.parametrize(("values", "saved", "target", "fits"), FITS)
-def test_values_fit_or_do_not(
+def test_value_mismatches_are_detected(
     values: list[Any], saved: torch.dtype, target: torch.dtype, fits: bool
 ) -> None:
     tensor = torch.tensor(values, dtype=saved)

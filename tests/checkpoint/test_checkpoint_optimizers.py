@@ -139,8 +139,6 @@ def save_with_zero(world: World, folder: Path) -> str:
     return str(caught.value)
 
 
-def test_what_an_optimizer_keeps_for_all_parameters_is_not_lost_in_silence(
-    pool: Pool, tmp_path: Path
-) -> None:
+def test_optimizer_wide_state_is_not_lost_silently(pool: Pool, tmp_path: Path) -> None:
     for said in pool.run(save_with_zero, 2, tmp_path):
         assert "Preconditioned keeps 'shared' for all parameters" in said

@@ -123,7 +123,7 @@ def test_a_save_is_never_a_mixture_of_two_steps(
     adopt_world(None)
 
 
-def test_what_an_optimizer_steps_is_compared_by_the_thread_that_saved(tmp_path: Path) -> None:
+def test_versions_are_compared_by_the_saving_thread(tmp_path: Path) -> None:
     """Weights that are clipped by hand, at once: the step is right, or it is not saved."""
     weight, refused = torch.zeros(SIDE, SIDE), 0
     for race in range(RACES // 3):
@@ -154,7 +154,7 @@ def test_a_change_that_ends_after_the_copy_is_noticed(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("step-*"))
 
 
-def test_an_optimizer_that_is_gone_guards_nothing(tmp_path: Path) -> None:
+def test_deleted_optimizer_releases_its_guard(tmp_path: Path) -> None:
     weight = nn.Parameter(torch.zeros(SIDE, SIDE))
     optimizer = torch.optim.SGD([weight], 0.1)
     with AsyncCheckpointer(tmp_path) as checkpointer:

@@ -81,7 +81,7 @@ class Queue(nn.Module):
 
 
 @pytest.mark.parametrize("boosted", [False, True])
-def test_buffers_that_forwards_change_are_saved_as_they_were(tmp_path: Path, boosted: bool) -> None:
+def test_buffers_changed_by_forward_are_saved_unchanged(tmp_path: Path, boosted: bool) -> None:
     adopt_world(World(0, 1, 0, torch.device("cpu")))
     model = Queue()
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -111,7 +111,7 @@ def test_buffers_that_forwards_change_are_saved_as_they_were(tmp_path: Path, boo
     adopt_world(None)
 
 
-def test_what_was_once_changed_while_it_was_saved_is_copied_at_once_from_then_on(
+def test_tensor_changed_during_a_save_is_then_copied_eagerly(
     tmp_path: Path,
 ) -> None:
     values, engine = torch.zeros(40_000), slow_engine()
@@ -149,7 +149,7 @@ class Watched:
         return 0
 
 
-def test_nobody_may_write_before_versions_have_been_compared(tmp_path: Path) -> None:
+def test_writes_wait_for_version_check(tmp_path: Path) -> None:
     values, engine = torch.zeros(40_000), PythonEngine(page_bytes=PAGE, pages=8)
     snapshot, storage = Snapshot(RankContent({"mine": {"values": values}})), storage_of(values)
     snapshot.submit(engine, tmp_path)
@@ -184,7 +184,7 @@ def save(root: Path, *steps: int, **options: Any) -> None:
             checkpointer.wait()
 
 
-def test_a_step_that_was_archived_and_linked_back_goes_as_a_link_only(tmp_path: Path) -> None:
+def test_pruning_symlinked_step_removes_only_the_link(tmp_path: Path) -> None:
     root, archive = tmp_path / "run", tmp_path / "archive"
     save(root, 1, 2, keep=2)
     (root / "step-00000001").rename(archive)
@@ -203,7 +203,7 @@ def test_a_step_that_was_archived_and_linked_back_goes_as_a_link_only(tmp_path: 
     assert not list(root.glob("*.partial"))
 
 
-def test_whatever_latest_says_the_newest_complete_step_loads(tmp_path: Path) -> None:
+def test_newest_complete_step_loads_despite_bad_latest(tmp_path: Path) -> None:
     save(tmp_path, 1, 2)
     pointer = tmp_path / "latest"
     said = pointer.read_bytes()
@@ -217,7 +217,7 @@ def test_whatever_latest_says_the_newest_complete_step_loads(tmp_path: Path) -> 
     assert load(tmp_path).step == 2
 
 
-def test_incomplete_steps_go_when_those_beside_them_go(tmp_path: Path) -> None:
+def test_pruning_removes_incomplete_steps(tmp_path: Path) -> None:
     save(tmp_path, 1, 2, 3, keep=3)
     (tmp_path / "step-00000002" / "model.safetensors").unlink()
     past = (tmp_path / "step-00000001").stat().st_mtime - 1000
@@ -229,7 +229,7 @@ def test_incomplete_steps_go_when_those_beside_them_go(tmp_path: Path) -> None:
     assert CheckpointFolder(tmp_path).steps() == [3, 4, 5]
 
 
-def test_a_full_disk_says_for_how_many_steps_there_has_to_be_room(tmp_path: Path) -> None:
+def test_full_disk_error_names_steps_to_fit(tmp_path: Path) -> None:
     engine = slow_engine()
     checkpointer = AsyncCheckpointer(tmp_path, keep=2, engine=engine)
     engine.inject("fallocate", 1, errno.ENOSPC)
@@ -276,7 +276,7 @@ MANIFESTS: list[Callable[[dict[str, Any]], Any]] = [
 
 
 @pytest.mark.parametrize("number", range(len(MANIFESTS)))
-def test_a_manifest_that_lies_is_refused(tmp_path: Path, number: int) -> None:
+def test_inconsistent_manifest_is_rejected(tmp_path: Path, number: int) -> None:
     save(tmp_path, 1)
     step = tmp_path / "step-00000001"
     manifest = read_json(step / MANIFEST)
@@ -287,7 +287,7 @@ def test_a_manifest_that_lies_is_refused(tmp_path: Path, number: int) -> None:
         load(step)
 
 
-def test_what_the_format_cannot_hold_is_named_before_anything_is_written(tmp_path: Path) -> None:
+def test_unsupported_value_is_named_before_writing(tmp_path: Path) -> None:
     for layout in (torch.strided, torch.jagged):
         nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout)
         with (
@@ -298,7 +298,7 @@ def test_what_the_format_cannot_hold_is_named_before_anything_is_written(tmp_pat
     assert not list(tmp_path.glob("step-*"))
 
 
-def test_what_is_no_state_of_an_optimizer_is_refused() -> None:
+def test_malformed_optimizer_state_is_rejected() -> None:
     model = torch.nn.Linear(2, 2)
     _, optimizer, *_ = Booster().boost(model, torch.optim.AdamW(model.parameters()))
     for state in (None, {}, {"state": {}}):
@@ -333,7 +333,7 @@ def _entry(begin: int, end: int, shape: Any = (2,), dtype: str = "F32") -> str:
         ("{", 0),
     ],
 )
-def test_a_header_that_lies_is_refused(tmp_path: Path, header: str, nbytes: int) -> None:
+def test_inconsistent_header_is_rejected(tmp_path: Path, header: str, nbytes: int) -> None:
     path = tmp_path / "x.safetensors"
     path.write_bytes(struct.pack("<Q", len(header)) + header.encode() + bytes(nbytes))
     with pytest.raises(GulliverError, match=r"x\.safetensors"):
@@ -442,7 +442,7 @@ def test_a_forked_child_is_refused_and_can_train(tmp_path: Path) -> None:
 # A reader beside a writer
 
 
-def test_a_reader_takes_the_next_step_where_a_writer_removes_the_one_it_reads(
+def test_reader_falls_back_if_its_step_is_pruned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(tmp_path, 1, keep=1)
@@ -478,7 +478,7 @@ def _convert_and_die(source: str, target: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["hf", "one.safetensors"])
-def test_what_a_killed_conversion_left_is_removed_by_the_next(tmp_path: Path, name: str) -> None:
+def test_leftovers_of_killed_conversion_are_removed(tmp_path: Path, name: str) -> None:
     save(tmp_path / "run", 1)
     out = tmp_path / "out"
     out.mkdir()
@@ -521,7 +521,7 @@ def views_of(draw: torch.Generator) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("kind", [PythonEngine, NativeEngine])
-def test_what_lies_apart_is_gathered_in_its_order(tmp_path: Path, kind: type[Engine]) -> None:
+def test_scattered_memory_is_gathered_in_order(tmp_path: Path, kind: type[Engine]) -> None:
     if kind is NativeEngine and (problem := native_problem()) is not None:
         pytest.skip(problem)
     draw = torch.Generator().manual_seed(0)
@@ -559,7 +559,7 @@ def test_small_tensors_are_copied_together(native: str, monkeypatch: pytest.Monk
     assert torch.equal(target, torch.cat(pieces))
 
 
-def test_neither_strides_nor_numbers_of_tensors_hold_up_a_save(tmp_path: Path) -> None:
+def test_strided_and_many_tensors_do_not_delay_save(tmp_path: Path) -> None:
     """What is large is not copied by the call, whatever its strides; what is small is, once."""
     large = torch.rand(8, 64, 20, 20).to(memory_format=torch.channels_last)
     turned = torch.rand(300, 200).T

@@ -138,7 +138,7 @@ def test_what_is_written_is_read_by_safetensors_bit_for_bit(tmp_path: Path, limi
 
 
 @pytest.mark.usefixtures("tiny")
-def test_a_step_made_a_folder_and_a_folder_again_is_the_same_bit_for_bit(tmp_path: Path) -> None:
+def test_step_to_folder_round_trip_is_bitwise(tmp_path: Path) -> None:
     tensors = every_dtype()
     step = save_step(tmp_path / "run", 7, model=tensors)
     config = {"model_type": "tiny"}
@@ -241,7 +241,7 @@ def _save_sharded(world: World, folder: str) -> str:
     return ""
 
 
-def test_one_rank_alone_cannot_save_what_is_spread_over_all(pool: Pool, tmp_path: Path) -> None:
+def test_single_rank_cannot_save_sharded_model(pool: Pool, tmp_path: Path) -> None:
     said = pool.run(_save_sharded, 2, str(tmp_path / "hf"))[0]
     assert "tensor 'weight'" in said
     assert "export_huggingface" in said
@@ -267,7 +267,9 @@ def _boosted_and_loaded(world: World, folder: str, stage: int, ours: bool) -> tu
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_what_zero_shards_and_copies_is_loaded_too(pool: Pool, tmp_path: Path, stage: int) -> None:
+def test_zero_shards_and_replicas_load_huggingface_files(
+    pool: Pool, tmp_path: Path, stage: int
+) -> None:
     torch.manual_seed(9)
     model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
     # Of the dtype that it is trained in: bytes go straight to their place.
@@ -352,7 +354,7 @@ def test_transformers_reads_what_is_written_and_is_read(tmp_path: Path) -> None:
     assert same_bits(dict(found.state_dict()), dict(model.state_dict()))
 
 
-def test_what_does_not_match_is_refused_before_anything_changes(tmp_path: Path) -> None:
+def test_mismatch_is_rejected_before_changes(tmp_path: Path) -> None:
     save_file({"a": torch.ones(2), "b": torch.ones(3)}, tmp_path / "model.safetensors")
     targets = {"a": torch.zeros(2), "c": torch.zeros(1)}
     with pytest.raises(GulliverError, match=r"1 missing from it \(c\); 1 left over \(b\)"):
@@ -374,13 +376,13 @@ def test_what_does_not_match_is_refused_before_anything_changes(tmp_path: Path) 
     [
         ({}, "no checkpoint and no safetensors file"),
         ({"pytorch_model.bin": b""}, r"\*\.bin"),
-        ({"a.safetensors": b"", "b.safetensors": b""}, "several safetensors files and no index"),
+        ({"a.safetensors": b"", "b.safetensors": b""}, "several safetensors files but no index"),
         ({"model.safetensors": b"\x99"}, r"model\.safetensors is truncated"),
         ({"model.safetensors.index.json": b"{}"}, "has no weight_map"),
-        ({"model.safetensors.index.json": b"{"}, "truncated or no JSON"),
+        ({"model.safetensors.index.json": b"{"}, "truncated or not JSON"),
     ],
 )
-def test_what_is_no_folder_of_weights_is_one_clear_line(
+def test_non_weight_folder_is_one_line_error(
     tmp_path: Path, files: dict[str, bytes], message: str
 ) -> None:
     for name, content in files.items():
@@ -409,7 +411,7 @@ class Stop(BaseException):
 
 @pytest.mark.usefixtures("tiny")
 @pytest.mark.parametrize("how", ["interrupt", "no space", "broken source"])
-def test_nothing_is_left_of_what_did_not_end_well(
+def test_failed_export_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     source = save_step(tmp_path / "run", 1, model={"a": torch.randn(40_000)})
@@ -439,7 +441,7 @@ def test_nothing_is_left_of_what_did_not_end_well(
     assert files_in(tmp_path) == before
 
 
-def test_no_space_is_said_before_anything_is_written(
+def test_missing_space_is_reported_before_writing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import shutil
@@ -581,7 +583,7 @@ def test_the_smallest_change_of_any_dtype_is_found(tmp_path: Path, code: str) ->
     assert difference.relative > 0
 
 
-def test_what_differs_is_listed_worst_first(tmp_path: Path) -> None:
+def test_differences_are_listed_worst_first(tmp_path: Path) -> None:
     one = {
         "ulp": torch.ones(3),
         "far": torch.ones(3),
@@ -622,7 +624,7 @@ def test_what_differs_is_listed_worst_first(tmp_path: Path) -> None:
     assert [d.name for d in near.differences] == ["broken"]
 
 
-def test_large_integers_one_apart_are_told_apart(tmp_path: Path) -> None:
+def test_large_integers_one_apart_differ(tmp_path: Path) -> None:
     save_file({"a": torch.tensor([2**62])}, tmp_path / "a.safetensors")
     save_file({"a": torch.tensor([2**62 + 1])}, tmp_path / "b.safetensors")
     (found,) = compare(tmp_path / "a.safetensors", tmp_path / "b.safetensors").differences

@@ -73,7 +73,7 @@ def elements(place: PartOffset) -> np.ndarray:
 
 @settings(max_examples=400, deadline=None)
 @given(pairs(), st.sampled_from([torch.int8, torch.int16, torch.int32, torch.int64]))
-def test_what_two_parts_share_is_copied_and_nothing_else(
+def test_only_the_intersection_is_copied(
     pair: tuple[PartOffset, PartOffset], dtype: torch.dtype
 ) -> None:
     one, other = pair
@@ -92,7 +92,7 @@ def test_what_two_parts_share_is_copied_and_nothing_else(
 
 @settings(max_examples=200, deadline=None)
 @given(pairs(), st.integers(1, 40))
-def test_page_by_page_is_the_same(pair: tuple[PartOffset, PartOffset], page: int) -> None:
+def test_paged_copy_equals_whole_copy(pair: tuple[PartOffset, PartOffset], page: int) -> None:
     one, other = pair
     if not one.numel:
         return
@@ -142,7 +142,7 @@ def test_parts_of_regions_make_a_whole(dim: int) -> None:
     assert missing(shape, [*cut, whole(wider)]) is None
 
 
-def test_what_is_no_whole_is_told() -> None:
+def test_incomplete_regions_are_reported() -> None:
     shape = (6, 8)
     first, second, _ = split(shape, 1, [4, 8])
     assert missing(shape, [whole(first)]) == "lacks index 4 along dim 1"
@@ -168,7 +168,7 @@ def test_regions_are_written_as_they_are_read() -> None:
     region = Region((6, 8), 1, ((0, 2), (4, 5)))
     assert region_from_json((6, 8), region_to_json(region)) == region
     for broken in ([2, []], [1, [[0, 9]]], [1, [[3, 2]]]):
-        with pytest.raises(ValueError, match="no region"):
+        with pytest.raises(ValueError, match="not a region"):
             region_from_json((6, 8), broken)
 
 

@@ -133,7 +133,7 @@ TARGETS = [(1, "DDP"), (1, "3"), (2, "1 0.001"), (3, "3 0.0005"), (3, "DDP"), (4
         pytest.param(2, "0", marks=pytest.mark.full),
     ],
 )
-def test_the_next_steps_are_those_of_the_run_that_went_on(
+def test_resumed_steps_equal_uninterrupted_run(
     pool: Pool, tmp_path: Path, ranks: int, kind: str
 ) -> None:
     wanted = pool.run(train_and_save, ranks, kind, tmp_path)[0]
@@ -228,14 +228,14 @@ def wrong_model(world: World, folder: Path) -> list[str]:
     return said
 
 
-def test_what_does_not_fit_is_refused_in_one_line(pool: Pool, tmp_path: Path) -> None:
+def test_mismatch_is_one_line_error(pool: Pool, tmp_path: Path) -> None:
     pool.run(train_and_save, 2, "2", tmp_path)
     for said in pool.run(wrong_model, 2, tmp_path):
         assert re.search(r"does not fit: \d missing", said[0])  # each rank lists its own
         assert "is of AdamW, the optimizer is SGD" in said[1]
         assert "no complete step 77: it has [5]" in said[2]
         assert "does not exist" in said[3]
-        assert "is taken" in said[4]
+        assert "is reserved" in said[4]
         assert "did you mean 'keep'?" in said[5]
 
 
@@ -338,7 +338,7 @@ def test_a_file_that_cannot_be_written_fails_on_every_rank(pool: Pool, tmp_path:
     assert all("rank 0" in text for text in other)
 
 
-def test_what_lies_in_chunks_goes_through_the_booster(tmp_path: Path) -> None:
+def test_chunked_parameters_are_saved_by_booster(tmp_path: Path) -> None:
     from gulliver.checkpoint import AsyncCheckpointer
 
     job = Job(World(0, 1, 0, torch.device("cpu")), "3")
@@ -389,7 +389,7 @@ def loaded_samples(world: World, folder: Path, resume: bool) -> list[int]:
     return seen
 
 
-def test_a_checkpoint_knows_where_in_the_data_it_is(pool: Pool, tmp_path: Path) -> None:
+def test_checkpoint_restores_data_position(pool: Pool, tmp_path: Path) -> None:
     whole = pool.run(loaded_samples, 2, tmp_path, False)
     rest = pool.run(loaded_samples, 2, tmp_path, True)
     for before, after in zip(whole, rest, strict=True):

@@ -285,9 +285,7 @@ def save_and_go_on(world: World, cut: Cut, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("zero", [0, 1, 3])
-def test_what_is_saved_is_the_step_although_training_goes_on(
-    pool: Pool, tmp_path: Path, zero: int
-) -> None:
+def test_save_is_consistent_while_training_continues(pool: Pool, tmp_path: Path, zero: int) -> None:
     cut = Cut(slices=2, replicas=2, zero=zero)
     pool.run(save_and_go_on, 4, cut, tmp_path)
     pool.run(load_and_check, 1, Cut(), tmp_path)
@@ -313,7 +311,7 @@ TARGETS = [Cut(), Cut(slices=3, zero=3), Cut(stages=2, replicas=2, zero=2), Cut(
 
 
 @pytest.mark.parametrize("cut", some(CUTS, [CUTS[n] for n in (1, 2, 5, 6)]), ids=str)
-def test_a_step_of_any_cut_loads_at_any_other(
+def test_step_of_any_grid_loads_into_any_other(
     pool: Pool, tmp_path: Path, cut: Cut, full: bool
 ) -> None:
     pool.run(save, cut.ranks, cut, tmp_path)
@@ -428,7 +426,7 @@ def fail_behind_the_back(world: World, cut: Cut, folder: Path) -> list[str]:
     return said
 
 
-def test_files_that_cannot_be_written_are_told_of_on_every_rank(pool: Pool, tmp_path: Path) -> None:
+def test_write_failures_are_raised_on_every_rank(pool: Pool, tmp_path: Path) -> None:
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "file").write_text("in the way")
     first, second = pool.run(fail_behind_the_back, 2, Cut(slices=2), tmp_path)
@@ -484,7 +482,7 @@ def wrong(world: World, cut: Cut, folder: Path) -> list[str]:
     return said
 
 
-def test_what_goes_wrong_is_said_on_every_rank(pool: Pool, tmp_path: Path) -> None:
+def test_load_failures_are_raised_on_every_rank(pool: Pool, tmp_path: Path) -> None:
     first, second = pool.run(wrong, 2, Cut(slices=2), tmp_path)
     assert "exists already" in first[0]
     assert "exists already" in second[0]

@@ -87,7 +87,7 @@ def test_a_table_is_filtered_without_torch(tmp_path: Path) -> None:
         ("train --data.shapes 13x32x32 13x32x32:2", "13x32x32"),
     ],
 )
-def test_numbers_that_cannot_be_end_in_one_line(
+def test_invalid_numbers_are_one_line_errors(
     arguments: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
@@ -250,7 +250,7 @@ def test_completion_scripts_are_valid(shell: str, capsys: pytest.CaptureFixture[
     subprocess.run([shell, "-n"], input=script, text=True, check=True, timeout=60)
 
 
-def test_long_work_says_so_on_standard_error_and_short_work_does_not(
+def test_only_long_work_shows_progress_on_stderr(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with display.working("planning m"):

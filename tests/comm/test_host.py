@@ -103,7 +103,7 @@ def _switched_off(world: World) -> tuple[str, bool]:
         del os.environ["GULLIVER_SHARED_MEMORY"]
 
 
-def test_it_can_be_switched_off_and_says_so(pool: Pool) -> None:
+def test_host_transfers_can_be_disabled_and_log_it(pool: Pool) -> None:
     for problem, absent in pool.run(_switched_off, 2):
         assert "GULLIVER_SHARED_MEMORY" in problem
         assert absent

@@ -110,7 +110,7 @@ def _in_pieces(world: World) -> None:
         assert torch.equal(found[number], sum(terms) + 4 * number)
 
 
-def test_many_at_once_and_in_pieces_stay_apart(pool: Pool) -> None:
+def test_concurrent_and_chunked_collectives_do_not_mix(pool: Pool) -> None:
     pool.run(_in_pieces, 4)
 
 
@@ -131,7 +131,7 @@ def _wider(world: World, axes: dict[str, int] | None) -> None:
 
 
 @pytest.mark.parametrize("axes", [None, {"node": 2, "local": 2}])
-def test_fewer_bits_travel_and_thirty_two_are_added(pool: Pool, axes) -> None:
+def test_packed_messages_are_summed_in_float32(pool: Pool, axes) -> None:
     pool.run(_wider, 4, axes)
 
 
@@ -199,7 +199,7 @@ def _long_rows(world: World, axes: dict[str, int]) -> None:
 @pytest.mark.parametrize(
     ("size", "axes"), some([(6, SHAPES[6][0]), (8, SHAPES[8][0])], [(6, SHAPES[6][0])])
 )
-def test_long_rows_lie_where_they_belong(pool: Pool, size: int, axes: dict[str, int]) -> None:
+def test_long_rows_are_placed_correctly(pool: Pool, size: int, axes: dict[str, int]) -> None:
     pool.run(_long_rows, size, axes)
 
 
@@ -285,7 +285,7 @@ def _completes(world: World, along: bool) -> None:
 
 
 @pytest.mark.parametrize("along", [True, False])
-def test_one_can_ask_whether_it_is_done(pool: Pool, along: bool) -> None:
+def test_handle_reports_completion(pool: Pool, along: bool) -> None:
     pool.run(_completes, 4, along)
 
 

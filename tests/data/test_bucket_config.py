@@ -30,7 +30,7 @@ def _clips(count: int) -> ClipSizes:
     return ClipSizes(frames, heights, (scale * draw.choice([1920, 1080], count)).astype(int))
 
 
-def test_the_buckets_that_are_possible_are_those_of_many_epochs() -> None:
+def test_possible_buckets_equal_those_of_many_epochs() -> None:
     clips, config = _clips(400), BucketConfig(CONFIG)
     found: list[set[Bucket]] = [set() for _ in clips.frames]
     for epoch in range(300):
@@ -81,7 +81,7 @@ def _one_by_one(clips: ClipSizes, interval: int, seed: int, epoch: int) -> list[
     ]
 
 
-def test_clips_are_dealt_as_the_published_rule_deals_them() -> None:
+def test_clips_are_assigned_by_the_published_rule() -> None:
     clips, config = _clips(4000), BucketConfig(CONFIG)
     for interval, epoch in ((1, 0), (2, 3)):
         dealt = config.assign(clips, interval, seed=5, epoch=epoch)
@@ -180,7 +180,7 @@ def test_public_files_load_without_being_run(tmp_path: Path) -> None:
         ([], "bucket configuration"),
     ],
 )
-def test_configurations_that_cannot_be_are_refused(values: object, message: str) -> None:
+def test_invalid_configurations_are_rejected(values: object, message: str) -> None:
     with pytest.raises(GulliverError, match=message) as found:
         BucketConfig(values)
     assert "\n" not in str(found.value)
@@ -198,7 +198,7 @@ def test_videos_are_not_cut_to_stills() -> None:
     assert {bucket.frames for bucket in kept_away.batch_sizes()} == {1, 5}
 
 
-def test_files_that_are_none_are_named(tmp_path: Path) -> None:
+def test_non_config_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(GulliverError, match="does not exist"):
         BucketConfig.load(tmp_path / "no.json")
     for name, text in (("a.json", "{"), ("b.py", "x = 1"), ("c.py", "bucket_config = f(1)")):
@@ -207,7 +207,7 @@ def test_files_that_are_none_are_named(tmp_path: Path) -> None:
             BucketConfig.load(tmp_path / name)
 
 
-def test_epochs_that_deal_anew_use_each_clip_once_and_resume_anywhere() -> None:
+def test_reassigning_epochs_use_each_clip_once_and_resume() -> None:
     clips, config = _clips(300), BucketConfig(CONFIG)
 
     def assign(epoch: int) -> list[Bucket | None]:

@@ -90,7 +90,7 @@ def test_epochs_and_seeds_have_orders_of_their_own() -> None:
     assert order(0, 0) != order(0, 1) != order(1, 1)
 
 
-def test_iteration_goes_on_with_the_next_epoch() -> None:
+def test_next_iteration_is_next_epoch() -> None:
     sampler = BucketSampler([BUCKETS[0]] * 5, 2)
     assert [step.epoch for _ in range(3) for step in sampler] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
     assert len(sampler) == 3
@@ -121,6 +121,6 @@ def test_a_position_in_other_data_is_refused(change: dict) -> None:
         (([BUCKETS[0]], 1, 2, 2), "rank 2 is not one of 2"),
     ],
 )
-def test_samplers_that_cannot_be_are_refused(arguments: tuple, message: str) -> None:
+def test_invalid_samplers_are_rejected(arguments: tuple, message: str) -> None:
     with pytest.raises(GulliverError, match=message):
         BucketSampler(*arguments)

@@ -88,9 +88,7 @@ def test_a_size_class_wastes_less_than_an_eighth_and_a_page(size: int) -> None:
     st.lists(st.integers(1, 12), min_size=1, max_size=4),
     st.lists(st.tuples(st.booleans(), st.integers(0, 2**16)), max_size=120),
 )
-def test_extents_place_where_a_model_of_single_cells_says(
-    slabs: list[int], moves: list[tuple[bool, int]]
-) -> None:
+def test_extents_allocate_like_cell_model(slabs: list[int], moves: list[tuple[bool, int]]) -> None:
     extents, cells = Extents(), {n: [False] * size for n, size in enumerate(slabs)}
     for number, size in enumerate(slabs):
         extents.add(number, size)
@@ -140,7 +138,7 @@ def test_extents_place_where_a_model_of_single_cells_says(
         max_size=60,
     ),
 )
-def test_any_order_of_requests_drops_and_events_keeps_the_arena_sound(
+def test_arena_invariants_hold_for_any_event_order(
     pages: int, moves: list[tuple[str, int, int]]
 ) -> None:
     limit = pages * PAGE
@@ -289,7 +287,7 @@ def test_copies_equal_their_tensors_bit_for_bit(dtype: torch.dtype) -> None:
     assert arena.copy(sources[1]).is_contiguous(memory_format=torch.channels_last)
 
 
-def test_what_is_no_plain_host_tensor_goes_around_the_arena() -> None:
+def test_non_host_tensors_bypass_arena() -> None:
     class Own(Tensor):
         pass
 
@@ -320,7 +318,7 @@ def test_threads_share_an_arena() -> None:
     assert arena.statistics().in_use == 0
 
 
-def test_an_arena_says_what_is_wrong() -> None:
+def test_arena_misuse_raises() -> None:
     with pytest.raises(GulliverError, match="less than a page"):
         PinnedArena(100)
     with pytest.raises(GulliverError, match=r"3 batches of 8192 bytes need 24576 .* is 16384"):
@@ -624,7 +622,7 @@ def test_resuming_loads_nothing_that_it_skips() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_stream_without_a_state_is_passed_over_aloud(
+def test_stateless_stream_is_skipped_with_log_message(
     workers: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     def make() -> DataLoader:
@@ -646,7 +644,7 @@ def test_a_stream_without_a_state_is_passed_over_aloud(
     assert "3 batches of the stream are loaded and passed over" in caplog.text
 
 
-def test_a_stream_with_a_state_goes_on_by_itself() -> None:
+def test_stateful_stream_restores_itself() -> None:
     loader = DataLoader(StatefulLines(), 4)
     batches, states = [], [json.dumps(loader.state_dict())]
     for batch in loader:
@@ -678,7 +676,7 @@ def test_an_epoch_that_was_set_is_kept_when_resuming_into_it() -> None:
     assert list(map(flat, resumed)) == fifth
 
 
-def test_a_sampler_that_is_told_of_the_epoch_itself_is_heard() -> None:
+def test_set_epoch_of_sampler_is_respected() -> None:
     def order(epoch: int) -> list[Any]:
         sampler = torch_data.DistributedSampler(Numbers(), 1, 0)
         sampler.set_epoch(epoch)
@@ -742,7 +740,7 @@ def test_a_position_without_that_of_its_sampler_is_refused_at_once() -> None:
         sampler.load_state_dict(None)  # type: ignore[arg-type]
 
 
-def test_what_is_no_position_is_refused() -> None:
+def test_malformed_position_is_rejected() -> None:
     data = Numbers()
     buckets = BucketSampler([Bucket(1, 8, 8)] * 23, 4)
     loaders = [DataLoader(data, 4, shuffle=True), DataLoader(data, batch_sampler=buckets), buckets]
@@ -855,7 +853,7 @@ def bad_collate(samples: list[Any]) -> Any:
     raise ValueError("cannot collate")
 
 
-def test_errors_of_collation_and_of_moving_surface_too() -> None:
+def test_collate_and_transfer_errors_are_raised() -> None:
     with pytest.raises(ValueError, match="cannot collate"):
         list(DataLoader(Numbers(), 4, num_workers=1, collate_fn=bad_collate))
 
@@ -1110,7 +1108,7 @@ def test_batches_arrive_on_a_gpu_as_they_were(workers: int) -> None:
 
 
 @pytest.mark.gpu
-def test_without_a_device_page_locked_memory_is_torchs() -> None:
+def test_pin_memory_without_device_is_torchs() -> None:
     loader = DataLoader(Numbers(), 4, pin_memory=True, num_workers=1)
     assert loader.arena is None
     assert all(batch.is_pinned() for batch in loader)

@@ -256,7 +256,7 @@ def test_levels_may_be_those_of_another_schedule() -> None:
     assert float(x) == pytest.approx(1)
 
 
-def test_guidance_that_cannot_be_is_refused() -> None:
+def test_invalid_guidance_is_rejected() -> None:
     flow, noise = RectifiedFlow(), torch.zeros(1, 1, 1, 1, 1)
     for asked, message in (
         (lambda: Guidance(rescale=1.5), "rescale is 1.5"),

@@ -79,9 +79,7 @@ def _saved(world: World, moment: str) -> list[int]:
 
 
 @pytest.mark.parametrize("moment", ["before", "inside", "unstepped", "after"])
-def test_a_position_is_saved_after_a_step_once_the_optimizer_has_taken_it(
-    pool: Pool, moment: str
-) -> None:
+def test_position_is_saved_after_optimizer_step(pool: Pool, moment: str) -> None:
     for used in pool.run(_saved, 1, moment):
         assert sorted(used) == list(range(SAMPLES))
 
@@ -106,9 +104,7 @@ def _added_up(world: World, late: bool) -> list[int]:
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_steps_that_are_added_up_are_saved_as_none_until_the_optimizer_steps(
-    pool: Pool, late: bool
-) -> None:
+def test_accumulated_steps_count_only_after_optimizer_step(pool: Pool, late: bool) -> None:
     for used in pool.run(_added_up, 1, late):
         assert sorted(used) == list(range(SAMPLES))
 
@@ -127,7 +123,7 @@ def _looked_at(world: World) -> list[int]:
     return used + _rest(model, optimizer, loader)
 
 
-def test_a_step_that_was_only_looked_at_is_given_again(pool: Pool) -> None:
+def test_unstarted_step_is_returned_again(pool: Pool) -> None:
     for used in pool.run(_looked_at, 2):
         assert sorted(used) == list(range(SAMPLES))
 
@@ -154,7 +150,7 @@ def _left(world: World) -> list[int]:
     return used
 
 
-def test_a_step_that_was_left_is_refused_and_begun_anew(pool: Pool) -> None:
+def test_abandoned_step_is_rejected_and_restarted(pool: Pool) -> None:
     for used in pool.run(_left, 1):
         assert sorted(used) == list(range(SAMPLES))
 
@@ -176,7 +172,7 @@ def _inside(world: World) -> list[str]:
 
 def test_gradients_are_not_cleared_or_clipped_inside_a_step(pool: Pool) -> None:
     for told in pool.run(_inside, 2):
-        assert all("after that loop has ended" in line for line in told)
+        assert all("after the loop" in line for line in told)
 
 
 def _weighed(world: World, weights: list[float]) -> tuple[list[int], int]:
@@ -188,7 +184,7 @@ def _weighed(world: World, weights: list[float]) -> tuple[list[int], int]:
     return _rest(model, optimizer, weighed), weighed.passed_over
 
 
-def test_a_step_of_samples_that_weigh_nothing_is_passed_over(pool: Pool) -> None:
+def test_step_of_zero_weights_is_skipped(pool: Pool) -> None:
     last = pool.run(_weighed, 2, [1.0] * SAMPLES)[0][0][-4:]
     weights = [float(index not in last) for index in range(SAMPLES)]
     for used, passed_over in pool.run(_weighed, 2, weights):
@@ -223,5 +219,5 @@ def _left_while_it_loads(world: World) -> list[int]:
     return _rest(model, optimizer, loader)
 
 
-def test_a_step_that_is_left_waits_for_no_reader(pool: Pool) -> None:
+def test_leaving_a_step_does_not_wait_for_readers(pool: Pool) -> None:
     assert sorted(pool.run(_left_while_it_loads, 1)[0]) == list(range(SAMPLES))

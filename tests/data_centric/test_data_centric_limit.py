@@ -91,7 +91,7 @@ def test_gradients_of_any_setting_at_the_least_limit_are_those_of_one_process(
 
 
 @pytest.mark.deadline(120)
-def test_a_run_under_a_limit_goes_on_with_other_ranks(pool: Pool, tmp_path: Path) -> None:
+def test_limited_run_resumes_with_other_ranks(pool: Pool, tmp_path: Path) -> None:
     saved, disk = tmp_path / "saved", str(tmp_path)
     saved.mkdir()
     whole, weights, _ = pool.run(trained, 2, "", 2)[0]
@@ -168,7 +168,7 @@ def _moved(world: World, folder: str, precision: str | None, share: float) -> di
 
 
 @pytest.mark.parametrize(("precision", "share"), [(None, 0.05), ("bf16", 0.0)])
-def test_a_step_moves_and_holds_what_the_plan_says(
+def test_step_traffic_and_memory_match_plan(
     pool: Pool, tmp_path: Path, precision: str | None, share: float
 ) -> None:
     for pairs in pool.run(_moved, 2, str(tmp_path), precision, share):
@@ -195,7 +195,7 @@ def _held(world: World, stages: list[int]) -> list[tuple[Any, Any]]:
     return found
 
 
-def test_whole_gradients_and_parameters_are_in_the_bytes_that_are_predicted(pool: Pool) -> None:
+def test_predicted_bytes_include_full_gradients_and_parameters(pool: Pool) -> None:
     for found in pool.run(_held, 2, [2, 3]):
         for measured, predicted in found:
             assert measured == predicted
@@ -232,7 +232,7 @@ def _on_the_host(world: World) -> tuple[float, int]:
     return max(float((first[n] - second[n]).abs().max()) for n in first), evictions
 
 
-def test_memory_of_the_host_lies_behind(pool: Pool) -> None:
+def test_host_tier_is_used(pool: Pool) -> None:
     for error, evictions in pool.run(_on_the_host, 2):
         assert error <= 1e-6
         assert evictions > 0
@@ -297,7 +297,7 @@ def test_parameters_are_read_by_one_rank_and_written_by_none_inside_a_step(
         assert "DataCentricPlugin(memory_limit=...)" in found["equal"]
 
 
-def test_limits_that_cannot_be_are_refused() -> None:
+def test_invalid_limits_are_rejected() -> None:
     with pytest.raises(GulliverError, match=r"stage 1.*zero_stage=3"):
         DataCentricPlugin(1, memory_limit="1GiB")
     with pytest.raises(GulliverError, match="memory_limit"):

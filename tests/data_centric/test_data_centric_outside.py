@@ -90,7 +90,7 @@ def _error(loader: Any, model: Any, optimizer: Any) -> float:
     )
 
 
-def test_a_backward_beside_that_of_the_step_is_noticed(pool: Pool) -> None:
+def test_backward_outside_the_step_is_detected(pool: Pool) -> None:
     for rank in pool.run(_outside, 2, [1, 3]):
         for plain, left, error in rank:
             assert "call step.backward(loss) once for each micro-batch" in plain

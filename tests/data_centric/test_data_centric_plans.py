@@ -115,14 +115,14 @@ def checked(case: dict[str, Any]) -> None:
 
 @given(cases())
 @settings(max_examples=30, deadline=None)
-def test_plans_of_any_epoch_hold_their_promises(case: dict[str, Any]) -> None:
+def test_plan_invariants_hold(case: dict[str, Any]) -> None:
     checked(case)
 
 
 @pytest.mark.full
 @given(cases())
 @settings(max_examples=2000, deadline=None)
-def test_plans_of_thousands_of_epochs_hold_their_promises(case: dict[str, Any]) -> None:
+def test_plan_invariants_hold_for_thousands_of_epochs(case: dict[str, Any]) -> None:
     checked(case)
 
 
@@ -162,7 +162,7 @@ def test_equal_ranks_resume_to_the_same_plans(case: dict[str, Any], stop: int) -
 
 
 @pytest.mark.parametrize("then", [1, 2])
-def test_what_was_drawn_and_fits_fewer_ranks_no_more_is_skipped(then: int) -> None:
+def test_samples_that_no_longer_fit_are_skipped_on_resume(then: int) -> None:
     lengths = [10, 150, 20, 30, 150, 10, 10, 20]
     costs = line_costs(lambda n: n, 50, allowed=(1, 2, 4))
     made, again = (
@@ -178,7 +178,7 @@ def test_what_was_drawn_and_fits_fewer_ranks_no_more_is_skipped(then: int) -> No
 
 @given(cases())
 @settings(max_examples=15, deadline=None)
-def test_a_look_at_the_next_step_takes_nothing(case: dict[str, Any]) -> None:
+def test_upcoming_does_not_advance(case: dict[str, Any]) -> None:
     made = planner(case)
     coming, plans = made.upcoming(), []
     for plan in made:
@@ -203,7 +203,7 @@ def test_samples_of_a_step_do_not_depend_on_the_ranks() -> None:
 
 
 @pytest.mark.parametrize("budget", [Samples(24), Tokens(24 * 20)])
-def test_steps_are_of_a_kind_however_long_the_lots_that_costs_ask_for(budget: Budget) -> None:
+def test_steps_do_not_depend_on_lot_size(budget: Budget) -> None:
     """No steps of one shape in a row where the fixed cost of a micro-batch is nearly all of it."""
     lengths = np.random.default_rng(0).choice([10, 20, 30], 480).tolist()
     costs = line_costs(lambda n: 1e-3 * n, 10**6, fixed=5.0)
@@ -216,7 +216,7 @@ def test_steps_are_of_a_kind_however_long_the_lots_that_costs_ask_for(budget: Bu
         assert max(shares) < 0.6
 
 
-def test_small_lots_wait_for_each_other_where_a_step_has_few_lots() -> None:
+def test_small_lots_are_combined_in_small_steps() -> None:
     counts, sizes = {"clip": 12, "still": 40}, {"clip": 1, "still": 5}
     most = {"clip": 1.5, "still": 90.0}
     assert longer_lots(counts, sizes, most, 1.0) == sizes, "20 lots in a step"
@@ -226,7 +226,7 @@ def test_small_lots_wait_for_each_other_where_a_step_has_few_lots() -> None:
     assert longer_lots(counts, sizes, {"clip": 0.3, "still": 0.3}, 20.0) == sizes, "never shorter"
 
 
-def test_stills_between_long_clips_do_not_take_a_part_of_every_step() -> None:
+def test_stills_are_not_spread_over_every_step() -> None:
     """Three stills leave one of four ranks waiting, and each step had three."""
     lengths = np.random.default_rng(0).permutation([400] * 200 + [75] * 200).tolist()
     costs = line_costs(lambda n: n, 100, 0.0, 0.3, (1, 4))
@@ -236,7 +236,7 @@ def test_stills_between_long_clips_do_not_take_a_part_of_every_step() -> None:
     assert sum(plan.seconds for plan in plans) < 1.02 * sum(plan.bound for plan in plans)
 
 
-def test_epochs_follow_each_other_in_other_orders() -> None:
+def test_epochs_have_different_orders() -> None:
     made = DataCentricPlanner(LengthCosts(), [8] * 40, 2, Samples(10))
     first, second = list(made), list(made)
     assert [plan.epoch for plan in first + second] == [0] * 4 + [1] * 4
@@ -264,7 +264,7 @@ def test_a_stream_is_planned_as_it_arrives() -> None:
     assert again.epoch == 1
 
 
-def test_switches_are_worth_what_they_were_published_for() -> None:
+def test_switches_reach_the_published_gains() -> None:
     lengths = np.random.default_rng(0).choice([3, 8, 50, 64], 400, p=[0.5, 0.3, 0.1, 0.1]).tolist()
     rows = (
         {"intra": False, "inter": False, "pac": False, "degree": 2},
@@ -290,7 +290,7 @@ def test_ranks_that_see_other_tables_have_other_signatures() -> None:
     assert len(others) == 4
 
 
-def test_a_sample_that_fits_nowhere_is_named_and_counted() -> None:
+def test_unfit_sample_is_named_and_counted() -> None:
     lengths = [3, 8, 500, 8, 500]
     with pytest.raises(GulliverError, match=r"sample 2 \(500, 500 tokens\).* 2 "):
         DataCentricPlanner(LengthCosts(), lengths, 4, Samples(2))
@@ -313,7 +313,7 @@ def test_a_sample_that_fits_nowhere_is_named_and_counted() -> None:
         ({"shapes": torch.tensor([3, 8])}, "tensor.*list"),
     ],
 )
-def test_what_no_plan_can_meet_is_refused(changes: dict[str, Any], told: str) -> None:
+def test_infeasible_plans_are_rejected(changes: dict[str, Any], told: str) -> None:
     case = {"shapes": [3, 8, 20], "ranks": 2, "budget": Samples(2), **changes}
     with pytest.raises(GulliverError, match=told):
         planner(case)
@@ -342,7 +342,7 @@ def test_another_model_or_other_data_do_not_resume() -> None:
             made.load_state_dict(broken)
 
 
-def test_a_table_whose_lengths_lie_is_found_at_the_sample() -> None:
+def test_wrong_lengths_in_table_are_detected() -> None:
     made = DataCentricPlanner(LengthCosts(), [3, 8], 1, Samples(1))
     made.check_sample(1, 8, 8)
     with pytest.raises(GulliverError, match=r"sample 1 .*\b20\b.*\b8\b"):

@@ -18,7 +18,7 @@ from gulliver.errors import GulliverError
 COSTS = video_costs()
 
 
-def test_distributions_have_two_images_a_video_and_what_dominates() -> None:
+def test_sample_distributions_match_the_paper() -> None:
     means = []
     for distribution in DISTRIBUTIONS:
         shapes = draw_shapes(COSTS, distribution, 3000, seed=1)
@@ -48,7 +48,7 @@ def test_shares_are_of_the_time_of_all_ranks() -> None:
     assert told.samples == 3
 
 
-def test_a_step_is_drawn_as_long_as_it_takes() -> None:
+def test_drawn_step_has_its_duration() -> None:
     lines = step_lines(small_step(), measured=[4.2, 3.1, 0.0])
     bars = [re.findall(r"\|(.*)\|", line)[0] for line in lines[1:4]]
     assert bars[0] == "A" * 60
@@ -58,7 +58,7 @@ def test_a_step_is_drawn_as_long_as_it_takes() -> None:
     assert lines[4].strip().startswith("A a, B b")
 
 
-def test_the_command_draws_steps_and_says_what_would_gain(
+def test_plan_data_draws_steps_and_gains(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     options = ["--samples", "40", "--count", "400", "--steps", "1", "--no-intra", "--degree", "4"]

@@ -45,9 +45,7 @@ def told(capsys: pytest.CaptureFixture[str], costs: Path, *options: str) -> str:
     return capsys.readouterr().out
 
 
-def test_kept_costs_are_planned_as_the_planner_plans_them(
-    kept: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_saved_costs_give_the_planners_plan(kept: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--cluster", "h100x4", "--ranks", "4", "--count", "60", "--memory", "40"]
     out = told(capsys, kept, *options, "--steps", "0")
     assert "costs of video, bfloat16" in out
@@ -56,7 +54,7 @@ def test_kept_costs_are_planned_as_the_planner_plans_them(
     assert "60 of 60 samples once each" in out
 
 
-def test_shapes_of_kept_costs_have_names_tokens_or_sides(
+def test_saved_costs_accept_all_shape_kinds(
     kept: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shapes = tmp_path / "shapes.txt"
@@ -68,7 +66,7 @@ def test_shapes_of_kept_costs_have_names_tokens_or_sides(
         told(capsys, kept, "--ranks", "1", "--shapes", str(shapes))
 
 
-def test_no_steps_of_stages_are_under_every_sample_in_its_best_micro_batch(
+def test_stage_steps_respect_lower_bound(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     text = told(capsys, TABLE, "--samples", "20", "--ranks", "4", "--stages", "2", "--count", "90")
@@ -76,7 +74,7 @@ def test_no_steps_of_stages_are_under_every_sample_in_its_best_micro_batch(
     assert float(over) > 0
 
 
-def test_memory_of_a_rank_is_what_a_run_takes(kept: Path) -> None:
+def test_predicted_rank_memory_matches_run(kept: Path) -> None:
     memory, why = planned_memory("cuda" if torch.cuda.is_available() else "cpu")
     found = load_costs(PlanData(kept, ranks=4, samples=12))
     assert found.costs.memory == memory
@@ -91,7 +89,7 @@ def test_memory_of_a_rank_is_what_a_run_takes(kept: Path) -> None:
         ({"speed": 1.0}, "speed"),
     ],
 )
-def test_rates_that_are_missing_or_no_numbers_are_named(
+def test_missing_and_invalid_rates_are_named(
     kept: Path, change: dict[str, Any], message: str
 ) -> None:
     values = json.loads(kept.read_text())

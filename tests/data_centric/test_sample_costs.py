@@ -135,7 +135,7 @@ def test_packed_documents_pay_for_their_own_attention_only() -> None:
     assert SampleShape.clip(4, 3, 5).pairs == 60 * (15 + 4) / 2
 
 
-def test_lengths_that_lie_are_refused() -> None:
+def test_inconsistent_lengths_are_rejected() -> None:
     with pytest.raises(GulliverError, match="sample shape x"):
         SampleShape(0, 1.0, name="x")
 
@@ -184,7 +184,7 @@ def test_the_table_is_its_own_formula() -> None:
         )
 
 
-def test_between_and_beyond_the_points_of_a_table_lie_straight_lines() -> None:
+def test_table_costs_are_piecewise_linear() -> None:
     row = {1: 1.0, 2: 1.5, 4: 3.5}
     costs = TableCosts({"a": {1: row}}, {"a": 10}, 1.0, 65.0)
     assert costs.batches("a", 1).seconds.tolist() == [1.0, 1.5, 2.5, 3.5, 4.5, 5.5]
@@ -211,7 +211,7 @@ def test_tables_that_contradict_themselves_are_refused(
         TableCosts(seconds, lengths, 1.0, 1e3)
 
 
-def test_files_that_are_no_tables_are_refused(tmp_path: Path) -> None:
+def test_non_table_files_are_rejected(tmp_path: Path) -> None:
     path = tmp_path / "table.json"
     path.write_text('{"cost_table": {}}')
     with pytest.raises(GulliverError, match="is not a cost table"):

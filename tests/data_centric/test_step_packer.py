@@ -117,7 +117,7 @@ def test_the_fallback_places_every_sample_once_inside_the_ranks(seed: int) -> No
     assert found.seconds == max(seconds for _, seconds, _ in groups)
 
 
-def test_plans_of_the_fallback_are_whole_and_hardly_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fallback_plans_are_complete_and_nearly_as_good(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = np.random.default_rng(0).choice([3, 8, 20, 50, 300, 400], 400).tolist()
     costs = line_costs(lambda n: n + n * n / 900, 128, 0.1, 0.1, (1, 2, 3, 4))
     monkeypatch.setenv("GULLIVER_PACKER", "python")

@@ -70,7 +70,7 @@ def test_launches_of_an_attention_over_ranks_are_those_that_run(
     assert several - one == pytest.approx(told, rel=0.25)
 
 
-def test_of_one_queue_messages_hide_behind_what_lies_between_two_stops() -> None:
+def test_queued_messages_overlap_compute_between_waits() -> None:
     link = Link(0.0, 1e9)
     hidden = Message("reduce_scatter", 2 * 10**6, [(2, link)], 4, hidden=True)  # 1 ms each
     stop = Message("all_to_all", 2 * 10**6, [(2, link)], 10)  # 1 ms each
@@ -92,9 +92,7 @@ def test_of_one_queue_messages_hide_behind_what_lies_between_two_stops() -> None
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_micro_batches_under_way_and_put_off_are_those_of_the_schedule(
-    name: str, ranks: int
-) -> None:
+def test_in_flight_micro_batches_match_schedule(name: str, ranks: int) -> None:
     chunks = STYLES[name].chunks
     numbers = stages_by_rank(name, ranks, chunks)
     for micro in (ranks, 2 * ranks, 4 * ranks):

@@ -64,7 +64,7 @@ def brute_force(seconds: Table, counts: Mapping[str, int], ranks: int) -> float:
     return best
 
 
-def test_answers_lie_between_the_bound_and_a_little_over_the_least() -> None:
+def test_solutions_are_near_the_lower_bound() -> None:
     ratios = []
     for seed in range(40):
         ranks = 2 + seed % 2
@@ -99,14 +99,14 @@ def test_every_sample_is_dealt_once_and_groups_fit_the_ranks() -> None:
         assert answer.seconds == max(group.seconds for group in answer.groups)
 
 
-def test_one_micro_batch_each_leaves_what_finds_no_place() -> None:
+def test_single_micro_batches_leave_unplaced_samples() -> None:
     seconds = {"a": {1: np.array([1.0, 1.5])}}
     answer = StepSolver(seconds, 2, repeat=False).plan_step({"a": 7})
     assert [piece.batches for group in answer.groups for piece in group.pieces] == [(2,), (2,)]
     assert answer.left == {"a": 3}
 
 
-def test_the_answer_does_not_hang_on_the_order_of_the_counts() -> None:
+def test_solution_does_not_depend_on_count_order() -> None:
     seconds = table(3, 4)
     one = StepSolver(seconds, 4).plan_step({"a": 9, "b": 14})
     turned = {name: seconds[name] for name in reversed(seconds)}
@@ -141,7 +141,7 @@ def test_accumulated_seconds_are_those_of_the_cut_and_near_the_least(kind: str) 
             assert told[count] <= 1.35 * least
 
 
-def test_covering_is_the_least_of_all_cuts_and_degrees() -> None:
+def test_covering_is_optimal() -> None:
     rows = {1: np.array([1.0, 1.4, 2.6]), 2: 2 * np.array([0.6, 0.75, 0.9, 1.0])}
     least, rate = covering(rows, 12)
     one = {b: min(float(row[b - 1]) for row in rows.values() if b <= len(row)) for b in range(1, 5)}
@@ -183,7 +183,7 @@ def test_kept_blocks_are_the_exact_knapsack_in_bytes() -> None:
             assert base[batch - 1] + size == pytest.approx(found.bytes[batch - 1])
 
 
-def test_choices_that_another_beats_are_no_part_of_the_front() -> None:
+def test_dominated_choices_are_not_on_pareto_front() -> None:
     weights, shares, kept = kept_front((BlockKind("a", 2, 10.0, 0.5), BlockKind("b", 1, 30.0, 0.5)))
     assert weights.tolist() == [0, 10, 20, 40, 50]
     assert shares.tolist() == [0, 0.25, 0.5, 0.75, 1.0]

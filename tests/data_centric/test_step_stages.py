@@ -102,7 +102,7 @@ def test_a_plan_of_stages_has_the_samples_of_one_without() -> None:
     assert all(plan.seconds <= 60 for plan in planned(stages=2, budget=Seconds(60.0)))
 
 
-def test_stages_that_cannot_be_are_refused() -> None:
+def test_invalid_stages_are_rejected() -> None:
     with pytest.raises(GulliverError, match=r"stages.* 0"):
         planned(stages=0)
     with pytest.raises(GulliverError, match="needs several micro-batches: inter"):

@@ -92,7 +92,7 @@ def test_a_class_of_diffusers_gives_its_own_results_normalised_and_streams(name:
         torch.testing.assert_close(torch.cat(list(found), 2), video, rtol=0, atol=1e-10)
 
 
-def test_our_picture_autoencoder_is_diffusers_own() -> None:
+def test_frame_autoencoder_equals_diffusers() -> None:
     module, ours = _module("AutoencoderKL"), FrameAutoencoder(**FRAMES, shift_factor=0.5).double()
     ours.load_state_dict(module.state_dict())
     x = _clip("AutoencoderKL")

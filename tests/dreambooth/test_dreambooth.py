@@ -307,7 +307,7 @@ def test_losses_gradients_and_weights_are_those_of_a_plain_loop(
             _compare(config, reference)
 
 
-def test_every_plugin_and_limit_teaches_the_same(
+def test_all_plugins_and_limits_train_equally(
     pool: Pool, tmp_path: Path, bases: dict[str, Path], subject: Path, full: bool
 ) -> None:
     base = taught(bases["sd"], subject, tmp_path / "plain", batch=3, precision="fp32", steps=2)
@@ -482,7 +482,7 @@ def _without_time(line: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in line.items() if name != "seconds"}
 
 
-def test_an_adapter_goes_on_where_it_was(tmp_path: Path, whole: DreamboothConfig) -> None:
+def test_adapter_training_continues(tmp_path: Path, whole: DreamboothConfig) -> None:
     result = whole.out / "result"
     told = {"adapter": result, "learning_rate": 1e-9, "weight_decay": 0.0, "lora_rank": 4}
     second = dreambooth(replace(whole, out=tmp_path / "second", steps=1, **told)).result

@@ -152,7 +152,7 @@ def test_options_that_do_not_go_together_are_refused_before_anything_is_written(
         ("model_index.json", {"text_encoder_3": ["transformers", "T5EncoderModel"]}, "(T5)"),
     ],
 )
-def test_bases_that_cannot_be_taught_are_refused_by_name(
+def test_unsupported_base_models_are_rejected(
     tmp_path: Path, base: Path, part: str, values: dict[str, Any], told: str
 ) -> None:
     other = tmp_path / "other"
@@ -172,9 +172,7 @@ def test_bases_that_cannot_be_taught_are_refused_by_name(
         check_dreambooth(_config(tmp_path / "none", tmp_path / "s", tmp_path / "out"))
 
 
-def test_prior_pictures_are_made_once_and_refused_where_they_are_of_something_else(
-    tmp_path: Path, base: Path
-) -> None:
+def test_prior_images_are_reused_only_for_same_settings(tmp_path: Path, base: Path) -> None:
     subject, kept = save_subject(tmp_path / "subject", 1), tmp_path / "kept"
     told = {"class_word": "dog", "prior_pictures": 2, "prior_folder": kept}
     config = _config(base, subject, tmp_path / "one", **told)

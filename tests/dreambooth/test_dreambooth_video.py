@@ -237,7 +237,7 @@ def test_pictures_in_motion_resume_and_are_loaded_by_the_command(
 
 
 @pytest.mark.parametrize("kind", ["STDiT3", "STDiT2"])
-def test_runs_of_public_weights_learn_clips_and_refuse_a_word_of_their_own(
+def test_public_weights_train_on_clips_without_learn_token(
     parts: Path,  # noqa: F811
     subject: Path,
     tmp_path: Path,

@@ -82,7 +82,7 @@ def test_a_new_word_is_a_whole_word_and_means_the_same_in_diffusers(
     assert pipe.tokenizer("a photo")["input_ids"] != plain("a photo")["input_ids"]
 
 
-def test_words_that_would_not_be_learnt_as_written_are_refused(base: Path, tmp_path: Path) -> None:
+def test_unlearnable_tokens_are_rejected(base: Path, tmp_path: Path) -> None:
     config = _config(base, tmp_path, learn_token=True, initial="dog")
     told = _refused(replace(config, token="ho"))
     assert "--token ho is inside 'photo' (--prompt)" in told
@@ -100,7 +100,7 @@ def test_words_that_would_not_be_learnt_as_written_are_refused(base: Path, tmp_p
     assert not said
 
 
-def test_prompts_beyond_the_text_encoder_are_refused_or_told(base: Path, tmp_path: Path) -> None:
+def test_too_long_prompts_are_rejected_or_reported(base: Path, tmp_path: Path) -> None:
     config = _config(base, tmp_path, token="<it>", learn_token=True, initial="dog")
     assert config.subject is not None
     (config.subject / "0.txt").write_text("dog " * LENGTH + "{token}")
@@ -145,9 +145,7 @@ def test_captions_with_braces_are_refused_by_the_name_of_the_file(
             read_pictures(config, print)
 
 
-def test_files_that_are_left_out_and_captions_of_several_are_told(
-    base: Path, tmp_path: Path
-) -> None:
+def test_skipped_files_and_shared_captions_are_reported(base: Path, tmp_path: Path) -> None:
     config, said = _config(base, tmp_path), list[str]()
     folder = config.subject
     assert folder is not None
@@ -174,7 +172,7 @@ def test_pictures_of_floats_are_scaled_by_their_range_or_refused(tmp_path: Path)
             read_picture(tmp_path / "a.tif")
 
 
-def test_adapters_of_a_text_encoder_are_taken_with_it_and_words_are_told(
+def test_text_encoder_adapters_are_saved_and_tokens_reported(
     base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     changes = {"text_encoder": True, "learn_token": True, "token": "<it>", "initial": "dog"}

@@ -304,7 +304,7 @@ def test_a_batch_larger_than_the_cache_names_the_smallest_and_changes_nothing() 
     assert torch.equal(table.state_dict()["weight"], first)
 
 
-def test_what_would_not_be_exact_is_refused_by_name() -> None:
+def test_inexact_options_are_rejected() -> None:
     table = CachedEmbeddingBag(20, 4, mode="sum", cache=5)
     with pytest.raises(GulliverError, match="attach"):
         table(torch.tensor([[1]]))
@@ -341,7 +341,7 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", list(ARGUMENTS))
-def test_arguments_that_make_no_table_are_refused(case: str) -> None:
+def test_invalid_table_arguments_are_rejected(case: str) -> None:
     options, message = ARGUMENTS[case]
     with pytest.raises(GulliverError, match=message):
         CachedEmbeddingBag(10, 4, **options)

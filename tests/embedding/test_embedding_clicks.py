@@ -28,7 +28,7 @@ def test_a_line_is_read_by_the_format_s_rules(tmp_path: Path) -> None:
     assert clicks.ids[0, :3].tolist() == [0x3A % 49 + 1, 0, 0xFF % 19 + 1]
 
 
-def test_a_made_log_is_whole_repeats_and_has_all_its_samples(tmp_path: Path) -> None:
+def test_generated_click_log_is_complete_and_reproducible(tmp_path: Path) -> None:
     one, two = (write_criteo(tmp_path / name, 300, ROWS, seed=3) for name in ("a", "b"))
     assert one.read_bytes() == two.read_bytes()
     batches = list(CriteoFile(one, ROWS, 128))

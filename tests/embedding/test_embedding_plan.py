@@ -137,7 +137,7 @@ def test_seconds_of_a_lookup_are_those_of_its_bytes() -> None:
         ({"tables": {"x": 9, "y": 9}, "cache": 0.1}, "1 slots for 2 tables.* cache=0.111"),
     ],
 )
-def test_jobs_that_make_no_plan_are_refused(changed: dict[str, object], message: str) -> None:
+def test_infeasible_table_jobs_are_rejected(changed: dict[str, object], message: str) -> None:
     given = {"tables": {"a": 10}, "dim": 4, **changed}
     with pytest.raises(GulliverError, match=message):
         plan_tables(TablesJob(**given), named_cluster("h100x1"))  # type: ignore[arg-type]
@@ -212,7 +212,7 @@ def test_the_command_plans_criteo_1tb_and_says_each_table_and_rank(
     with pytest.raises(SystemExit) as refused:
         main(["embedding", "plan", "criteo"])
     assert refused.value.code == 2
-    assert "give NAME=ROWS" in capsys.readouterr().err
+    assert "use NAME=ROWS" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["embedding", "plan", "user=5", "user=6"])
     assert "'user' is given twice" in capsys.readouterr().err

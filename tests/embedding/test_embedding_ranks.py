@@ -187,7 +187,7 @@ def test_ranks_that_share_tables_train_as_torch_s_one_table(
     ],
     ids=str,
 )
-def test_tables_are_saved_by_some_ranks_and_go_on_on_others_in_another_placement(
+def test_tables_resume_with_other_ranks_and_placement(
     saved: tuple[int, str], there: tuple[int, str], name: str, pool: Pool, tmp_path: Path
 ) -> None:
     outputs, weight, _ = reference(name, "sum")
@@ -275,7 +275,7 @@ def all_refuse(world: World, where: Any) -> tuple[list[str], list[Tensor]]:
 
 
 @pytest.mark.parametrize("where", ["row", "column", {"a": "whole:1", "b": "whole:1"}])
-def test_what_is_wrong_on_one_rank_is_told_by_all_which_then_go_on(where: Any, pool: Pool) -> None:
+def test_error_of_one_rank_is_raised_on_all_and_recoverable(where: Any, pool: Pool) -> None:
     one, two = pool.run(all_refuse, 2, where)
     assert one[0] == two[0]
     for rank in range(2):

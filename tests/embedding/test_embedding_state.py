@@ -38,7 +38,7 @@ def _equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_run_goes_on_in_another_cache_or_in_torch_s_table(name: str, tmp_path: Path) -> None:
+def test_run_resumes_with_other_cache_or_torch_table(name: str, tmp_path: Path) -> None:
     first, batches = torch.randn(ROWS, 8), steps(ROWS, 8, 16)
     _, table_state, optimizer_state = whole_run("sum", name, batches, first, False)
     table, optimizer = cached("sum", name, first, most_rows(batches))

@@ -104,7 +104,7 @@ texts = st.text(st.characters(blacklist_categories=("Cs",), blacklist_characters
 
 @settings(max_examples=60)
 @given(st.lists(st.tuples(texts, texts), min_size=1, max_size=5))
-def test_what_a_table_writes_is_read(tmp_path_factory: Any, rows: list[tuple[str, str]]) -> None:
+def test_written_table_round_trips(tmp_path_factory: Any, rows: list[tuple[str, str]]) -> None:
     path = tmp_path_factory.mktemp("tables") / "a.tsv"
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, delimiter="\t", quoting=csv.QUOTE_ALL)
@@ -361,7 +361,7 @@ def test_a_template_that_is_missing_is_refused_and_can_be_given(tmp_path: Path) 
         load_tokenizer(folder, tmp_path / "none")
 
 
-def test_a_greeting_is_read_and_not_learnt(tmp_path: Path) -> None:
+def test_leading_assistant_message_is_not_learned(tmp_path: Path) -> None:
     greeting = {"role": "assistant", "content": "good day!"}
     path = written(tmp_path, [{"messages": [greeting, *CHAT]}])
     tokenizer = tokenizer_of(template=PLAIN)

@@ -63,7 +63,7 @@ def test_a_file_that_cannot_be_read_is_named_with_what_is_wrong(
         read(tmp_path / name)
 
 
-def test_a_row_that_says_something_twice_is_bad(tmp_path: Path) -> None:
+def test_row_with_duplicate_keys_is_bad(tmp_path: Path) -> None:
     rows = [
         {"prompt": "a", "completion": "b", "response": "c"},
         {"prompt": "a", "completion": None, "response": "c"},
@@ -102,7 +102,7 @@ def test_a_run_folder_is_not_that_of_the_model_or_the_data(
 
 
 @pytest.mark.parametrize("method", some(["full", "lora"], ["lora"]))
-def test_where_the_start_was_best_the_result_is_the_start(
+def test_result_is_initial_model_if_it_was_best(
     tmp_path: Path, example: Example, monkeypatch: pytest.MonkeyPatch, method: Any
 ) -> None:
     told = iter([1.0, 2.0, 3.0])
@@ -130,7 +130,7 @@ def test_where_the_start_was_best_the_result_is_the_start(
     )
 
 
-def test_experts_are_followed_in_float32_as_they_run() -> None:
+def test_experts_are_traced_in_float32() -> None:
     config = MixtralConfig(
         vocab_size=64,
         hidden_size=32,
@@ -161,7 +161,7 @@ class _Unfit(nn.Module):
         return x @ x
 
 
-def test_what_cannot_be_followed_is_a_reason_and_no_traceback() -> None:
+def test_untraceable_model_gives_reason_without_traceback() -> None:
     records: list[logging.LogRecord] = []
     handler = logging.Handler()
     handler.emit = records.append  # type: ignore[method-assign]
@@ -177,18 +177,18 @@ def test_what_cannot_be_followed_is_a_reason_and_no_traceback() -> None:
     assert not logger.disabled
 
 
-def test_a_small_disk_and_samples_of_stages_are_told_of_before_anything_is_written(
+def test_small_disk_and_stage_samples_are_reported_early(
     tmp_path: Path, example: Example, capsys: pytest.CaptureFixture
 ) -> None:
     config = small(example, tmp_path / "run", memory="300MiB", disk=f"{tmp_path}:64KiB")
-    with pytest.raises(GulliverError, match=r"may have to leave .* give it \S+iB, or leave it out"):
+    with pytest.raises(GulliverError, match=r"disk=.* give it \S+iB"):
         finetune(config)
     assert list(tmp_path.iterdir()) == []
     finetune(small(example, tmp_path / "run", dry_run=True, pp=2, ranks=2))
     assert "--samples and --prompt are ignored" in capsys.readouterr().err
 
 
-def test_an_adapter_goes_on_as_it_is(tmp_path: Path, example: Example) -> None:
+def test_adapter_continues_unchanged(tmp_path: Path, example: Example) -> None:
     config = small(example, tmp_path / "run", method="lora", steps=1, lora_rank=2, samples=0)
     adapter = finetune(config).result
     again = replace(config, out=tmp_path / "again", adapter=adapter)

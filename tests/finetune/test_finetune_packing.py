@@ -115,7 +115,7 @@ def test_a_type_that_mixes_sequences_is_refused(kind: str) -> None:
 
 @pytest.mark.full
 @pytest.mark.deadline(600)
-def test_every_type_that_is_said_to_be_exact_is() -> None:
+def test_listed_types_pack_exactly() -> None:
     tried = 0
     for kind in types("causal"):
         try:
@@ -137,7 +137,7 @@ def test_a_model_with_a_cache_mixes_sequences_and_is_refused() -> None:
     assert difference("llama", use_cache=True) > 1e-4
 
 
-def test_what_no_test_covers_is_refused() -> None:
+def test_untested_types_are_rejected() -> None:
     model = build("causal", "mixtral")
     model.config.output_router_logits = True
     assert "output_router_logits" in (packing_support(model) or "")
@@ -157,7 +157,7 @@ def test_what_no_test_covers_is_refused() -> None:
     assert "Linear is not known" in (packing_support(torch.nn.Linear(2, 2)) or "")
 
 
-def test_an_adapted_model_is_looked_into() -> None:
+def test_packing_support_looks_inside_peft_models() -> None:
     peft = pytest.importorskip("peft")
     adapted = peft.get_peft_model(
         build("causal", "llama"), peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"])

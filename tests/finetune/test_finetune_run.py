@@ -217,7 +217,7 @@ def test_the_best_evaluation_is_kept_and_ends_the_run_in_time(
     assert (resumed.finished, resumed.step) == (True, 3)
 
 
-def test_a_signal_ends_the_run_after_a_step_and_is_no_end_of_it(
+def test_signal_stops_run_after_step_resumably(
     tmp_path: Path, example: Example, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     learn, calls = FinetuneStep.learn, []
@@ -236,7 +236,7 @@ def test_a_signal_ends_the_run_after_a_step_and_is_no_end_of_it(
     assert (resumed.finished, resumed.step, len(calls)) == (True, STEPS, STEPS)
 
 
-def test_a_run_that_is_over_is_extended_by_more_steps(tmp_path: Path, example: Example) -> None:
+def test_finished_run_is_extended_by_more_steps(tmp_path: Path, example: Example) -> None:
     whole = small(example, tmp_path / "whole", schedule="constant", result="last")
     finetune(whole)
     short = replace(whole, out=tmp_path / "short", steps=STEPS // 2)
@@ -262,7 +262,13 @@ def test_a_dry_run_plans_for_all_ranks_and_writes_nothing(
         assert word in told
     finetune(replace(config, ranks=1, memory="80MiB", disk=f"{tmp_path}:1GiB"))
     assert "minimum" in capsys.readouterr().err
+    finetune(replace(config, json=True))
+    values = json.loads(capsys.readouterr().out)
+    assert values["plan"]["zero"]["stage"] == 1
+    assert values["memory"] > 0 < values["step_seconds"]
     assert list(tmp_path.iterdir()) == []
+    with pytest.raises(GulliverError, match="--dry-run"):
+        finetune(replace(config, json=True, dry_run=False))
 
 
 def test_other_data_and_another_model_are_not_resumed(tmp_path: Path, example: Example) -> None:
@@ -305,7 +311,7 @@ def test_an_adapter_of_another_model_is_refused(tmp_path: Path, example: Example
     assert not other.out.exists()
 
 
-def test_what_cannot_run_is_refused_before_a_weight_is_read(
+def test_infeasible_run_is_rejected_before_reading_weights(
     example: Example, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def told(**changes: Any) -> str:
@@ -406,7 +412,7 @@ def test_a_model_is_loaded_as_transformers_does_with_and_without_a_limit(
 @pytest.mark.parametrize(
     "kind", ["gpt_neox", "fp8", pytest.param("mixtral", marks=pytest.mark.full)]
 )
-def test_folders_in_other_names_are_trained_and_written_as_those_of_their_values(
+def test_renamed_weight_formats_are_trained_and_written(
     tmp_path: Path, example: Example, kind: str, method: str
 ) -> None:
     folder, exact = _in_other_names(example, tmp_path, kind)

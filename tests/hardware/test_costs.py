@@ -74,9 +74,7 @@ def test_one_axis_takes_what_the_exchange_of_messages_takes(n: int, part: int, r
 
 
 @given(SIZES, st.integers(1, 50), st.booleans())
-def test_parts_that_are_followed_through_a_torus_make_its_bytes_and_seconds(
-    sizes: list[int], part: int, ring: bool
-) -> None:
+def test_torus_cost_equals_simulated_messages(sizes: list[int], part: int, ring: bool) -> None:
     axes, count = axes_of(sizes, ring), part * math.prod(sizes)
     # Along an axis each peer gets the parts of its own coordinate, and those alone go on.
     held, me, sent, seconds = places(sizes), tuple(0 for _ in sizes), [], 0.0
@@ -146,7 +144,7 @@ def test_a_curve_stays_flat_below_its_points_and_keeps_its_last_rate_beyond() ->
     assert curve.at(1000) == pytest.approx(20.0)
 
 
-def test_what_was_measured_goes_before_the_formula_along_as_many_ranks() -> None:
+def test_measured_curves_override_formula_for_same_ranks() -> None:
     measured = {"all_gather": Curve((100, 1000), (1.0, 2.0)), "all_reduce": Curve((9,), (5.0,))}
     link = replace(FAST, along=(Along(4, measured), Along(9, {})))
     assert all_gather_seconds([(4, link)], 550) == pytest.approx(1.5)
@@ -287,7 +285,7 @@ def test_two_speeds_make_a_torus_with_its_reason_and_one_speed_does_not() -> Non
     assert str(alike).startswith("flat: ")
 
 
-def test_what_was_measured_is_compared_with_what_was_measured() -> None:
+def test_measured_curves_are_compared_with_measured_curves() -> None:
     names = "reduce_scatter", "all_gather"
     slower = {name: Curve((1, 10**9), (3e-3, 3e-3 + 9e9 / 12.5e6)) for name in names}
     link = replace(SLOW, along=(Along(4, slower),))

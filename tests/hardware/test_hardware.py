@@ -115,7 +115,7 @@ def test_a_file_shows_what_is_known_and_rows_of_numbers_in_a_line() -> None:
         assert unknown not in text
 
 
-def test_what_people_write_by_hand_is_understood() -> None:
+def test_hand_written_cluster_files_are_accepted() -> None:
     text = """
 name: ours
 device: {name: d, matmul: {float32: 1e12}, memory_rate: 1e11, memory_bytes: 1e10}

@@ -77,9 +77,7 @@ def test_a_line_without_noise_is_found_again(alpha: float, bandwidth: float) -> 
 
 
 @pytest.mark.parametrize("seconds", [(4e-3, 3e-3, 2e-3, 1e-3), (2e-3, 2e-3, 2e-3, 2e-3)])
-def test_a_noisy_link_that_seems_to_cost_no_bytes_can_be_kept(
-    seconds: tuple[float, ...], tmp_path: Path
-) -> None:
+def test_link_fit_tolerates_noise(seconds: tuple[float, ...], tmp_path: Path) -> None:
     link = fit_line((1 << 10, 1 << 16, 1 << 20, 4 << 20), seconds)
     cluster = replace(described("8xh100-infiniband"), axes=(Axis("local", 8, link),))
     cluster.save(tmp_path / "c.yaml")
@@ -384,7 +382,7 @@ def test_rates_of_packing_are_kept_for_the_plans_of_later_jobs(tmp_path: Path) -
             _rates.pack_rates(wire_format("int8:1024"))
 
 
-def test_nothing_is_measured_that_could_not_be_kept(tmp_path: Path) -> None:
+def test_unwritable_cache_prevents_measurement(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with (
         patch.object(command, "probe_device", side_effect=AssertionError("measured")),

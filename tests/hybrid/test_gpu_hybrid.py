@@ -44,7 +44,7 @@ def nccl(tmp_path: Path) -> Iterator[World]:
     dist.destroy_process_group()
 
 
-def test_the_fastest_kernel_that_can_is_taken() -> None:
+def test_fastest_supported_kernel_is_selected() -> None:
     arch = torch.cuda.get_device_capability()
     if arch < (8, 0):
         pytest.skip("flash attention needs compute capability 8.0")
@@ -154,7 +154,7 @@ def test_cross_entropy_of_all_columns_is_torchs(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, *ROUNDING], ids=str)
-def test_collectives_of_one_rank_leave_what_there_is(nccl: World, dtype: torch.dtype) -> None:
+def test_collectives_of_one_rank_are_identity(nccl: World, dtype: torch.dtype) -> None:
     values = torch.arange(12, device="cuda").to(dtype)
     summed, gathered = values.clone(), torch.zeros_like(values)
     all_reduce(summed, "mean")

@@ -127,7 +127,7 @@ def test_a_grid_numbers_the_tensor_axis_innermost(pool: Pool) -> None:
             {"sequence_parallelism_mode": "ring_attn", "sp_size": 4, "inner_ring_size": 3},
             "sp_size=4 .* inner_ring_size 3",
         ),
-        ({"cut": [1, 2]}, "needs a pp_size"),
+        ({"cut": [1, 2]}, "set pp_size"),
         ({"tp": 2}, "has no argument 'tp'"),
     ],
 )
@@ -138,9 +138,7 @@ def test_arguments_that_cannot_be_are_refused(arguments: dict[str, Any], message
 
 @pytest.mark.parametrize("family", ["bloom", "t5", "whisper"])
 @pytest.mark.parametrize("mode", ["all_to_all", "ring_attn"])
-def test_a_mode_that_a_family_cannot_do_is_refused_naming_one_that_it_can(
-    family: str, mode: str
-) -> None:
+def test_unsupported_mode_is_rejected_naming_a_supported_one(family: str, mode: str) -> None:
     with pytest.raises(GulliverError, match=f"{family} .*{mode}.*'split_gather'"):
         check_family(family, mode, size=2)
 
@@ -189,7 +187,7 @@ def _refusals(world: World, family: str, plugin: dict[str, Any], change: dict[st
         (4, "bert", {"pp_size": 4}, {}, "2 blocks"),
     ],
 )
-def test_a_model_that_cannot_be_cut_so_is_refused(
+def test_unsplittable_model_is_rejected(
     pool: Pool, ranks: int, family: str, plugin: Any, change: Any, message: str
 ) -> None:
     for found in pool.run(_refusals, ranks, family, plugin, change):
@@ -207,8 +205,6 @@ def _chosen(world: World, ranks: tuple[int, int]) -> tuple[str, float]:
 
 
 @pytest.mark.parametrize("ranks", [(2, 1), (2, 2)], ids=str)
-def test_a_chosen_plan_is_as_exact_as_one_that_was_named(
-    pool: Pool, ranks: tuple[int, int]
-) -> None:
+def test_auto_mode_is_as_exact_as_named_mode(pool: Pool, ranks: tuple[int, int]) -> None:
     for _, error in pool.run(_chosen, ranks[0] * ranks[1], ranks):
         assert error <= BARS[torch.float64]

@@ -60,11 +60,11 @@ REFUSED: list[tuple[dict[str, Any], Callable[[Any], Any], str]] = [
     (TENSOR, _hook(f"{ATTENTION}.q_proj"), f"{ATTENTION}.q_proj has hooks, and tp_size=2"),
     (TENSOR, _hook("lm_head", "forward_pre_hook"), "lm_head has hooks"),
     (TENSOR, _hook("model.embed_tokens", "full_backward_hook"), "model.embed_tokens has hooks"),
-    (TENSOR, _hook("model.layers.1.mlp.act_fn"), "features or heads of one rank"),
+    (TENSOR, _hook("model.layers.1.mlp.act_fn"), "one rank's features or heads"),
     (TENSOR, _on_parameter, "model.embed_tokens.weight has hooks, but tp_size=2"),
-    (TENSOR, _patched, "model.layers.1.mlp.down_proj has a forward of its own"),
-    (SPLIT, _hook("model.layers.1"), "model.layers.1 has hooks, which would see a piece"),
-    (SHARED, _hook("model.embed_tokens"), "model.embed_tokens has hooks, which would see a piece"),
+    (TENSOR, _patched, "model.layers.1.mlp.down_proj has a custom forward"),
+    (SPLIT, _hook("model.layers.1"), "model.layers.1 has hooks, which would see only"),
+    (SHARED, _hook("model.embed_tokens"), "model.embed_tokens has hooks, which would see only"),
     (SHARED, _option("max_norm", 0.05), "an embedding with max_norm"),
     (SHARED, _option("sparse", True), "an embedding with sparse gradients"),
     (STAGES, _option("scale_grad_by_freq", True), "an embedding with scale_grad_by_freq"),
@@ -88,7 +88,7 @@ def _refused(world: World) -> list[str]:
     return said
 
 
-def test_what_would_be_lost_or_cut_is_refused_by_name_on_every_rank(pool: Pool) -> None:
+def test_unsupported_hooks_are_rejected_on_every_rank(pool: Pool) -> None:
     for said in pool.run(_refused, 2):
         for line, (_, _, wanted) in zip(said, REFUSED, strict=True):
             assert wanted in line

@@ -91,7 +91,7 @@ def _own_losses(world: World, plugin: dict[str, Any]) -> dict[str, float | str]:
 
 
 @pytest.mark.parametrize("name", SHARED)
-def test_a_loss_of_ones_own_is_the_one_that_is_trained(pool: Pool, name: str) -> None:
+def test_custom_loss_is_trained(pool: Pool, name: str) -> None:
     for found in pool.run(_own_losses, 2, SHARED[name]):
         late = found.pop("after boost")
         if "sp_size" in SHARED[name]:

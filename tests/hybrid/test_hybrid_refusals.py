@@ -137,7 +137,7 @@ def _dropped(world: World, plugin: dict[str, Any]) -> tuple[list[float], dict[st
 
 
 @pytest.mark.parametrize("plugin", [TENSOR, SPLIT, SHARED, STAGES], ids=str)
-def test_dropout_that_is_allowed_is_drawn_anew_and_alike_where_ranks_compute_the_same(
+def test_alike_dropout_is_equal_on_ranks_with_equal_inputs(
     pool: Pool, plugin: dict[str, Any]
 ) -> None:
     (losses, gradients), other = pool.run(_dropped, 2, plugin)

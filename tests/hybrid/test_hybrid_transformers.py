@@ -333,7 +333,7 @@ def _embedded(world: World) -> list[float]:
     return errors
 
 
-def test_what_the_user_embeds_gets_its_whole_gradient(pool: Pool) -> None:
+def test_inputs_embeds_get_full_gradient(pool: Pool) -> None:
     assert max(e for errors in pool.run(_embedded, 3) for e in errors) <= 1e-12
 
 
@@ -378,7 +378,7 @@ def _tails(world: World, plan: SequencePlan) -> list[float]:
 
 
 @pytest.mark.parametrize("plan", ["ring 3", "Ulysses 2 x ring 2"])
-def test_the_last_logits_may_be_all_that_is_wanted(pool: Pool, plan: str) -> None:
+def test_logits_to_keep_is_supported(pool: Pool, plan: str) -> None:
     for errors in pool.run(_tails, PLANS[plan].degree, PLANS[plan]):
         assert max(errors) <= 1e-12, errors
 
@@ -392,7 +392,7 @@ def _held(world: World) -> None:
     assert model(**data).logits.shape == (2, 12, 67)
 
 
-def test_logits_stay_apart_in_training_with_labels_unless_they_are_kept(pool: Pool) -> None:
+def test_logits_are_gathered_in_training_only_with_keep_logits(pool: Pool) -> None:
     pool.run(_held, 2)
 
 
@@ -439,7 +439,7 @@ def _tensor_too(world: World, family: str, sequence: bool) -> list[float]:
         [("bloom", False), ("llama", True), ("gpt2", True), ("vit", True)],
     ),
 )
-def test_tensors_may_be_cut_as_well(pool: Pool, family: str, sequence: bool) -> None:
+def test_tensor_parallelism_can_be_combined(pool: Pool, family: str, sequence: bool) -> None:
     for errors in pool.run(_tensor_too, 4 if sequence else 2, family, sequence):
         assert max(errors) <= 1e-12, errors
 
@@ -477,8 +477,8 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "bloom": (lambda g: _wired(g, "bloom"), "adds a bias.*split_gather"),
     "t5": (lambda g: _wired(g, "t5"), "adds a bias.*split_gather"),
     "whisper": (lambda g: _wired(g, "whisper"), "convolution.*split_gather"),
-    "twice": (_rewire, "wired for a sequence already"),
-    "late loss function": (_refuse_loss, "set it before boost, or leave labels out"),
+    "twice": (_rewire, "already shards sequences"),
+    "late loss function": (_refuse_loss, "set it before boost, or omit labels"),
     "dropout": (lambda g: _wired(g, attention_dropout=0.1), "attention_dropout=0.1"),
     "later dropout": (
         lambda g: _refuse_later_dropout(g),
@@ -506,7 +506,7 @@ def _refuse_later_dropout(groups: Any) -> None:
     model(**batch("llama", 2, 0, 12))
 
 
-def test_what_cannot_be_exact_is_refused_by_name(pool: Pool) -> None:
+def test_inexact_combinations_are_rejected(pool: Pool) -> None:
     for found in pool.run(_refused, 2):
         for kind, said in found.items():
             assert re.search(REFUSED[kind][1], said), said

@@ -156,9 +156,7 @@ def _resumed(world: World, gulliver: dict[str, Any], folder: Path, begin: bool) 
         return losses, counter.count, drawn, state
 
 
-def test_state_is_taken_up_with_the_same_bits_and_at_another_number_of_ranks(
-    pool: Pool, tmp_path: Path
-) -> None:
+def test_resume_is_bitwise_and_works_on_other_ranks(pool: Pool, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
     first = pool.run(_resumed, 2, {"stage": 3}, tmp_path, True)
@@ -288,7 +286,7 @@ REFUSED = {
 }
 
 
-def test_what_does_not_go_together_is_refused_by_name(pool: Pool) -> None:
+def test_incompatible_options_are_rejected(pool: Pool) -> None:
     [told] = pool.run(_refused, 1)
     for name, text in REFUSED.items():
         assert text in told.get(name, "nothing was said"), name
@@ -381,7 +379,7 @@ def _rest(world: World, folder: Path) -> dict[str, Any]:
         }
 
 
-def test_the_rest_of_its_calls(pool: Pool, tmp_path: Path) -> None:
+def test_remaining_accelerator_calls(pool: Pool, tmp_path: Path) -> None:
     for rank, found in enumerate(pool.run(_rest, 2, tmp_path)):
         assert found == {
             "kept": ["checkpoint_1", "checkpoint_2"],

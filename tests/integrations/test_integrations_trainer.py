@@ -122,9 +122,7 @@ SAVED = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
 DROPPING = {"attention_dropout": 0.2}
 
 
-def test_a_run_goes_on_with_the_same_bits_and_at_another_number_of_ranks(
-    pool: Pool, tmp_path: Path, full: bool
-) -> None:
+def test_run_resumes_bitwise_and_on_other_ranks(pool: Pool, tmp_path: Path, full: bool) -> None:
     for options in ({"stage": 3}, {"stage": 2, "precision": "bf16"})[: 1 + full]:
         whole, resumed = tmp_path / "whole", tmp_path / "resumed"
         first = pool.run(train, 2, whole, [Case(options, SAVED, DROPPING)])[0][0]
@@ -151,9 +149,7 @@ def _saved(world: World, folder: Path, cases: list[Case]) -> list[list[str]]:
     return found
 
 
-def test_what_is_saved_is_what_the_plain_trainer_saves(
-    pool: Pool, tmp_path: Path, full: bool
-) -> None:
+def test_saved_files_equal_plain_trainers(pool: Pool, tmp_path: Path, full: bool) -> None:
     from safetensors.torch import load_file
 
     names = ("model.safetensors", "adapter_model.safetensors")
@@ -218,7 +214,7 @@ def _refusals(world: World, folder: Path) -> dict[str, str]:
     return found
 
 
-def test_what_does_not_go_together_is_refused_by_name(pool: Pool, tmp_path: Path) -> None:
+def test_incompatible_options_are_rejected(pool: Pool, tmp_path: Path) -> None:
     [told] = pool.run(_refusals, 1, tmp_path)
     for name, (_, text) in REFUSED.items():
         assert text in told.get(name, "nothing was said"), name
@@ -311,7 +307,7 @@ def _two_phases(world: World, folder: Path, gulliver: dict[str, Any] | None) -> 
 
 
 @pytest.mark.full
-def test_a_second_trainer_takes_the_model_over(pool: Pool, tmp_path: Path) -> None:
+def test_second_trainer_can_use_the_model(pool: Pool, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
     [plain] = pool.run(_two_phases, 1, tmp_path / "plain", None)

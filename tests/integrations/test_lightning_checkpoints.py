@@ -69,7 +69,7 @@ def close(found: list[float], expected: list[float]) -> bool:
     return torch.allclose(torch.tensor(found), torch.tensor(expected[-len(found) :]), atol=2e-6)
 
 
-def test_checkpoints_go_on_anywhere_with_the_losses_of_the_run(pool: Pool, tmp_path: Path) -> None:
+def test_checkpoints_resume_anywhere_with_equal_losses(pool: Pool, tmp_path: Path) -> None:
     folder = str(tmp_path)
     went_on = pool.run(saved_runs, 2, folder, deadline_s=120)[0]
     names = [(kind, kind) for kind in KINDS]

@@ -96,7 +96,7 @@ def both(world: World, kinds: list[str], folder: str) -> dict[str, dict[str, lis
     return {kind: around(world, kind, folder) for kind in kinds}
 
 
-def test_calls_and_callbacks_give_what_they_give_with_ddp(pool: Pool, tmp_path: Path) -> None:
+def test_calls_and_callbacks_match_ddp(pool: Pool, tmp_path: Path) -> None:
     kinds = ["ddp", "gulliver", "gulliver_zero3", "gemini"]
     found = pool.run(both, 2, kinds, str(tmp_path), deadline_s=150)[0]
     expected = found.pop("ddp")
@@ -267,7 +267,7 @@ def test_meta_16_bits_and_refusals(pool: Pool, tmp_path: Path) -> None:
     pool.run(alone, 1, str(tmp_path), deadline_s=120)
 
 
-def test_announced_names_choose_the_plugin() -> None:
+def test_registered_names_select_the_plugin() -> None:
     def plugin(**options: Any) -> Any:
         return GulliverStrategy(**options)._plugin
 

@@ -96,7 +96,7 @@ def _limits(world: World, folder: str) -> dict[str, tuple[dict[str, Tensor], int
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_limit_changes_no_value(pool: Pool, tmp_path: Path, ranks: int) -> None:
+def test_memory_limit_does_not_change_results(pool: Pool, tmp_path: Path, ranks: int) -> None:
     start, plain, clipped = _model().state_dict(), _resident(), _resident(0.01)
     for found in pool.run(_limits, ranks, str(tmp_path)):
         for name, (values, _) in found.items():
@@ -129,9 +129,7 @@ def _planned(world: World, folder: str) -> list[Any]:
     return found
 
 
-def test_a_step_moves_what_the_plan_says_and_an_edited_limit_takes_effect(
-    pool: Pool, tmp_path: Path
-) -> None:
+def test_step_traffic_matches_plan_and_edited_limit_applies(pool: Pool, tmp_path: Path) -> None:
     plain = _resident()
     (found,) = pool.run(_planned, 1, str(tmp_path))
     for values, moved, compared in found:
@@ -166,7 +164,7 @@ def _refused(world: World, folder: str) -> list[str]:
     return said
 
 
-def test_what_cannot_be_is_refused_before_anything_is_done(pool: Pool, tmp_path: Path) -> None:
+def test_invalid_options_are_rejected_before_changes(pool: Pool, tmp_path: Path) -> None:
     for said in pool.run(_refused, 1, str(tmp_path)):
         for text, wanted in zip(
             said,
@@ -276,7 +274,7 @@ def _behind(world: World, folder: str) -> list[Any]:
     return [found, stores[0].pinned]
 
 
-def test_memory_of_the_host_lies_behind_and_a_disk_behind_that(pool: Pool, tmp_path: Path) -> None:
+def test_host_tier_precedes_disk_tier(pool: Pool, tmp_path: Path) -> None:
     (((*found, said), pinned),) = pool.run(_behind, 1, str(tmp_path))
     plain = _resident(steps=LEARNT)
     for number, (values, moved, compared, told) in enumerate(found):
@@ -293,7 +291,7 @@ def test_memory_of_the_host_lies_behind_and_a_disk_behind_that(pool: Pool, tmp_p
             )
             assert 0 < moved.disk_read < moved.read
             assert 0 < moved.on_disk.total < moved.leaves.total
-            assert "lie on the disk at times" in told
+            assert "are on disk at times" in told
             assert "of the disk a step reads" in told
     assert found[1][1].disk_read > found[2][1].disk_read, "more of the host moves less of the disk"
     assert 0 < pinned <= 64 * 2**20

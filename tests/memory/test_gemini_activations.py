@@ -175,7 +175,7 @@ def held(got: tuple[Any, ...]) -> int:
     return got[3].shards.manager.counter.peak.get(ACTIVATIONS, 0)
 
 
-def test_what_becomes_of_activations_changes_no_value(pool: Pool, tmp_path: Path) -> None:
+def test_activation_policy_does_not_change_results(pool: Pool, tmp_path: Path) -> None:
     (found,) = pool.run(_modes, 1, str(tmp_path))
     assert [name for name, (equal, _) in found.items() if not equal] == []
     moved = {name for name, (_, most) in found.items() if most}
@@ -205,7 +205,7 @@ def _recut(world: World, folder: str) -> tuple[bool, list[str]]:
     return same(got, plain(stack)), asked
 
 
-def test_activations_make_room_after_chunks_were_cut_anew(pool: Pool, tmp_path: Path) -> None:
+def test_activations_are_evicted_after_rechunking(pool: Pool, tmp_path: Path) -> None:
     assert pool.run(_recut, 1, str(tmp_path)) == [
         (True, ["activations", "parameters", "gradients"])
     ]
@@ -373,7 +373,7 @@ def test_blocks_are_found_by_form(
         ),
     ],
 )
-def test_what_cannot_be_done_to_activations_is_refused(
+def test_unsupported_activation_policies_are_rejected(
     make: Callable[[], nn.Module], plugin: Callable[[], Any], message: str
 ) -> None:
     with pytest.raises(GulliverError, match=message) as caught:
@@ -386,7 +386,7 @@ def test_paths_that_a_plan_names_are_checked() -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     plugin = GeminiPlugin("64MiB", disk="/tmp:64MiB", verbose=False)
     text = plugin.make_plan(model, optimizer).to_yaml().replace("offloaded: []", "offloaded: ['9']")
-    with pytest.raises(GulliverError, match="it names blocks, as activations: mixed does"):
+    with pytest.raises(GulliverError, match="blocks need activations: mixed"):
         check_plan(Plan.from_yaml(text), 1)
     text = text.replace('activations: "keep"', 'activations: "mixed"')
     with pytest.raises(GulliverError, match=r"zero.tiers.offloaded names '9', which the model"):

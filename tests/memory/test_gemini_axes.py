@@ -241,7 +241,7 @@ def _plan(sizes: dict[str, Any], ranks: int, limit: Any = "1GiB", **options: Any
     return plugin.make_plan(model, make_optimizer(model), cluster, **options)
 
 
-def test_a_plan_says_what_goes_where_for_the_rank_that_needs_most() -> None:
+def test_plan_describes_tiers_of_the_fullest_rank() -> None:
     whole = _plan({}, 1).predicted.moved
     assert whole is not None
     for name, sizes in (("tensor", TENSOR), ("ring", RING), ("pipeline", STAGES)):
@@ -268,7 +268,7 @@ def test_micro_batches_read_state_again_and_the_plan_counts_them() -> None:
     assert read[1] > 2 * read[0]
 
 
-def test_what_is_not_possible_together_is_refused_by_name(tmp_path: Path) -> None:
+def test_unsupported_combinations_are_rejected(tmp_path: Path) -> None:
     text = _plan(TENSOR, 2).to_yaml()
     zero, inside, tiers = text.partition("tiers:")
     for before, after, told in (
@@ -284,7 +284,7 @@ def test_what_is_not_possible_together_is_refused_by_name(tmp_path: Path) -> Non
         ({"zero_stage": 1, "memory_limit": "1GiB"}, "zero_stage=3"),
         ({"disk": "/tmp:1GiB"}, "needs a memory_limit"),
         ({"host_limit": "1GiB"}, "needs a memory_limit"),
-        ({"memory_limit": "lots"}, "is no size"),
+        ({"memory_limit": "lots"}, "is not a size"),
         ({"chunk_mb": "again"}, "chunk_mb"),
     ):
         with pytest.raises(GulliverError, match=message):

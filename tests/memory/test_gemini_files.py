@@ -184,7 +184,7 @@ def _beyond(world: World, text: str) -> list[str]:
     return said
 
 
-def test_values_beyond_fp16_are_refused_by_name_on_all_ways(pool: Pool, tmp_path: Path) -> None:
+def test_fp16_overflow_is_rejected_by_all_exports(pool: Pool, tmp_path: Path) -> None:
     for said in pool.run(_beyond, 2, str(tmp_path)):
         assert all("2.bias" in line and "\n" not in line for line in said), said
         assert all("1000000.0" in line for line in said), said

@@ -40,7 +40,7 @@ def _resumed(world: World, folder: str) -> list[dict[str, Tensor]]:
 
 
 @pytest.mark.deadline(120)
-def test_a_killed_run_goes_on_under_any_limit(pool: Pool, tmp_path: Path) -> None:
+def test_killed_run_resumes_under_any_limit(pool: Pool, tmp_path: Path) -> None:
     done = run_program(module, "tests.memory.gemini_killed", str(tmp_path), timeout=100)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == [str(-signal.SIGKILL)] * len(KINDS)

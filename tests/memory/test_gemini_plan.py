@@ -37,44 +37,44 @@ def test_a_size_in_any_unit_is_read_exactly(count: int, unit: str, gap: str) -> 
 
 
 @given(st.integers(1, 2**50))
-def test_a_size_that_is_told_is_enough_and_hardly_more(count: int) -> None:
+def test_stated_minimum_is_sufficient_and_tight(count: int) -> None:
     read = byte_size("limit", size_at_least(count))
     assert count <= read <= count + max(1, count / 100 + 11)
 
 
 @given(st.integers(1, 10**4), st.integers(10**4, 2**50))
-def test_a_share_is_of_the_whole(share: int, whole: int) -> None:
+def test_percentage_is_of_total_memory(share: int, whole: int) -> None:
     assert byte_size("limit", f"{share / 100:.2f}%", whole) == share * whole // 10**4
 
 
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ("lots", r"limit='lots' is no size: give a number with a unit, such as '6GiB'"),
+        ("lots", r"limit='lots' is not a size: give a number with a unit, such as '6GiB'"),
         ("6 GiBs", r"limit='6 GiBs' has no known unit: did you mean 'GiB'\?"),
-        ("", "is no size"),
-        ("GiB", "is no size"),
-        ("-3GiB", "is no size above 0"),
-        ("0MiB", "is no size above 0"),
-        (0, "limit=0 is no size above 0"),
-        (-5, "limit=-5 is no size above 0"),
-        (float("nan"), "is no size above 0"),
-        (float("inf"), "is no size above 0"),
+        ("", "is not a size"),
+        ("GiB", "is not a size"),
+        ("-3GiB", "is not a positive size"),
+        ("0MiB", "is not a positive size"),
+        (0, "limit=0 is not a positive size"),
+        (-5, "limit=-5 is not a positive size"),
+        (float("nan"), "is not a positive size"),
+        (float("inf"), "is not a positive size"),
         (True, "must be a whole number"),
         (None, "must be a whole number"),
-        ("70%", "is a share, and of what is not known"),
-        ("1.2.3GiB", "is no size"),
-        ("0.0001B", "is no size above 0"),
+        ("70%", "is a share, but there is no total"),
+        ("1.2.3GiB", "is not a size"),
+        ("0.0001B", "is not a positive size"),
     ],
 )
-def test_what_is_no_size_is_refused_with_what_would_be_right(value: Any, message: str) -> None:
+def test_malformed_size_is_rejected_with_fix(value: Any, message: str) -> None:
     with pytest.raises(GulliverError, match=message) as caught:
         byte_size("limit", value)
     assert "\n" not in str(caught.value)
 
 
-def test_a_share_of_more_than_all_is_refused() -> None:
-    with pytest.raises(GulliverError, match="more than all of it"):
+def test_percentage_above_100_is_rejected() -> None:
+    with pytest.raises(GulliverError, match="more than 100%"):
         byte_size("limit", "101%", 100)
     assert byte_size("limit", 6e9) == 6 * 10**9
     with pytest.raises(GulliverError, match="more than any machine has"):
@@ -87,9 +87,9 @@ def test_a_disk_is_a_folder_that_may_have_colons_and_a_size() -> None:
     for text, message in {
         "/scratch": r"such as disk='/scratch:100GiB'",
         ":5GiB": r"such as disk='/scratch:5GiB'",
-        "/scratch:lots": r"disk='/scratch:lots': 'lots' is no size",
-        "/scratch:0GiB": "is no size above 0",
-        "/scratch:": "is no size",
+        "/scratch:lots": r"disk='/scratch:lots': 'lots' is not a size",
+        "/scratch:0GiB": "is not a positive size",
+        "/scratch:": "is not a size",
     }.items():
         with pytest.raises(GulliverError, match=message):
             split_disk(text)
@@ -153,7 +153,7 @@ VISITS = st.lists(
 
 
 @given(VISITS)
-def test_seconds_are_those_of_a_link_and_a_unit_that_take_turns(visits: list[Visit]) -> None:
+def test_simulated_seconds_alternate_link_and_compute(visits: list[Visit]) -> None:
     rates = TierRates("disk", 1.0, 1.0)
     found = tiered_seconds(visits, rates)
     assert found.step <= found.compute + found.busy + 1e-9
@@ -175,7 +175,7 @@ def test_the_bottleneck_is_named() -> None:
     assert (both.busy, both.step) == pytest.approx((9.0, 9.9))
 
 
-def test_reads_and_writes_go_on_at_once_as_fast_as_was_measured() -> None:
+def test_concurrent_reads_and_writes_use_measured_rate() -> None:
     visit = Visit(0.0, (Transfer(10**9, write=True), Transfer(10**9)))
     for both, seconds in ((None, 2.0), (1e9, 2.0), (1.25e9, 1.6), (2e9, 1.0), (9e9, 1.0)):
         rates = TierRates("disk", 1e9, 1e9, both_rate=both)
@@ -185,7 +185,7 @@ def test_reads_and_writes_go_on_at_once_as_fast_as_was_measured() -> None:
     assert unequal.busy(1.0, 2.0) == pytest.approx(1.0 / 0.75 + 1.0)
 
 
-def test_the_processor_takes_time_for_uses_transfers_and_bytes_that_are_gone_through() -> None:
+def test_cpu_overhead_of_transfers_is_predicted() -> None:
     rates = TierRates("disk", 1e9, 1e9, visit_s=0.25, transfer_s=0.5, memory_rate=1e9)
     # Nothing is moved where memory is made; the moves beside 2 s of compute take 1 s.
     moves = (Transfer(10**8, write=True), Transfer(0), Transfer(10**8, until=1))
@@ -211,7 +211,7 @@ def test_a_faster_processor_and_memory_take_less_beside_what_is_computed() -> No
     assert replace(first, visit_s=0.0).handling(Visit(0.0, passed=10**9)) == pytest.approx(1.0)
 
 
-def test_what_comes_waits_for_the_memory_of_what_leaves() -> None:
+def test_loads_wait_for_evictions() -> None:
     rates = TierRates("disk", 1e9, 1e9, both_rate=2e9)
     there = Visit(0.0, (Transfer(10**9, write=True), Transfer(10**9, room=10**9)))
     waits = Visit(0.0, (Transfer(10**9, write=True), Transfer(10**9, room=0)))
@@ -263,19 +263,19 @@ def test_a_plan_with_tiers_is_read_back_as_it_was_and_a_size_may_be_text() -> No
         (
             "stage: 3",
             "stage: 2",
-            r"zero.stage: 2 \(line \d+\) and zero.tiers.limit: .*take stage: 3",
+            r"zero.stage: 2 \(line \d+\) and zero.tiers.limit: .*use stage: 3",
         ),
-        ('tuning: "off"', 'tuning: "auto"', r"zero.tuning: auto .* would be tuning: off"),
+        ('tuning: "off"', 'tuning: "auto"', r"zero.tuning: auto .* use tuning: off"),
         (
             'disk: "/tmp"',
             "disk: null",
             r"tiers.disk: null .* and zero.tiers.disk_bytes: 1073741824",
         ),
         ("disk_bytes: 1073741824", "disk_bytes: 0", "such as disk_bytes: 100GiB"),
-        ("host: 0", "host: 5GiB", r"mesh.device: cpu .* and zero.tiers.host: .*be host: 0"),
-        ("offload_param: 1.0", "offload_param: 0.5", r"policy: auto .* take policy: static"),
+        ("host: 0", "host: 5GiB", r"mesh.device: cpu .* and zero.tiers.host: .*use host: 0"),
+        ("offload_param: 1.0", "offload_param: 0.5", r"policy: auto .* use policy: static"),
         ("offload_optim: 1.0", "offload_optim: 1.5", "it must be at most 1"),
-        ("offload_optim: 1.0", "offload_optim: 0.5", "take policy: static"),
+        ("offload_optim: 1.0", "offload_optim: 0.5", "use policy: static"),
         ('policy: "auto"', 'policy: "best"', "it must be one of auto, static"),
         ('activations: "keep"', 'activations: "kept"', "must be one of keep, recompute"),
     ],
@@ -358,7 +358,7 @@ def test_of_three_memories_the_slower_link_sets_the_pace() -> None:
         find_residency(state, beyond, plan.work)
 
 
-def test_shares_that_must_stay_do() -> None:
+def test_fixed_shares_stay_resident() -> None:
     plan = _plan("48MiB", placement_policy="static", offload_param_frac=0.0)
     assert plan.predicted.moved is not None
     assert plan.predicted.moved.leaves.parameters == 0

@@ -19,7 +19,7 @@ SIZES = st.lists(st.integers(0, 90), min_size=1, max_size=12)
 
 
 @given(SIZES, st.integers(1, 120), st.integers(1, 5), st.sampled_from([1, 4, 16]))
-def test_every_tensor_has_one_aligned_place_in_its_order(
+def test_tensors_are_aligned_and_ordered_in_chunks(
     sizes: list[int], capacity: int, parts: int, align: int
 ) -> None:
     tensors = [(f"t{n}", size) for n, size in enumerate(sizes)]
@@ -106,7 +106,7 @@ def test_backward_adds_in_place_to_the_gradient_buffer() -> None:
     chunk.gradients.complete()
 
 
-def test_a_detached_gradient_leaves_a_stand_in_and_a_cleared_one_is_noticed() -> None:
+def test_detached_gradient_leaves_placeholder() -> None:
     model, chunk = _chunk()
     chunk.gradients.begin()
     chunk.gradients.mark_reduced()
@@ -148,14 +148,14 @@ def test_a_parameter_that_left_its_chunk_is_refused(spoil) -> None:
         lambda p: torch.optim.SGD([p], lr=0.1).zero_grad(set_to_none=False),
     ],
 )
-def test_a_stand_in_refuses_what_would_be_wrong_and_says_what_is_right(use) -> None:
+def test_placeholder_rejects_misuse_with_fix(use) -> None:
     parameter = nn.Parameter(torch.ones(4, 4))
     parameter.grad = reduced_gradient(parameter)
     with pytest.raises(GulliverError, match=r"optimizer\.clip_grad_by_norm"):
         use(parameter)
 
 
-def test_a_stand_in_reads_as_nan_and_takes_the_memory_of_one_element() -> None:
+def test_placeholder_reads_as_nan_and_takes_one_element() -> None:
     stand_in = reduced_gradient(torch.ones(100, 100, dtype=torch.float64))
     assert stand_in.shape == (100, 100)
     assert bool(torch.isnan(torch.Tensor.sum(stand_in)))

@@ -133,7 +133,7 @@ class Twin:
 
 @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(OPERATIONS, max_size=60), st.integers(4, 14), st.booleans())
-def test_contents_are_those_of_a_plain_dict_after_any_program(program, pages, late):
+def test_manager_contents_equal_dict_after_any_program(program, pages, late):
     """On disk, and on a device whose copies end as late as they may."""
     with tempfile.TemporaryDirectory() as folder:
         store = HostStore(2**20, copier=LateCopier()) if late else DiskStore(folder, 2**20)
@@ -183,7 +183,7 @@ def filled(manager: Manager, count: int) -> list[ManagedTensor]:
     ]
 
 
-def test_what_moves_is_what_the_simulation_says(tmp_path: Path):
+def test_traffic_matches_simulation(tmp_path: Path):
     for seed in range(4):
         chosen = random.Random(seed)
         sizes = {n: chosen.randint(1, 4) * PAGE for n in range(8)}
@@ -246,7 +246,7 @@ def test_reads_run_ahead_and_writes_behind(tmp_path: Path, request):
     engine.close()
 
 
-def test_memory_is_used_again_and_what_is_still_looked_at_is_not(tmp_path: Path):
+def test_memory_is_reused_only_without_live_views(tmp_path: Path):
     manager = Manager(2 * PAGE, "cpu", DiskStore(tmp_path, 2**20))
     first = manager.allocate_buffer(1024, torch.float32, GRADIENTS).fill_(1)
     address = first.data_ptr()
@@ -263,7 +263,7 @@ def test_memory_is_used_again_and_what_is_still_looked_at_is_not(tmp_path: Path)
     manager.close()
 
 
-def test_pages_go_from_what_leaves_to_what_comes(tmp_path: Path, monkeypatch):
+def test_freed_pages_are_reused_for_loads(tmp_path: Path, monkeypatch):
     manager = Manager(1000 * PAGE, "cpu", DiskStore(tmp_path, 2**25))
     sizes = (300, 420, 350, 410)
     objects = [
@@ -306,7 +306,7 @@ def test_a_buffer_that_shrinks_gives_its_pages_back_at_once():
 
 
 @pytest.mark.parametrize("call", ["write", "read"])
-def test_an_error_of_the_disk_is_told_at_the_next_use_and_nothing_is_lost(tmp_path: Path, call):
+def test_disk_error_is_raised_at_next_use_without_loss(tmp_path: Path, call):
     for times in (1, 3):
         engine = default_engine(page_bytes=PAGE, pages=1)
         manager = Manager(3 * PAGE, "cpu", DiskStore(tmp_path, 2**20, engine))
@@ -346,7 +346,7 @@ def told(manager: Manager, objects: list[ManagedTensor]) -> weakref.ref[torch.Te
 
 
 @pytest.mark.parametrize("call", ["write", "read"])
-def test_an_error_that_was_caught_keeps_nothing_of_its_callers(tmp_path: Path, call):
+def test_caught_error_keeps_no_caller_tensors(tmp_path: Path, call):
     engine = default_engine(page_bytes=PAGE, pages=1)
     manager = Manager(3 * PAGE, "cpu", DiskStore(tmp_path, 2**20, engine))
     objects = filled(manager, 7)
@@ -417,7 +417,7 @@ def test_closing_waits_for_writes_and_two_managers_share_a_folder(tmp_path: Path
     assert os.listdir(tmp_path) == []
 
 
-def test_a_manager_that_nobody_closed_leaves_no_write_into_freed_memory(tmp_path: Path):
+def test_unclosed_manager_does_not_write_freed_memory(tmp_path: Path):
     engine = default_engine(page_bytes=PAGE, pages=1)
     manager = Manager(4 * PAGE, "cpu", DiskStore(tmp_path, 2**20, engine))
     objects = filled(manager, 8)
@@ -431,7 +431,7 @@ def test_a_manager_that_nobody_closed_leaves_no_write_into_freed_memory(tmp_path
     engine.close()
 
 
-def test_at_exit_nothing_is_read_any_more_by_an_engine_that_closes(tmp_path: Path, monkeypatch):
+def test_closing_engine_reads_nothing_at_exit(tmp_path: Path, monkeypatch):
     engine, raised = default_engine(page_bytes=PAGE, pages=1), list[object]()
     monkeypatch.setattr(threading, "excepthook", raised.append)
     manager = Manager(4 * PAGE, "cpu", DiskStore(tmp_path, 2**20, engine))
@@ -498,7 +498,7 @@ def test_a_snapshot_is_asked_before_its_memory_is_used_again(tmp_path: Path):
     manager.close()
 
 
-def test_what_is_shown_stays_while_what_was_decided_before_comes(tmp_path: Path):
+def test_exposed_object_is_not_evicted_by_earlier_decision(tmp_path: Path):
     manager = Manager(2 * PAGE, "cpu", DiskStore(tmp_path, 2**20))
     objects = filled(manager, 4)
     for turn in range(50):
@@ -518,7 +518,7 @@ def test_what_is_shown_stays_while_what_was_decided_before_comes(tmp_path: Path)
     manager.close()
 
 
-def test_what_is_shown_can_be_filled_wherever_it_lies(tmp_path: Path):
+def test_exposed_object_can_be_filled_in_any_tier(tmp_path: Path):
     manager = Manager(2 * PAGE, "cpu", DiskStore(tmp_path, 2**20))
     objects = [*filled(manager, 4), manager.add("empty", OPTIMIZER_STATE, 1024, torch.float32)]
     held = manager.held
@@ -531,7 +531,7 @@ def test_what_is_shown_can_be_filled_wherever_it_lies(tmp_path: Path):
     manager.close()
 
 
-def test_without_a_store_all_stays_or_is_refused():
+def test_without_store_everything_stays_or_raises():
     manager = Manager(2 * PAGE, "cpu", None)
     filled(manager, 2)
     with pytest.raises(GulliverError, match=rf"no disk or host memory .* at least {3 * PAGE}"):

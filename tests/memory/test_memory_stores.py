@@ -93,7 +93,7 @@ def test_a_forked_process_shares_no_memory_and_copies_none(tmp_path: Path):
     assert shared_memory() == shared, "a gauge of the process counts private memory only"
 
 
-def test_what_is_written_is_read_and_mapped_and_nothing_has_a_name(tmp_path: Path):
+def test_store_round_trips_in_anonymous_file(tmp_path: Path):
     store = DiskStore(tmp_path, 64 * PAGE)
     assert os.listdir(tmp_path) == []
     one, two = store.allocate(3 * PAGE), store.allocate(2 * PAGE - 5)
@@ -127,7 +127,7 @@ def test_the_disk_is_gone_past_the_page_cache(tmp_path: Path):
     engine.close()
 
 
-def test_an_engine_without_direct_access_is_said(tmp_path: Path, caplog):
+def test_missing_direct_io_is_logged(tmp_path: Path, caplog):
     engine = PythonEngine(page_bytes=PAGE, pages=1)
     with caplog.at_level(logging.WARNING, "gulliver"):
         store = DiskStore(tmp_path, 16 * PAGE, engine)
@@ -173,7 +173,7 @@ def test_a_disk_that_is_full_or_broken_says_so_and_leaves_nothing(tmp_path: Path
     store.close()
 
 
-def test_pieces_of_all_sizes_fit_that_add_up_to_the_capacity(tmp_path: Path):
+def test_pieces_fill_the_store_to_capacity(tmp_path: Path):
     draw = random.Random(0)
     sizes = [PAGE * draw.randint(1, 9) for _ in range(40)]
     store, placed = DiskStore(tmp_path, sum(sizes)), dict[int, int]()

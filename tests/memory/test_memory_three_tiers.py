@@ -48,7 +48,7 @@ def check_host(store: HostDiskStore, disk: DiskStore) -> None:
 
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(OPERATIONS, max_size=60), st.integers(4, 14), st.integers(6, 14), st.booleans())
-def test_contents_are_those_of_a_plain_dict_after_any_program(program, pages, host, small):
+def test_manager_contents_equal_dict_after_any_program(program, pages, host, small):
     disk = 24 - host if small else 256  # what does not fit there stays in the host's memory
     with tempfile.TemporaryDirectory() as folder:
         manager, store, behind = three_tiers(folder, pages, host, disk)
@@ -127,7 +127,7 @@ def simulated(
 
 
 @pytest.mark.parametrize(("host", "disk"), [(9, 64), (26, 20), (48, 64)])
-def test_what_moves_between_three_tiers_is_what_the_simulation_says(
+def test_three_tier_traffic_matches_simulation(
     tmp_path: Path, host: int, disk: int, full: bool
 ) -> None:
     for seed in range(2 if full else 1):
@@ -212,7 +212,7 @@ def test_the_disk_is_read_into_the_host_ahead_of_use(tmp_path: Path, request) ->
 
 
 @pytest.mark.parametrize("call", ["write", "read"])
-def test_an_error_of_the_disk_is_told_and_nothing_is_lost(tmp_path: Path, call) -> None:
+def test_disk_error_is_raised_without_loss(tmp_path: Path, call) -> None:
     for times in (1, 3):
         engine = default_engine(page_bytes=PAGE, pages=1)
         store = HostDiskStore(3 * PAGE, DiskStore(tmp_path, 2**20, engine), copier=LateCopier())
@@ -236,7 +236,7 @@ def test_an_error_of_the_disk_is_told_and_nothing_is_lost(tmp_path: Path, call) 
         engine.close()
 
 
-def test_what_is_shown_can_be_filled_in_the_host_and_on_the_disk(tmp_path: Path) -> None:
+def test_exposed_object_can_be_filled_on_host_and_disk(tmp_path: Path) -> None:
     for disk in (64, 6):
         manager, store, behind = three_tiers(tmp_path, 2, 6, disk)
         objects = [*filled(manager, 8), manager.add("empty", KINDS[0], 1024, torch.float32)]

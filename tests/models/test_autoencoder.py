@@ -36,7 +36,7 @@ def test_the_folded_convolution_is_conv3d_forward_and_backward() -> None:
     torch.testing.assert_close(found, weight.grad, rtol=1e-11, atol=1e-11)
 
 
-def test_no_latent_knows_a_later_frame() -> None:
+def test_latents_are_causal() -> None:
     torch.manual_seed(0)
     model = VideoAutoencoder(width=16).double()
     video = torch.randn(1, 3, 13, 8, 8).double().requires_grad_()
@@ -59,7 +59,7 @@ def test_a_longer_clip_begins_with_the_latents_of_a_shorter_one() -> None:
     torch.testing.assert_close(model.decode(whole[:, :, :2]), decoded[:, :, :5])
 
 
-def test_folding_is_undone_by_unfolding_and_sizes_are_as_said() -> None:
+def test_folding_round_trips_with_documented_sizes() -> None:
     model = VideoAutoencoder(width=8)
     for frames, height, width in ((1, 4, 8), (5, 24, 40), (17, 16, 12)):
         video = torch.randn(2, 3, frames, height, width)

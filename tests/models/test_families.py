@@ -71,9 +71,7 @@ BY_TURNS = tuple(
 @pytest.mark.parametrize("family", ["qwen3", "gemma2", "gemma3", "mixtral"])
 @pytest.mark.parametrize("modes", some(["half", "all"], ["half"]))
 @pytest.mark.deadline(300)
-def test_a_family_trains_as_one_process_in_all_modes_that_it_lists(
-    pool: Any, family: str, modes: str
-) -> None:
+def test_family_matches_one_process_in_all_listed_modes(pool: Any, family: str, modes: str) -> None:
     pytest.importorskip("transformers")
     of = BY_TURNS if modes == "half" else LATER_CELLS
     cells = tuple(cell for cell in of if cell.family == family)
@@ -178,7 +176,7 @@ def test_a_family_is_found_along_the_class_hierarchy_by_all_who_ask() -> None:
     assert family_of(nn.Linear(2, 2)) is UNKNOWN
 
 
-def test_records_name_what_there_is() -> None:
+def test_records_name_existing_modules() -> None:
     for family in all_families():
         tensors, known = family.tensors, family.sequences
         assert {*(tensors.rules.values() if tensors else ())} <= {*STYLES}
@@ -187,12 +185,12 @@ def test_records_name_what_there_is() -> None:
     assert len(kinds) == len(set(kinds))
 
 
-def test_a_family_that_cannot_be_is_refused() -> None:
+def test_invalid_family_is_rejected() -> None:
     with pytest.raises(GulliverError, match="need transformers attention"):
         register(Family("x", classes=("X",), sequences=Sequences()))
 
 
-def test_a_cut_of_little_is_said_and_a_cut_of_nothing_is_refused() -> None:
+def test_little_sharding_warns_and_none_raises() -> None:
     pytest.importorskip("transformers")
     bamba = build("causal", "bamba")
     plan = plan_tensor(bamba, 2)
@@ -270,7 +268,7 @@ def test_lora_is_cut_with_the_layers_that_it_adapts(pool: Any) -> None:
 @pytest.mark.full
 @pytest.mark.deadline(3600)
 @pytest.mark.parametrize("task", TASKS)
-def test_no_type_is_wrong(pool: Any, task: str) -> None:
+def test_all_model_types_are_exact_or_rejected(pool: Any, task: str) -> None:
     pytest.importorskip("transformers")
     bad = []
     for kind in types(task):

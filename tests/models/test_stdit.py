@@ -183,12 +183,12 @@ def test_training_drops_captions_at_random_and_evaluation_never() -> None:
         ({"hidden_size": 10, "num_heads": 3}, "multiple"),
     ],
 )
-def test_configurations_that_cannot_be_are_refused(fields: dict, message: str) -> None:
+def test_invalid_configurations_are_rejected(fields: dict, message: str) -> None:
     with pytest.raises(GulliverError, match=message):
         STDiT3(**{**SMALL, **fields})
 
 
-def test_inputs_that_do_not_fit_are_refused() -> None:
+def test_mismatched_inputs_are_rejected() -> None:
     model = _model()
     inputs = _inputs(2, 4, 4, [7, 7], False)
     sides = {"height": torch.full((2,), 32.0), "width": torch.full((2,), 32.0)}

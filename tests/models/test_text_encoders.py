@@ -66,7 +66,7 @@ def save_clip(folder: Path) -> Any:
     return model
 
 
-def test_t5_and_clip_say_what_transformers_says_of_each_caption_alone(tmp_path: Path) -> None:
+def test_t5_and_clip_equal_transformers_per_caption(tmp_path: Path) -> None:
     t5, clip = save_t5(tmp_path / "t5"), save_clip(tmp_path / "clip")
     first, second = (load_text_encoder(tmp_path / name) for name in ("t5", "clip"))
     assert isinstance(first, T5TextEncoder)
@@ -129,7 +129,7 @@ def test_captions_are_encoded_once_and_kept_by_fingerprint(tmp_path: Path) -> No
         words.encode(["a cat"])
 
 
-def test_encoders_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+def test_mismatched_encoders_are_rejected(tmp_path: Path) -> None:
     save_t5(tmp_path / "t5")
     encoder = T5TextEncoder(tmp_path / "t5", 4)
     with pytest.raises(GulliverError, match=r"7 tokens exceed this model's limit of 4"):
@@ -137,7 +137,7 @@ def test_encoders_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     assert T5TextEncoder(tmp_path / "t5", 4, cut=True).encode(CAPTIONS).mask.shape == (3, 4)
     with pytest.raises(GulliverError, match="no caption"):
         encoder.encode([])
-    with pytest.raises(GulliverError, match="width 16, the model needs 4096"):
+    with pytest.raises(GulliverError, match="width 16, but the model needs 4096"):
         check_encoder(encoder, 4096, 300)
     with pytest.raises(GulliverError, match="pass max_length=3"):
         check_encoder(encoder, 16, 3)

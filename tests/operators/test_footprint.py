@@ -346,7 +346,7 @@ class Tape:
         pass
 
 
-def test_a_footprint_is_what_nobody_holds_by_step() -> None:
+def test_footprint_is_memory_outside_the_manager() -> None:
     tape, held = Tape(1000), [300]
     footprint = Footprint(lambda: held[0], interval=3600, gauge=tape)
     assert footprint.base == 700
@@ -518,7 +518,7 @@ def test_a_budget_below_what_is_pinned_waits_for_the_next_step() -> None:
     controller.close()
 
 
-def test_a_step_that_takes_more_than_the_limit_is_told_once_with_the_limit_that_would_do(
+def test_exceeded_limit_is_logged_once_with_sufficient_limit(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     tape, ledger = Tape(), Ledger()
@@ -564,7 +564,7 @@ def test_freed_memory_is_kept_where_steps_hardly_wait_and_it_fits() -> None:
 
 
 @pytest.mark.parametrize("allowed", [True, False])
-def test_freed_memory_is_kept_only_where_it_may_be_and_that_is_told(
+def test_keep_freed_is_logged_and_respects_options(
     allowed: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "gulliver")
@@ -636,7 +636,7 @@ print(said)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs glibc")
-def test_the_last_that_closes_puts_mallocs_thresholds_to_what_its_environment_says() -> None:
+def test_last_close_restores_malloc_thresholds() -> None:
     for mapped, wanted in (("", 32 << 20), ("262144", 262144)):
         told = {"MALLOC_MMAP_THRESHOLD_": mapped, "MALLOC_TRIM_THRESHOLD_": ""}
         done = run_program(text, MALLOC, env=told)

@@ -18,7 +18,7 @@ from tests.solve.solver_cases import joint_case, small_network
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 1 << 30))
-def test_no_picks_are_better(seed: int) -> None:
+def test_joint_search_is_optimal(seed: int) -> None:
     joint_case(seed, 2, 600)
 
 
@@ -26,7 +26,7 @@ FULL = pytest.param(range(6, 60), marks=[pytest.mark.full, pytest.mark.deadline(
 
 
 @pytest.mark.parametrize("seeds", [range(6), FULL])
-def test_no_bound_is_above_what_is_possible(seeds: range) -> None:
+def test_lower_bound_is_valid(seeds: range) -> None:
     for seed in seeds:
         draw = random.Random(seed)
         blocks = small_network(draw, draw.randint(2, 4), 4, 3)
@@ -40,7 +40,7 @@ def test_no_bound_is_above_what_is_possible(seeds: range) -> None:
             assert rough.cost.peak <= budget
 
 
-def test_what_is_low_at_the_peak_stays_beside_what_is_best_in_every_sum() -> None:
+def test_pruning_keeps_plans_with_low_peak() -> None:
     # No weighted sum of seconds and peak is least for the middle one.
     seconds, peak = np.array([0.0, 6.0, 10.0]), np.array([10.0, 6.0, 0.0])
     priced = seconds + np.array([0.5, 1.0, 2.0])[:, None] * peak
@@ -51,7 +51,7 @@ def test_what_is_low_at_the_peak_stays_beside_what_is_best_in_every_sum() -> Non
 
 @pytest.mark.full
 @pytest.mark.deadline(600)
-def test_no_picks_are_better_in_larger_cases() -> None:
+def test_joint_search_is_optimal_in_larger_cases() -> None:
     assert sum(joint_case(seed) for seed in range(3000)) > 1500
 
 
@@ -101,7 +101,7 @@ def test_many_blocks_end_within_a_small_gap() -> None:
     assert found.gap < 0.01
 
 
-def test_too_little_is_refused_with_what_binds() -> None:
+def test_infeasible_budget_names_the_binding_operator() -> None:
     blocks = _chain(2)
     least = least_memory(blocks)
     with pytest.raises(GulliverError, match=rf"{least.peak}\b.* '(up|down|add)'"):

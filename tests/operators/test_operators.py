@@ -247,7 +247,7 @@ def edited_plan() -> Plan:
     raise AssertionError("no such plan")
 
 
-def test_what_cannot_be_shared_exactly_is_refused_by_name() -> None:
+def test_inexact_operators_are_rejected() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.1))
     with pytest.raises(GulliverError, match=r"dropout in '1'.*set p to 0"):
         find_operators(model, torch.randn(4, 8), cluster_of(2))
@@ -282,7 +282,7 @@ def test_another_batch_or_forward_than_planned_is_refused(pool: Pool) -> None:
         assert "tanh" in other
 
 
-def test_recomputing_from_what_is_gone_names_both_lines() -> None:
+def test_recomputing_from_dropped_input_names_both_lines() -> None:
     model, batch = build("mlp")
     problem = problem_of(model, batch_of(batch), (2,), cluster_of(2))
     picks = [[Pick(0, "keep") for _ in block.operators] for block in problem.blocks]
@@ -356,7 +356,7 @@ def _one_fails(world: World) -> list[str]:
     return found
 
 
-def test_what_one_rank_cannot_plan_ends_all_with_the_same_error(pool: Pool) -> None:
+def test_planning_error_of_one_rank_is_raised_on_all(pool: Pool) -> None:
     first, other = pool.run(_one_fails, 2)
     assert first == [f"rank 1 failed: {other[0]}", other[1]]
     assert re.match("dropout in '1'", first[1]), first

@@ -21,7 +21,7 @@ STRETCHES = [[1, 4, 8], [5, 2, 2, 4], [3, 10], [13]]
 
 @pytest.mark.parametrize("attention", ["frame", "raster"])
 @pytest.mark.parametrize("norm", ["frame", "root", "group"])
-def test_stretches_together_are_the_whole(norm: str, attention: str) -> None:
+def test_streamed_segments_equal_whole_clip(norm: str, attention: str) -> None:
     torch.manual_seed(0)
     network = TinyAutoencoder(norm, attention).double()
     clip = torch.randn(2, 3, 13, 8, 6).double()
@@ -139,7 +139,7 @@ def test_the_peak_of_a_streamed_clip_does_not_grow_with_its_length() -> None:
     assert _peak(network, 33) < _peak(network, 17) * 1.2
 
 
-def test_what_needs_frames_that_are_still_to_come_is_refused_by_name() -> None:
+def test_non_causal_functions_are_rejected_in_streams() -> None:
     clip = torch.randn(1, 3, 13, 8, 6)
     parts = clip.split([5, 8], 2)
     with pytest.raises(GulliverError, match=r"group norm over time.*norms='passes'"):

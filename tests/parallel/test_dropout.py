@@ -44,7 +44,7 @@ def test_a_mask_is_that_of_splitmix_over_the_numbers_of_the_elements() -> None:
     assert torch.equal(keep_mask(key, 0.3, part, CPU), wanted[2:][:, own, 4:])
 
 
-def test_masks_have_their_rate_and_know_nothing_of_each_other() -> None:
+def test_dropout_masks_have_rate_and_are_independent() -> None:
     size, p = 1 << 17, 0.2
     sites = [mix(seed, site) for seed in (1, 2) for site in (7, 8)]
     masks = torch.stack([keep_mask(key, p, [Along.whole(size)], CPU).double() for key in sites])
@@ -56,7 +56,7 @@ def test_masks_have_their_rate_and_know_nothing_of_each_other() -> None:
     assert (correlation - torch.eye(len(centred))).abs().max() < 5 / size**0.5
 
 
-def test_what_stays_is_divided_and_nothing_stays_at_one() -> None:
+def test_dropout_scales_kept_values() -> None:
     x = torch.rand(3, 50, dtype=torch.float64, requires_grad=True)
     dims = [Along.whole(3), Along.whole(50)]
     keep = keep_mask(9, 0.25, dims, CPU)
@@ -202,7 +202,7 @@ class Odd(nn.Module):
 
 
 ODD = {
-    "features": (Odd(nn.AlphaDropout(0.1)), r"block\.p \(AlphaDropout\) drops whole features"),
+    "features": (Odd(nn.AlphaDropout(0.1)), r"block\.p \(AlphaDropout\) drops full features"),
     "attention": (Odd(nn.MultiheadAttention(4, 2, dropout=0.1)), "torch's own attention module"),
     "layers": (Odd(dropout=0.2, layerdrop=0.1), r"\.layerdrop skips blocks or samples"),
     "paths": (Odd(drop_path_rate=0.1), "skips blocks or samples"),
@@ -223,11 +223,11 @@ def test_kernels_and_compilers_that_hide_dropout_are_refused() -> None:
     model = _model("gpt2")
     check_positions(model, None)
     model.config._attn_implementation = "flash_attention_2"
-    with pytest.raises(GulliverError, match="'flash_attention_2', which hides it: take 'sdpa'"):
+    with pytest.raises(GulliverError, match="'flash_attention_2', which hides it: use 'sdpa'"):
         check_positions(model, None)
     model.config._attn_implementation = "sdpa"
     model.transformer.h[0].compile(backend="eager")
-    with pytest.raises(GulliverError, match="in a model that is compiled"):
+    with pytest.raises(GulliverError, match="in a compiled model"):
         check_positions(model, None)
 
 
@@ -276,7 +276,7 @@ def _runs(world: World) -> list[str]:
     return said
 
 
-def test_forwards_draw_anew_and_what_cannot_be_drawn_again_is_refused(pool: Pool) -> None:
+def test_forwards_draw_new_masks_and_recomputation_is_checked(pool: Pool) -> None:
     ((again, own),) = pool.run(_runs, 1)
     assert "dropout drops at random" in again
     assert "calls bernoulli" in own

@@ -153,7 +153,7 @@ def test_a_model_that_no_table_knows_is_cut_or_refused_by_name(pool: Pool) -> No
         pool.run(_unknown, 2, ())
 
 
-def test_what_the_head_reads_beside_the_blocks_is_kept_or_named(pool: Pool) -> None:
+def test_extra_inputs_of_the_head_are_kept_or_named(pool: Pool) -> None:
     for errors in pool.run(_unknown, 2, ("mix", "ids"), True):
         assert max(errors) <= BAR
     with pytest.raises(GulliverError, match=r"output is NaN.*'ids'"):
@@ -232,7 +232,7 @@ def test_hooks_of_parameters_run_once_for_each_micro_batch(pool: Pool, style: st
         assert error <= BAR
 
 
-def test_names_and_blocks_stay_and_nothing_is_made_for_what_is_elsewhere() -> None:
+def test_stages_keep_names_without_allocating_others() -> None:
     with torch.device("meta"):
         model = hybrid_models.MODELS["t5"](3)
     whole = dict(model.named_parameters())
@@ -308,7 +308,7 @@ def test_micro_batches_are_as_even_as_can_be(samples: int, parts: int) -> None:
         (lambda: cut(plain(3), stack_of(plain(3)), 2, at=[1, 1]), r"cut=\[1, 1\] .*3 blocks"),
     ],
 )
-def test_what_cannot_be_cut_is_refused(wrong: Callable[[], Any], said: str) -> None:
+def test_unsplittable_models_are_rejected(wrong: Callable[[], Any], said: str) -> None:
     with pytest.raises(GulliverError, match=said):
         wrong()
 
@@ -349,7 +349,7 @@ def _caching(world: World) -> tuple[float, str]:
     return difference(found["loss"], loss), str(caught.value)
 
 
-def test_what_is_asked_of_every_block_is_left_out_or_refused(pool: Pool) -> None:
+def test_per_block_outputs_are_dropped_or_rejected(pool: Pool) -> None:
     for error, said in pool.run(_caching, 2):
         assert error <= BAR
         assert "output_attentions=True" in said

@@ -236,7 +236,7 @@ def _not_a_number(world: World, mode: Mode) -> bool:
     return all(seen)
 
 
-def test_what_is_no_number_stays_so(pool: Pool) -> None:
+def test_non_finite_values_propagate(pool: Pool) -> None:
     for mode in SMALL_MODES[-2:]:
         assert all(pool.run(_not_a_number, 4, mode))
 

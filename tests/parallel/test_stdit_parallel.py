@@ -414,7 +414,7 @@ def test_every_clip_has_a_scheme_and_the_best_is_said_first(
         assert 0 <= predicted.sent <= most * whole / ranks + 1e-6
 
 
-def test_what_cannot_be_wired_is_refused_by_name() -> None:
+def test_unsupported_wiring_is_rejected() -> None:
     groups = make_groups(SequencePlan())
     for changes in ({"hidden_size": 48, "kernel_size": (2, 2, -1)}, {"image_conditioning": True}):
         with pytest.raises(GulliverError, match="kernel_size or image_conditioning"):
@@ -434,4 +434,4 @@ def _wired_twice(world: World) -> str:
 
 
 def test_a_model_is_wired_once(pool: Pool) -> None:
-    assert "wired for a sequence already" in pool.run(_wired_twice, 2)[0]
+    assert "already shards sequences" in pool.run(_wired_twice, 2)[0]

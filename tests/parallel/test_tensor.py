@@ -411,7 +411,7 @@ def _labels_out_of_range(world: World) -> str:
     return str(raised.value)
 
 
-def test_a_label_that_nobody_has_is_named_on_every_rank(pool: Pool) -> None:
+def test_out_of_range_label_is_named_on_every_rank(pool: Pool) -> None:
     for said in pool.run(_labels_out_of_range, 2):
         assert "label 5 is not in the vocabulary" in said
 
@@ -549,7 +549,7 @@ def test_the_longest_pattern_decides() -> None:
     assert best_match("dense", patterns) is None
 
 
-def test_what_is_not_understood_is_named() -> None:
+def test_unknown_modules_are_named() -> None:
     with pytest.raises(GulliverError, match=r"no rule .*blocks\.0\.attention\.q"):
         plan_tensor(_model(), 2)
     with pytest.raises(GulliverError, match=r"no rule .*(down, head|blocks\.0\.down)"):
@@ -558,9 +558,9 @@ def test_what_is_not_understood_is_named() -> None:
     assert plan.replicated == ("0",)
 
 
-def test_what_stands_between_columns_and_rows_needs_a_rule() -> None:
+def test_module_between_column_and_row_needs_a_rule() -> None:
     rules = {k: v for k, v in RULES.items() if "norm" not in k}
-    with pytest.raises(GulliverError, match=r"q_norm.* between columns and rows"):
+    with pytest.raises(GulliverError, match=r"q_norm.* between column and row"):
         plan_tensor(_model(), 2, rules)
 
 
@@ -752,4 +752,4 @@ def _unknown_arguments(world: World) -> str:
 
 
 def test_other_differentiable_arguments_of_blocks_are_refused(pool: Pool) -> None:
-    assert "besides its hidden states" in pool.run(_unknown_arguments, 2)[0]
+    assert "its hidden states" in pool.run(_unknown_arguments, 2)[0]

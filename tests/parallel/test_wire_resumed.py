@@ -76,7 +76,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_went_on(
             assert torch.equal(found[key], value)
 
 
-def test_ddp_goes_on_with_what_was_lost(pool: Pool, tmp_path: Path) -> None:
+def test_ddp_restores_error_feedback(pool: Pool, tmp_path: Path) -> None:
     folder = str(tmp_path / "run")
     saved = pool.run(_run, 2, "DDP", folder, 0, 3, False, {})
     loaded = pool.run(_run, 2, "DDP", folder, 3, 3, True, {})

@@ -218,13 +218,13 @@ _Foreign.__module__ = "elsewhere"
         ),
     ],
 )
-def test_what_cannot_be_sharded_is_refused_by_name(make, message: str) -> None:
+def test_unshardable_optimizers_are_rejected(make, message: str) -> None:
     model, _ = _small()
     with pytest.raises(GulliverError, match=message):
         Booster(LowLevelZeroPlugin(verbose=False)).boost(model, make(model))
 
 
-def test_a_known_element_wise_update_of_a_stranger_is_taken_at_its_word() -> None:
+def test_assume_elementwise_is_trusted() -> None:
     model, _ = _small()
     plugin = LowLevelZeroPlugin(assume_elementwise=True, verbose=False)
     _, boosted, *_ = Booster(plugin).boost(model, _Foreign(model.parameters(), lr=0.1))

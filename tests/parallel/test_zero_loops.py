@@ -521,7 +521,7 @@ def _edit_groups(world: World) -> list[str]:
 def test_edited_groups_are_refused_on_all_ranks_and_options_that_differ(pool: Pool) -> None:
     for found in pool.run(_edit_groups, 2):
         *moved, differ = found
-        assert ["param_groups have other parameters" in said for said in moved] == [True] * 3
+        assert ["param_groups" in said for said in moved] == [True] * 3
         assert "lr of the optimizer's group 0 is 0.01 on rank 0 and 0.5 on rank 1" in differ
 
 
@@ -543,14 +543,14 @@ def test_edited_groups_are_refused_on_all_ranks_and_options_that_differ(pool: Po
         (_state_dict, "booster.save_optimizer"),
     ],
 )
-def test_what_would_go_wrong_silently_is_refused(mistake, message: str) -> None:
+def test_silent_failures_are_rejected(mistake, message: str) -> None:
     with pytest.raises(GulliverError, match=message) as caught:
         mistake(*boosted())
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_copies_of_a_boosted_optimizer_are_refused_and_spoil_nothing(stage: int) -> None:
+def test_copying_boosted_optimizer_raises_harmlessly(stage: int) -> None:
     booster, model, optimizer = boosted(stage)
     calls: list[Callable[[], Any]] = [
         lambda: copy.deepcopy(optimizer),

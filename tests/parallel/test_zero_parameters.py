@@ -151,7 +151,7 @@ def _data_writers(world: World, stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_what_is_written_through_data_is_what_is_trained_on(pool: Pool, stage: int) -> None:
+def test_writes_through_data_are_trained_on(pool: Pool, stage: int) -> None:
     pool.run(_data_writers, 2, stage)
 
 

@@ -223,7 +223,7 @@ def export_odd_state(world: World) -> str:
     return str(caught.value)
 
 
-def test_state_that_is_not_element_wise_cannot_be_saved_unnoticed(pool: Pool) -> None:
+def test_non_elementwise_state_is_rejected_on_save(pool: Pool) -> None:
     for said in pool.run(export_odd_state, 2):
         assert "'rows'" in said
         assert "not element-wise" in said

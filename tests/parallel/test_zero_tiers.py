@@ -122,7 +122,7 @@ def _held(manager: Manager) -> list[Tensor]:
     return [p.memory for p in manager._placed.values() if p.memory is not None]
 
 
-def test_what_looks_at_all_parameters_is_refused_by_name() -> None:
+def test_optimizers_over_all_parameters_are_rejected() -> None:
     class Own(torch.optim.SGD):
         pass
 
@@ -260,7 +260,7 @@ def test_parameters_may_be_read_and_written_whenever() -> None:
         assert not differing(found, expected)
 
 
-def test_what_the_optimizer_shows_between_steps_is_not_stale_memory() -> None:
+def test_optimizer_state_between_steps_is_not_stale() -> None:
     model = model_of()
     with manager_of(model, 0.5) as manager:
         optimizer = boosted(model, manager=manager)

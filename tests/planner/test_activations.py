@@ -197,7 +197,7 @@ def test_a_second_backward_of_a_kept_graph_and_a_backward_of_gradients(manager: 
     _same(twice, [x], manager)
 
 
-def test_a_backward_that_never_comes_and_an_exception_leave_nothing(manager: Manager) -> None:
+def test_missing_backward_and_exception_leak_nothing(manager: Manager) -> None:
     x = torch.randn(64, 64, requires_grad=True)
     with offload_activations(manager, LEAST):
         y = (x * 2) * (x + 1)
@@ -256,7 +256,7 @@ def test_hooks_inside_hooks_and_no_gradients(manager: Manager) -> None:
         assert offload.moved == before
 
 
-def test_what_is_modified_in_place_ends_as_in_plain_torch(manager: Manager) -> None:
+def test_in_place_modification_raises_as_in_torch(manager: Manager) -> None:
     def modified(what: Callable[[Tensor, Tensor], Tensor], hooked: bool) -> str:
         x, weight = torch.randn(32, 32, requires_grad=True), nn.Parameter(torch.randn(32, 32))
         if hooked:
@@ -289,7 +289,7 @@ def test_what_is_modified_in_place_ends_as_in_plain_torch(manager: Manager) -> N
     assert torch.equal(x.grad, torch.full((32, 32), 3.0))
 
 
-def test_what_lives_on_anyway_stays(manager: Manager) -> None:
+def test_tensors_alive_elsewhere_are_not_offloaded(manager: Manager) -> None:
     class Table(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -341,7 +341,7 @@ class _Handed(torch.autograd.Function):
         return ctx.saved_tensors[0], None
 
 
-def test_what_is_still_looked_at_is_not_written_over(manager: Manager) -> None:
+def test_live_views_are_not_overwritten(manager: Manager) -> None:
     x, other = (torch.randn(32, 64, requires_grad=True) for _ in range(2))
     wanted = torch.randn(32, 64)
     with offload_activations(manager, LEAST):
@@ -379,7 +379,7 @@ def test_activations_and_parameters_share_a_budget(manager: Manager) -> None:
     assert torch.equal(x.grad, twin.grad)
 
 
-def test_what_does_not_fit_the_budget_is_kept(tmp_path: Path) -> None:
+def test_tensors_beyond_budget_are_kept(tmp_path: Path) -> None:
     manager = Manager(8 << 10, "cpu", DiskStore(tmp_path, 1 << 20))
     x = torch.randn(64, 64, requires_grad=True)
     offload = _same(lambda: (x * 2).tanh().square().sum(), [x], manager)
@@ -475,7 +475,7 @@ def test_blocks_are_taken_from_a_predicted_step_and_add_up_to_its_peak() -> None
     assert wanted == pytest.approx(again.bytes, rel=0.1)
 
 
-def test_what_will_be_off_loaded_is_predicted_to_the_byte(manager: Recording) -> None:
+def test_offloaded_bytes_are_predicted_exactly(manager: Recording) -> None:
     model, tokens = Gpt(width=64, layers=3).eval(), torch.randint(64, (8, 64))
     found = activation_peak(model, (tokens,), offloaded=("blocks.0", "blocks.2", ""))
     kept = activation_peak(model, (tokens,))

@@ -73,7 +73,7 @@ class Routed(nn.Module):
 
 
 @pytest.mark.parametrize("wider", [False, True])
-def test_what_looks_at_its_data_stays_whole_with_a_message(wider: bool) -> None:
+def test_data_dependent_module_is_one_operator(wider: bool) -> None:
     model = nn.Sequential(nn.Linear(8, 8), Routed(wider), Routed(wider), nn.Linear(8, 4))
     batch = torch.randn(3, 8)
     found = analyse(model, batch)
@@ -81,14 +81,14 @@ def test_what_looks_at_its_data_stays_whole_with_a_message(wider: bool) -> None:
     paths = ["1", "2"] if wider else ["1.look", "2.look"]
     assert [one.path for one in found.opaque] == paths
     assert "test_analysis.py:" in str(found.opaque[0])
-    assert "stays whole" in str(found.opaque[0])
+    assert "is not sharded" in str(found.opaque[0])
     inside = [o.path for o in found.operators if o.name == OPAQUE]
     assert sorted(inside) == sorted(2 * paths)
     if not wider:
         assert found.flops == counted_flops(model, {"input": batch})
 
 
-def test_a_block_hands_on_what_the_next_one_takes() -> None:
+def test_replayed_blocks_connect() -> None:
     """Attention probabilities that BLOOM's blocks return besides go nowhere."""
     hf = pytest.importorskip("transformers")
     config = hf.BloomConfig(vocab_size=64, hidden_size=32, n_layer=3, n_head=4, use_cache=False)
@@ -138,10 +138,10 @@ def test_a_block_that_keeps_what_it_computes_is_followed_each_time() -> None:
     model.blocks = nn.ModuleList(Keeping(kept) for _ in range(4))
     found = analyse(model, {"x": torch.randn(2, 16, 8)})
     assert not found.alike
-    assert "keeps what it computes" in found.notes[0]
+    assert "keeps its results" in found.notes[0]
 
 
-def test_kernels_of_a_gpu_save_what_they_save_there() -> None:
+def test_cuda_kernels_save_cuda_tensors() -> None:
     # B H S D in bfloat16; flash attention keeps the log-sum-exp of a row in float32.
     model = Stack(dropout=0.2).to(torch.bfloat16)
     x = torch.randn(2, 16, 8, dtype=torch.bfloat16)

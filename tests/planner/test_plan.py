@@ -109,7 +109,7 @@ def test_an_edited_plan_loads_with_its_lines(tmp_path: Path) -> None:
         ("stage: 2", "stage: 4", r"zero.stage: 4 \(line \d+\): it must be one of 0, 1, 2, 3"),
         ("chunk_bytes: 4194304", "chunk_bytes: 0", "chunk_bytes: 0 .*: it must be at least 1"),
         ("stage: 2", "stage: 2\n  stage: 1", "gives zero.stage twice, on lines"),
-        ("version: 1\n", "", "has no version: begin it with version: 1"),
+        ("version: 1\n", "", "has no version: add version: 1"),
     ],
 )
 def test_a_wrong_value_is_named_with_its_line(
@@ -164,7 +164,7 @@ def _loaded(plan: Plan, **edits: str) -> Plan:
 @pytest.mark.parametrize(
     ("edits", "message"),
     [
-        ({"tensor": "4"}, r"mesh.axes: .*tensor 4 \(line \d+\) make 8 ranks, and there are 4"),
+        ({"tensor": "4"}, r"mesh.axes: .*tensor 4 \(line \d+\) make 8 ranks, but there are 4"),
         (
             {"sequence": "2", "data": "1"},
             r"sequence: 2 \(line \d+\) and sequence.ulysses",
@@ -184,9 +184,7 @@ def _loaded(plan: Plan, **edits: str) -> Plan:
     ],
     ids=str,
 )
-def test_two_values_that_contradict_each_other_are_told_with_their_lines(
-    edits: dict[str, str], message: str
-) -> None:
+def test_contradictory_values_name_both_lines(edits: dict[str, str], message: str) -> None:
     plan = _loaded(HYBRID.choices(4), **edits)
     with pytest.raises(GulliverError, match=message) as caught:
         check_plan(plan, 4)
@@ -222,7 +220,7 @@ def _made(plugin: Any, ranks: int, model: Any = None) -> tuple[Plan, Any]:
     ],
     ids=["style", "cut", "schedule", "model"],
 )
-def test_what_the_model_does_not_have_is_told_with_its_line(
+def test_unknown_module_in_plan_is_named_with_line(
     plugin: dict[str, Any], edits: dict[str, str], message: str
 ) -> None:
     plan, model = _made(HybridParallelPlugin(**plugin, verbose=False), 2)
@@ -447,7 +445,7 @@ def _compared(world: World, stage: int) -> tuple[Any, Plan, Plan]:
 
 
 @pytest.mark.parametrize("stage", [0, 1])
-def test_what_is_measured_lies_beside_what_was_predicted(pool: Pool, stage: int) -> None:
+def test_compare_shows_measured_and_predicted(pool: Pool, stage: int) -> None:
     for found, planned, plan in pool.run(_compared, 2, stage):
         assert plan.work == planned.work
         assert found["step"].measured > 0 < found["step"].predicted

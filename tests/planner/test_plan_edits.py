@@ -135,7 +135,7 @@ def test_an_edit_that_the_model_contradicts_is_refused_with_its_line(
     assert "\n" not in str(caught.value)
 
 
-def test_what_is_kept_and_what_rules_say_is_in_the_plan_as_far_as_the_model_has_it() -> None:
+def test_plan_contains_only_rules_that_match_the_model() -> None:
     rules = {GATE: "replicate", "layers.1.mlp.up_proj": "replicate", "no_such": "column"}
     rules["layers.1.mlp.down_proj"] = "replicate"
     plan = _made(HybridParallelPlugin(tp_size=2, tensor_rules=rules))
@@ -190,7 +190,7 @@ def test_seconds_are_predicted_with_a_sample_and_said_to_be_missing_without(pool
         assert seconds.step > plain.predicted.seconds.step
         assert sampled.predicted.cluster == plain.predicted.cluster != ""
         assert "predicted step on" in sampled.summary()
-        assert "those that depend on the batch not counted" in plain.summary()
+        assert "excluding those that depend on the batch" in plain.summary()
         assert "no seconds are predicted: make_plan(..., sample=batch)" in quiet
         assert "gulliver probe" in quiet
         assert first["step"].error is not None
@@ -201,6 +201,6 @@ def test_seconds_are_predicted_with_a_sample_and_said_to_be_missing_without(pool
         assert second["parameters"].error == 0
 
 
-def test_bytes_of_nothing_are_a_prediction_and_seconds_of_nothing_are_none() -> None:
+def test_zero_bytes_are_predicted_and_zero_seconds_are_not() -> None:
     assert ComparisonRow("gradients", "bytes", 0, 4).error == -1
     assert ComparisonRow("step", "s", 0.0, 4.0).error is None

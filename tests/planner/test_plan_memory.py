@@ -77,7 +77,7 @@ def test_random_uneven_cuts_state_the_bytes_of_the_fullest_stage(full: bool) -> 
         assert f"rank {plan.predicted.fullest}, the fullest" in plan.summary()
 
 
-def test_ranks_that_share_tensors_are_told_by_their_numbers() -> None:
+def test_tensor_ranks_are_named_in_plan() -> None:
     model = llama(8)
     plan = planned(model, 2, [2, 6], tp_size=2)
     assert plan.predicted.fullest in (2, 3)

@@ -86,7 +86,7 @@ def test_answer_is_that_of_a_search(file: Path, capsys: pytest.CaptureFixture[st
     assert told["what_if"][0]["seconds"]["step"] > steps[0]
 
 
-def test_text_has_all_that_was_asked(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_report_is_complete(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     module = "model.layers.1.mlp.down_proj"
     out = printed(
         capsys, "search", file, *ASKED, "--why", module,
@@ -162,7 +162,7 @@ def test_inference_keeps_keys_and_values(file: Path, capsys: pytest.CaptureFixtu
     assert whole_of(told)["bytes"]["all"] == pytest.approx(counter.peak, rel=0.05)
 
 
-def test_lora_holds_what_is_told(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lora_memory_matches_report(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--cluster", "cpux1", "--batch", "8", "--seq", "128", "--precision", "fp32")
     told = json.loads(printed(capsys, file, *options, "--lora", "4", "--json"))
     ids = torch.zeros(8, 128, dtype=torch.long)
@@ -231,7 +231,7 @@ def test_refusals(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
         odd = tmp_path / "odd.json"
         odd.write_text(json.dumps(wrong))
         assert "odd.json" in says(odd, *ASKED)
-    assert "leave one out" in says(file, *ASKED, "--lora", "2", "--inference")
+    assert "omit one" in says(file, *ASKED, "--lora", "2", "--inference")
     nodes = yaml.safe_load(named_cluster("h100x16").to_yaml())
     for change, said in (
         (lambda c: c["axes"][0]["link"].update(bandwidth=400), "axes[0].link.bandwidth=400"),
@@ -290,9 +290,7 @@ def test_public_unet() -> None:
     assert sum(p.numel() for p in model.parameters()) == 2_567_463_684
 
 
-def test_off_load_is_told_as_the_search_finds_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_offload_report_matches_search(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     values = {**VALUES, "hidden_size": 256, "intermediate_size": 512, "vocab_size": 2048}
     file = tmp_path / "config.json"
     file.write_text(json.dumps(values))
@@ -315,6 +313,6 @@ def test_off_load_is_told_as_the_search_finds_it(
     text = printed(capsys, *asked, "--memory", str(limit))
     assert "behind it" in text
     assert f"a step reads {size_text(moved.read)} and writes {size_text(moved.written)}" in text
-    assert "least memory where what does not fit leaves" in text
+    assert "least memory with offloading" in text
     refused = printed(capsys, *asked, "--inference", code=1)
     assert "--disk" in refused

@@ -52,7 +52,7 @@ def test_an_lstm_that_returns_its_loss_keeps_what_a_real_one_does() -> None:
     model, rows = Recurrent(), torch.randn(2, 12, 16)
     found = analyse(model, rows)
     assert found.saved.activations == kept_by(model, rows)
-    assert analyse(model, rows, kernels="cuda").notes[0].startswith("rnn: followed token by token")
+    assert analyse(model, rows, kernels="cuda").notes[0].startswith("rnn: traced token by token")
 
 
 def test_floats_of_a_batch_are_planned_as_a_run_turns_them() -> None:
@@ -119,11 +119,11 @@ def test_configurations_get_a_batch_or_say_what_to_give(
     sound = {"model_type": "wav2vec2", "architectures": ["Wav2Vec2ForCTC"], "hidden_size": 32}
     file.write_text(json.dumps({**sound, "num_attention_heads": 2, "num_hidden_layers": 1}))
     assert "give module:function" in told(capsys, str(file), *asked)
-    assert "names no function" in told(capsys, "some_module:", *asked)
+    assert "has no function" in told(capsys, "some_module:", *asked)
     for name, option, why in (
         ("some_module:made", "--seq", "example batch"),
         ("llama-3-8b", "--frames", "no clips"),
-        ("STDiT3-XL/2", "--seq", "model of video"),
+        ("STDiT3-XL/2", "--seq", "video model"),
     ):
         refused = told(capsys, name, "--cluster", "h100", option, "8")
         assert option in refused

@@ -79,7 +79,7 @@ def test_the_best_is_the_best_of_all_grids(small) -> None:
         assert steps == pytest.approx(sorted(steps), rel=1e-3)
 
 
-def test_more_memory_is_never_slower_and_too_little_is_told_with_what_would_do(small) -> None:
+def test_more_memory_is_never_slower_and_too_little_names_minimum(small) -> None:
     model, optimizer, facts = small
     cluster = named_cluster("h100x8")
     found = search_grids(model, optimizer, None, cluster, 16, 1 << 20, facts=facts)
@@ -124,7 +124,7 @@ def test_closed_forms_of_pipelines_are_those_of_the_schedules(name: str) -> None
                 assert closed == pytest.approx(exact, rel=1e-6 if not link else 0.01)
 
 
-def test_what_cannot_hide_is_paid_for() -> None:
+def test_exposed_communication_is_costed() -> None:
     link = Link(0.0, 1e9)
     one = Message("reduce_scatter", 2 * 10**6, [(2, link)], 4, hidden=True)  # 1 ms each
     assert exposed_seconds([one], 1.0) == pytest.approx(1e-3)  # the last one
@@ -219,7 +219,7 @@ def _trained(world: World, memory: int | None) -> tuple[list[float], str, int]:
     return losses, str(engine.grid), engine.samples
 
 
-def test_what_is_chosen_trains_as_one_process_does(pool: Pool) -> None:
+def test_chosen_plan_trains_as_one_process(pool: Pool) -> None:
     torch.manual_seed(0)
     model = llama(4, 64)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

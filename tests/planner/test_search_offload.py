@@ -110,7 +110,7 @@ def test_the_best_is_the_best_of_all_that_are_replayed() -> None:
     assert any(scored.moved is not None for scored in found.best)
 
 
-def test_nothing_leaves_where_all_of_it_fits_and_more_memory_is_not_slower() -> None:
+def test_no_offload_if_state_fits() -> None:
     most, least = least_of(1)
     free = searched(1, 1 << 40)
     assert free.best[0].moved is None
@@ -121,7 +121,7 @@ def test_nothing_leaves_where_all_of_it_fits_and_more_memory_is_not_slower() -> 
     assert roomy.seconds.step == free.best[0].seconds.step
 
 
-def test_too_little_ends_with_the_least_that_would_do_and_that_does() -> None:
+def test_infeasible_limit_names_working_minimum() -> None:
     most, least = least_of(1)
     told = str(searched(1, least - (1 << 16)))
     assert size_at_least(least - (1 << 16)) in told
@@ -206,7 +206,7 @@ def _run(world: World, scored: Scored, found: Found, folder: str) -> tuple[Any, 
     ],
     ids=str,
 )
-def test_what_is_planned_is_what_runs(pool: Pool, grid: Grid, tmp_path: Path) -> None:
+def test_run_follows_the_search_plan(pool: Pool, grid: Grid, tmp_path: Path) -> None:
     """A step moves the bytes of the search and of the plan; losses are those of one process."""
     model = llama()
     inner, expected = adam(model), list[float]()

@@ -166,12 +166,12 @@ def held_to(pool: Pool, ranks: int, cases: tuple[Case, ...]) -> None:
 
 
 @pytest.mark.deadline(150)
-def test_the_search_tells_the_bytes_of_a_run(pool: Pool) -> None:
+def test_search_predicts_bytes_of_a_run(pool: Pool) -> None:
     held_to(pool, 2, USUAL)
 
 
 @pytest.mark.full
 @pytest.mark.deadline(900)
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_the_search_tells_the_bytes_of_every_run(pool: Pool, ranks: int) -> None:
+def test_search_predicts_bytes_of_every_run(pool: Pool, ranks: int) -> None:
     held_to(pool, ranks, tuple(case for case in CASES if case.ranks == ranks))

@@ -74,7 +74,7 @@ def test_scales_are_finite_powers_of_two_that_use_the_range(dtype: torch.dtype) 
 
 
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
-def test_what_is_not_finite_has_a_finite_scale_and_stays_visible(bad: float) -> None:
+def test_non_finite_inputs_get_finite_scale_and_stay_non_finite(bad: float) -> None:
     x = draw("normal", 4, 32)
     x[1, 3] = bad
     for dim in (None, 0, 1):
@@ -392,7 +392,7 @@ def test_compiled_layers_are_one_graph_with_the_same_numbers(scaling: str) -> No
     assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(*found, strict=True))
 
 
-def test_events_are_told_by_layer() -> None:
+def test_events_are_counted_by_layer() -> None:
     model = net()
     convert_to_fp8(model, "rowwise", emulate=True)
     x = draw("normal", 6, 32)

@@ -253,12 +253,12 @@ def plan_of(model: nn.Module, plugin: Any, ranks: int = 1) -> Plan:
     return plugin.make_plan(model, torch.optim.SGD(model.parameters(), lr=0.1), cluster)
 
 
-def test_what_is_not_supported_is_refused_by_name() -> None:
+def test_unsupported_fp8_options_are_rejected() -> None:
     model, on = Blocks(), {"fp8_emulation": True, "verbose": False}
     with pytest.raises(GulliverError, match="has no FP8 rate"):
         plan_of(model, LowLevelZeroPlugin(1, use_fp8=True, verbose=False))
     split = HybridParallelPlugin(2, sequence_parallelism_mode="split_gather", use_fp8=True, **on)
-    with pytest.raises(GulliverError, match="FP8 layers take whole sequences on tensor ranks"):
+    with pytest.raises(GulliverError, match="FP8 layers need full sequences on tensor ranks"):
         plan_of(llama(), split, 2)
     chosen = LowLevelZeroPlugin(1, use_fp8=Fp8Plan(layers=("3",)), **on)
     with pytest.raises(GulliverError, match="'3' cannot compute in FP8: 40 outputs"):
@@ -293,7 +293,7 @@ def test_release_gives_back_plain_layers() -> None:
         assert torch.equal(plain(**data).loss, before)
 
 
-def test_the_command_says_gain_and_memory(capsys: Any, tmp_path: Path) -> None:
+def test_fp8_command_prints_gain_and_memory(capsys: Any, tmp_path: Path) -> None:
     import json
 
     from gulliver.cli.dispatch import run

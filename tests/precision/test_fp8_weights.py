@@ -100,7 +100,7 @@ WRITES: list[Callable[[Any], None]] = [
 
 
 @pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
-def test_weights_count_at_once_however_they_were_written(scaling: str) -> None:
+def test_weight_writes_take_effect_at_once(scaling: str) -> None:
     torch.manual_seed(0)
     model = Pair(nn.Linear(32, 48), nn.Linear(32, 48), nn.Linear(48, 16))
     naive = Pair(*(NaiveLinear(layer, scaling) for layer in model.children()))  # type: ignore[arg-type]

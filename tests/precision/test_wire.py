@@ -66,9 +66,7 @@ def test_errors_of_normal_numbers_are_those_of_theory(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PACKED)
-def test_what_is_not_finite_arrives_so_alone_under_finite_scales(
-    name: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_non_finite_elements_do_not_spread(name: str, caplog: pytest.LogCaptureFixture) -> None:
     wire, kept = wire_format(name), {"bf16", "fp8_e5m2"}
     for size, dtype in ((1000, torch.float32), (65_801, torch.float32), (1000, torch.float16)):
         tensor = _inputs(size)["normal"].to(dtype)
@@ -108,7 +106,7 @@ def test_other_dtypes_are_packed_and_added_like_float32(name: str, dtype: torch.
     torch.testing.assert_close(total, expected, rtol=1e-2, atol=2e-2)
 
 
-def test_formats_say_what_they_take_and_what_is_wrong() -> None:
+def test_wire_format_sizes_and_errors() -> None:
     assert packed_bytes(1024, wire_format("fp8")) == 1024 + 4 * 4
     assert packed_bytes(1024, wire_format("int4:128")) == 512 + 8 * 4
     assert str(wire_format("int8:512")) == "int8:512"
@@ -260,7 +258,7 @@ def _fed_back(world: World, name: str, feedback: bool) -> float:
     return float((total / steps - exact).norm() / exact.norm())
 
 
-def test_what_packing_loses_is_made_up_for_by_error_feedback(pool: Pool) -> None:
+def test_error_feedback_recovers_packing_error(pool: Pool) -> None:
     for name in ("int4", "fp8_e5m2"):
         lost = max(pool.run(_fed_back, 2, name, False))
         kept = max(pool.run(_fed_back, 2, name, True))
@@ -286,7 +284,7 @@ def _odd(world: World, name: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("name", ["fp8", "fp8_e5m2", "int8", "int4"])
-def test_odd_tensors_travel_and_what_is_not_finite_stays_alone(pool: Pool, name: str) -> None:
+def test_odd_shapes_and_non_finite_values_are_packed(pool: Pool, name: str) -> None:
     for found in pool.run(_odd, 2, name):
         assert all(not found[f"empty, {kind}"].numel() for kind in ("gathered", "sum", "part"))
         assert found["one, gathered"].tolist() == [1.5, 2.5]  # not worth a scale
@@ -353,7 +351,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.deadline(100)
-def test_ranks_that_disagree_about_a_format_are_told() -> None:
+def test_format_mismatch_between_ranks_raises() -> None:
     cases = ["gather, fp8, int8:128", "reduce, fp8, identity", "exchange, fp8, identity"]
     done = run_program(text, DISAGREE, *cases, timeout=60)
     assert done.returncode == 0, done.stderr

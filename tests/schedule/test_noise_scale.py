@@ -129,10 +129,10 @@ def test_both_estimates_have_no_bias() -> None:
         assert sum(variances) / len(variances) == pytest.approx(spread, rel=1e-10)
 
 
-def test_what_has_no_whole_gradients_of_a_rank_is_refused() -> None:
+def test_noise_scale_without_per_rank_gradients_is_rejected() -> None:
     for plugin, told in (
-        (HybridParallelPlugin(tp_size=1, verbose=False), "not measured under HybridParallelPlugin"),
-        (GeminiPlugin("1GiB", verbose=False), "not measured under GeminiPlugin"),
+        (HybridParallelPlugin(tp_size=1, verbose=False), "not supported by HybridParallelPlugin"),
+        (GeminiPlugin("1GiB", verbose=False), "not supported by GeminiPlugin"),
         (LowLevelZeroPlugin(step_in_backward=True), "step_in_backward"),
         (LowLevelZeroPlugin(precision="fp16"), "loss scale"),
     ):

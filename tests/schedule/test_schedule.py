@@ -176,7 +176,7 @@ def naive_total(jobs: list[Job], script: list[tuple[int, ...]]) -> float:
     return total
 
 
-def test_the_simulator_is_the_naive_loop_and_nobody_beats_all_allocations_enumerated() -> None:
+def test_simulator_equals_naive_loop_and_respects_optimum() -> None:
     draw = np.random.default_rng(1)
     ratios: list[float] = []
     for case in range(4):
@@ -304,7 +304,7 @@ def test_tiresias_lets_a_job_sink_when_its_service_is_due() -> None:
     assert result.ends == pytest.approx({"a": 120, "b": 200})
 
 
-def test_ours_keeps_what_runs_when_a_resize_costs_more_than_it_saves() -> None:
+def test_rollout_keeps_slots_if_resize_costs_more() -> None:
     jobs = [job("a", 0, 40, 4, resize_seconds=500.0), job("b", 10, 20, 4, resize_seconds=500.0)]
     dear = simulate(jobs, JobCluster(4), Rollout())
     assert dear.ends == pytest.approx({"a": 40, "b": 60})
@@ -312,7 +312,7 @@ def test_ours_keeps_what_runs_when_a_resize_costs_more_than_it_saves() -> None:
     assert free.ends == pytest.approx({"b": 30, "a": 60})
 
 
-def test_ours_grows_into_idle_slots() -> None:
+def test_rollout_uses_idle_slots() -> None:
     jobs = [job("a", 0, 40, 2), job("b", 0, 10, 2)]
     result = simulate(jobs, JobCluster(4), Rollout())
     assert result.summary().used == pytest.approx(1.0)

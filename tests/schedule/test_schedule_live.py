@@ -104,7 +104,7 @@ def test_measured_speeds_are_what_policies_see(tmp_path: Path) -> None:
         assert found.seconds(count, 16) == pytest.approx(truth.seconds(count, 16), rel=1e-6)
 
 
-def test_costs_that_were_told_are_scaled_until_two_numbers_of_slots_were_measured(
+def test_given_costs_are_scaled_until_measured(
     tmp_path: Path,
 ) -> None:
     cluster = FakeCluster(tmp_path)
@@ -322,7 +322,7 @@ def test_two_jobs_of_one_name_are_refused(tmp_path: Path) -> None:
 # --- What is told --------------------------------------------------------------------------------
 
 
-def test_why_tells_reason_measured_seconds_and_an_end_that_comes_true(tmp_path: Path) -> None:
+def test_why_prints_reason_costs_and_correct_end(tmp_path: Path) -> None:
     cluster = FakeCluster(tmp_path)
     acts, costs = Behaviour(save=0.0), {"sample_seconds": 0.05}
     cluster.submit("a", acts, samples=4000.0, **costs)

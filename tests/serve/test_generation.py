@@ -19,8 +19,6 @@ from gulliver.errors import GulliverError
 from gulliver.models import VideoAutoencoder
 from gulliver.video import DataConfig, Request, SamplingConfig, TrainConfig, VideoModel, extend
 from gulliver.video import demo as _demo
-from gulliver.video import demo as _evaluate
-from gulliver.video import digits as _judges
 from gulliver.video.config import AutoencoderConfig, DemoConfig, OptimizerConfig
 from gulliver.video.demo import TASKS, demonstrate, evaluate, real_clips, requests_of
 from gulliver.video.digits import MovingDigits
@@ -36,7 +34,6 @@ from gulliver.video.media import (
 from gulliver.video.planned_training import train
 from gulliver.video.public_models import save_autoencoder
 from tests.pool import Pool
-from tests.references import computed_once
 
 QUICK = SamplingConfig(steps=3)
 BUCKET = Bucket(9, 32, 32)
@@ -126,7 +123,7 @@ def test_requests_that_cannot_be_are_refused(
         model.generate([request(**changes)], QUICK)
 
 
-def test_what_was_never_trained_is_said(model: VideoModel) -> None:
+def test_untrained_prompts_and_shapes_are_reported(model: VideoModel) -> None:
     assert model.remarks(request()) == []
     (words,) = model.remarks(request(prompt="a cat moving left"))
     assert "'a', 'cat'" in words
@@ -134,7 +131,7 @@ def test_what_was_never_trained_is_said(model: VideoModel) -> None:
     assert re.search("17x32x32.*9x32x32, 1x32x32", shape)
 
 
-def test_foreign_and_missing_checkpoints_are_named(run: Path, tmp_path: Path) -> None:
+def test_unknown_and_missing_checkpoints_are_named(run: Path, tmp_path: Path) -> None:
     import shutil
 
     with pytest.raises(GulliverError, match=tmp_path.name):
@@ -218,13 +215,6 @@ def test_a_sheet_holds_every_clip_in_its_place(tmp_path: Path) -> None:
     assert (tmp_path / "s.png").is_file()
 
 
-@pytest.fixture
-def _trained_judges(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Judges are trained once in a session."""
-    monkeypatch.setattr(_evaluate, "train_judges", computed_once(_evaluate.train_judges))
-
-
-@pytest.mark.usefixtures("_trained_judges")
 def test_evaluation_counts_what_the_judges_see(model: VideoModel) -> None:
     figures = evaluate(model, samples=6, sampling=QUICK, show=False).figures()
     assert figures["ceiling"]["digit"] > 0.95
@@ -282,7 +272,7 @@ def test_the_command_line_makes_one_file_per_prompt(
     assert read_frames(tmp_path / "x-001.gif").shape == (3, 9, 128, 128)
 
 
-def test_the_command_line_knows_all_that_a_request_may_say(
+def test_generate_has_an_option_for_every_request_field(
     run: Path, model: VideoModel, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     from gulliver.cli.dispatch import main
@@ -344,7 +334,7 @@ def test_the_command_line_knows_all_that_a_request_may_say(
     assert read_frames(tmp_path / "y.mp4").shape[1] == 13 + 2 * 4
 
 
-def test_a_cache_says_what_it_saved_and_how_far_its_clip_is(
+def test_step_cache_reports_savings_and_psnr(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     from gulliver.cli.dispatch import main
@@ -362,7 +352,7 @@ def test_a_cache_says_what_it_saved_and_how_far_its_clip_is(
     assert "calls saved: blocks 50 of 60" in longer
     assert re.search(r"PSNR to the clip without cache: \d+\.\d dB +the digit 3", told)
     assert "inf dB" in called("--cache", "first-block:0", "--cache-check")
-    assert "name one" in called("--cache-check")
+    assert "--step-cache" in called("--cache-check")
     assert "unknown cache 'first'" in called("--cache", "first")
 
 
@@ -385,9 +375,6 @@ def test_the_demonstration_leaves_its_report(
 
         monkeypatch.setattr(_demo, "SamplingConfig", lambda: QUICK)
         monkeypatch.setattr(_demo, "launch", launched)
-        # What they see is of no interest here, and tests/video/test_judges.py has some that see
-        # well.
-        monkeypatch.setattr(_judges, "READER_STEPS", 8)
     config = DemoConfig(out=tmp_path, ranks=2, steps=6, autoencoder_steps=6, samples=5)
     figures = demonstrate(config)
     saved = read_json(tmp_path / "report.json")

@@ -196,7 +196,7 @@ def _refused(world: World, run: Path) -> list[str]:
     return said
 
 
-def test_what_ranks_cannot_make_together_is_refused_on_all(pool: Pool, run: Path) -> None:
+def test_unsupported_joint_generation_is_rejected_on_all_ranks(pool: Pool, run: Path) -> None:
     for said in pool.run(_refused, 2, run):
         wanted = (
             "--sp-size 2 x --guidance-ranks 2 = 4 ranks",

@@ -233,7 +233,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("changes", "sampling", "message"), REFUSED)
-def test_what_cannot_be_is_refused_before_anything_is_encoded(
+def test_invalid_requests_are_rejected_before_encoding(
     model: VideoModel, monkeypatch: pytest.MonkeyPatch, changes: dict, sampling: dict, message: str
 ) -> None:
     monkeypatch.setattr(model.autoencoder, "encode", None)

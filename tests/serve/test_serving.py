@@ -225,7 +225,7 @@ def test_a_folder_without_all_tensors_of_its_model_is_refused(
     save_file(tensors, file, {"format": "pt"})
     said = {
         "lacks": f"the files lack {name}",
-        "shape": rf"{name} is \[95, 64\] in the files and \[96, 64\] in ",
+        "shape": rf"{name} is \[95, 64\] in the files but \[96, 64\] in ",
     }
     with pytest.raises(GulliverError, match=said[fault]):
         LLM(tmp_path / "model", cache_tokens=512)
@@ -301,14 +301,14 @@ def test_logits_that_are_not_finite_end_their_request_only() -> None:
 REFUSED = {
     "empty": ([], {}, "the prompt is empty"),
     "token": ([1, 5], {}, "token 5 is not in the vocabulary of 5"),
-    "context": ([1] * 12, {}, "has 12 tokens and the context 12: give at most 11"),
-    "answer": ([1] * 8, {"max_tokens": 5}, "exceeds the context of 12: give at most 4"),
+    "context": ([1] * 12, {}, "has 12 tokens, but the context has 12: use at most 11"),
+    "answer": ([1] * 8, {"max_tokens": 5}, "exceeds the context of 12: use at most 4"),
     "stop ids": ([1], {"stop_token_ids": (5,)}, "stop_token_ids: token 5 is not in the vocabulary"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_answered_is_refused_at_once(case: str) -> None:
+def test_invalid_requests_are_rejected_at_once(case: str) -> None:
     prompt, more, said = REFUSED[case]
     engine = Engine(Slots(blocks=20, size=4, context=12), options=EngineOptions(16, 4))
     with pytest.raises(GulliverError, match=said):
@@ -316,7 +316,7 @@ def test_what_cannot_be_answered_is_refused_at_once(case: str) -> None:
     assert not engine.busy
 
 
-def test_one_prompt_and_several_are_told_apart_and_numbers_of_any_kind_are_tokens() -> None:
+def test_single_and_multiple_prompts_are_distinguished() -> None:
     assert listed("ab") == ["ab"]
     assert listed([1, 2]) == [[1, 2]]
     assert listed([[1, 2], "ab"]) == [[1, 2], "ab"]
@@ -329,9 +329,9 @@ def test_one_prompt_and_several_are_told_apart_and_numbers_of_any_kind_are_token
 
 def test_a_prompt_longer_than_the_cache_is_refused() -> None:
     engine = Engine(Slots(blocks=2, size=4))
-    with pytest.raises(GulliverError, match="has 8 tokens and the cache 8: give at most 7"):
+    with pytest.raises(GulliverError, match="has 8 tokens, but the cache has 8: use at most 7"):
         engine.add([1] * 8)
-    with pytest.raises(GulliverError, match="exceeds the cache of 8: give at most 3"):
+    with pytest.raises(GulliverError, match="exceeds the cache of 8: use at most 3"):
         engine.add([1] * 5, SamplingParams(max_tokens=4))
     engine.add([1] * 5)
     events = []
@@ -368,7 +368,7 @@ def test_models_that_would_answer_wrongly_are_refused() -> None:
     finally:
         model.config.rope_parameters["rope_type"] = "default"
     runner = LocalRunner(tiny("llama"), cache_tokens=64)
-    with pytest.raises(GulliverError, match="served already"):
+    with pytest.raises(GulliverError, match="already being served"):
         LocalRunner(tiny("llama"), cache_tokens=64)
     runner.close()
 
@@ -378,7 +378,7 @@ def test_a_torch_dtype_is_taken(folder: Path) -> None:
         assert llm.engine.runner.pages.keys[0].dtype == torch.bfloat16  # type: ignore[attr-defined]
 
 
-def test_too_little_memory_is_told_with_what_would_fit(
+def test_insufficient_memory_error_names_what_fits(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     size = sum(p.numel() for p in small().parameters())

@@ -68,7 +68,7 @@ def test_distributions_are_those_of_the_definitions() -> None:
         torch.testing.assert_close(got, want, atol=1e-6, rtol=0, msg=str(sampling))
 
 
-def test_what_is_kept_is_what_transformers_keeps() -> None:
+def test_sampling_filters_equal_transformers() -> None:
     from transformers import (
         LogitsProcessorList,
         MinPLogitsWarper,

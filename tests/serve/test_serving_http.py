@@ -108,7 +108,7 @@ def test_seeds_samples_and_penalties_draw_as_the_library(client: Any, llm: LLM) 
     assert texts == [c.text for c in output.outputs]
 
 
-def test_probabilities_are_told_as_the_library_knows_them(client: Any, llm: LLM) -> None:
+def test_logprobs_equal_the_librarys(client: Any, llm: LLM) -> None:
     tokens = llm.generate([TEXTS[2]], greedy(8, logprobs=3))[0].outputs[0].tokens
     values = [token.logprob for token in tokens]
     asked = {"model": "tiny", "max_tokens": 8, "temperature": 0, **IDS}
@@ -190,12 +190,12 @@ REFUSED: dict[str, tuple[dict[str, Any], int, str | None, str]] = {
     "best_of": ({"best_of": 3}, 400, "best_of", "best_of is not supported"),
     "echo": ({"echo": True, "logprobs": 1}, 400, "echo", "echo with logprobs"),
     "model": ({"model": "tinny"}, 404, "model", "did you mean 'tiny'"),
-    "samples": ({"n": 17}, 400, "n", "n=17: this server gives at most 16"),
+    "samples": ({"n": 17}, 400, "n", "n=17: this server allows at most 16"),
     "answers": ({"prompt": ["a"] * 100, "n": 3}, 400, "prompt", "are 300 answers"),
     "text for number": ({"top_p": "0.5"}, 400, "top_p", "top_p: input should be a valid number"),
-    "seed": ({"seed": 2**70}, 400, "seed", "a whole number of 64 bits"),
-    "stop": ({"stop": ""}, 400, "stop", "give texts of 1 to"),
-    "stream options": ({"stream_options": {}}, 400, "stream_options", "for stream=true"),
+    "seed": ({"seed": 2**70}, 400, "seed", "a 64-bit integer"),
+    "stop": ({"stop": ""}, 400, "stop", "texts must have 1 to"),
+    "stream options": ({"stream_options": {}}, 400, "stream_options", "needs stream=true"),
 }
 CHATS: dict[str, tuple[dict[str, Any], int, str | None, str]] = {
     "unheard of": ({"zzz": 1}, 400, "zzz", "choose from 'frequency_penalty', 'ignore_eos', "),
@@ -214,9 +214,7 @@ CHATS: dict[str, tuple[dict[str, Any], int, str | None, str]] = {
 }
 
 
-def test_what_cannot_be_answered_is_refused_by_the_name_of_the_field(
-    server: Any, http: Any
-) -> None:
+def test_unsupported_fields_are_rejected_by_name(server: Any, http: Any) -> None:
     for path, first, cases in (
         ("completions", {"prompt": "the"}, REFUSED),
         ("chat/completions", {"messages": TALK}, CHATS),
@@ -306,7 +304,7 @@ def test_offsets_count_characters_of_the_text(client: Any, llm: LLM) -> None:
     assert len(offsets) == 14
 
 
-def test_a_key_keeps_strangers_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_api_key_is_required(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GULLIVER_API_KEY", "from-the-environment")
     with serving(api_key="se cret") as (server, _, _):
         root = server.url.removesuffix("/v1")

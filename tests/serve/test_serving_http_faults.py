@@ -95,7 +95,7 @@ def test_clients_that_leave_give_everything_back(full: bool) -> None:
         assert ask(server).json()["choices"][0]["text"] == wanted
 
 
-def test_more_is_asked_than_is_taken_on() -> None:
+def test_excess_requests_get_429() -> None:
     with serving(sequences=2, queue=1) as (server, steered, _):
         done: list[Any] = []
         with steered.held():
@@ -140,7 +140,7 @@ def read_all(sent: bytes, server: Any) -> bytes:
         return said
 
 
-def test_clients_that_say_half_are_not_waited_for() -> None:
+def test_slow_request_bodies_time_out() -> None:
     limits = {"header_seconds": 0.3, "body_seconds": 0.3, "idle_seconds": 1}
     with serving(**limits) as (server, _, _):
         whole = request(ASKED)
@@ -196,7 +196,7 @@ def drained(client: socket.socket) -> bytes:
     return said
 
 
-def test_a_client_that_does_not_read_is_let_go() -> None:
+def test_stalled_client_is_disconnected() -> None:
     wanted = answer_of()
     with serving(stall_seconds=0.3, cache_tokens=4096) as (server, _, _):
         slow = socket.socket()
@@ -229,7 +229,7 @@ def test_logits_that_are_not_finite_end_one_request() -> None:
         assert counts["failures"] == 0
 
 
-def test_a_step_that_fails_is_told_and_the_engine_goes_on() -> None:
+def test_failed_step_is_reported_and_engine_continues() -> None:
     wanted = answer_of()
     with serving() as (server, steered, _):
         steered.fails = RuntimeError("the device is gone")
@@ -249,7 +249,7 @@ def test_an_engine_that_cannot_go_on_ends_the_server() -> None:
         assert "no stage is left" in failed.json()["error"]["message"]
     with pytest.raises(httpx.HTTPError):
         httpx.get(f"{server.url[:-3]}/health")
-    assert server.dead == "the engine cannot go on: no stage is left"
+    assert server.dead == "the engine stopped: no stage is left"
 
 
 def test_a_runner_that_is_lost_is_started_again_and_no_client_notices() -> None:
@@ -265,7 +265,7 @@ def test_a_runner_that_is_lost_is_started_again_and_no_client_notices() -> None:
         assert server.dead is None
 
 
-def test_the_end_lets_what_runs_finish_and_refuses_what_comes() -> None:
+def test_shutdown_drains_running_and_rejects_new_requests() -> None:
     wanted = answer_of()
     done: list[Any] = []
     with serving() as (server, steered, _), httpx.Client() as known:
@@ -285,7 +285,7 @@ def test_the_end_lets_what_runs_finish_and_refuses_what_comes() -> None:
     assert done[0].json()["choices"][0]["text"] == wanted
 
 
-def test_what_does_not_end_in_time_is_told_so() -> None:
+def test_requests_over_drain_time_are_ended() -> None:
     parts: list[str] = []
     with serving(drain_seconds=0) as (server, steered, _):
 

@@ -100,7 +100,7 @@ def test_a_load_drives_the_server_and_counts_what_it_counts() -> None:
         known = generate_load(load).json
         assert known["answered"] == 0
         assert sum(known["errors"].values()) == 3
-        assert all("give at most 127" in said for said in known["errors"])
+        assert all("use at most 127" in said for said in known["errors"])
 
 
 @contextmanager
@@ -132,13 +132,13 @@ def broken_server() -> Iterator[str]:
         made.server_close()
 
 
-def test_what_goes_wrong_is_counted_by_name() -> None:
+def test_load_errors_are_counted_by_kind() -> None:
     with broken_server() as url:
         known = generate_load(Load(url, model="x", requests=9, connections=1)).json
         assert known["errors"] == {
             "500 no luck": 3,
             "a stream that ended early": 3,
-            "an answer that is not of OpenAI's interface": 3,
+            "a response that does not follow the OpenAI API": 3,
         }
         with pytest.raises(GulliverError, match="/v1/models answers 501"):
             generate_load(Load(url))
@@ -191,7 +191,7 @@ def test_the_command_serves_a_folder_and_drains(
         program.send_signal(signal.SIGTERM)
         assert program.wait(patient(30)) == 0
         said = program.stderr.read()
-        assert "signal: 0 answers run or wait and get 30 seconds" in said
+        assert "signal: 0 completions are active and have 30 seconds" in said
         assert said.endswith("gulliver: the server has ended\n")
     finally:
         program.kill()

@@ -117,7 +117,7 @@ def test_int8_experts_compute_with_the_weights_that_their_values_stand_for(tmp_p
         torch.testing.assert_close(mine(*given), theirs(*given), atol=1e-5, rtol=0)
 
 
-def test_weights_that_are_away_are_no_numbers(tmp_path: Path) -> None:
+def test_evicted_weights_read_as_nan(tmp_path: Path) -> None:
     runner, streamed, _ = limited(saved("llama", tmp_path), None, 1.5)
     weight = runner._model.model.layers[0].mlp.up_proj.weight
     assert bool(weight.isnan().all())
@@ -126,7 +126,7 @@ def test_weights_that_are_away_are_no_numbers(tmp_path: Path) -> None:
     assert streamed.manager is not None
 
 
-def test_a_limit_below_the_largest_layer_is_refused_with_what_lacks(tmp_path: Path) -> None:
+def test_limit_below_largest_layer_is_rejected(tmp_path: Path) -> None:
     folder = saved("llama", tmp_path)
     with pytest.raises(GulliverError, match=r"alone takes .* give .* more"):
         load_model(folder, ModelOptions(memory=4096, disk=folder))
@@ -158,7 +158,7 @@ def test_files_of_other_names_and_experts_are_read_as_transformers_does(
 
 def test_a_layer_is_read_ahead_where_two_have_room() -> None:
     sizes = [2**20] * 12
-    assert look_ahead(sizes, 12 * 2**20) == (0, "all of them stay")
+    assert look_ahead(sizes, 12 * 2**20) == (0, "all of them stay in memory")
     ahead, why = look_ahead(sizes, 6 * 2**20)
     assert ahead == 1
     assert "8.0 MiB of 12.0 MiB" in why

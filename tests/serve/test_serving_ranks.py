@@ -274,12 +274,12 @@ def test_the_stage_that_holds_a_batch_up_is_named(silent: int) -> None:
 
     one = runner(Threads(3, start), layout, 0.5)
     one.submit(Batch(0, [Span(0, 0, [1], [0], 1)]))
-    with pytest.raises(RunnerLost, match=rf"stage {silent}, .* batch 0, has said nothing for 0.5"):
+    with pytest.raises(RunnerLost, match=rf"stage {silent}, .* batch 0, has not responded for 0.5"):
         one.collect()
     one.close()
 
 
-def test_what_a_rank_says_itself_goes_before_broken_connections() -> None:
+def test_rank_error_precedes_connection_errors() -> None:
     layout = Layout(2, (0, 1))
 
     def start(rank: int, link: Any, attempt: int) -> None:

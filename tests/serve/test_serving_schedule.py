@@ -253,7 +253,7 @@ def test_after_a_failure_requests_go_on_with_another_runner() -> None:
     assert list(made.values()) == [expected([3, number], 9, 5) for number in (1, 2, 4)]
 
 
-def test_blocks_that_were_left_are_found_until_others_need_them() -> None:
+def test_freed_blocks_stay_cached_until_reused() -> None:
     pool = BlockPool(4, 2)
     digests: list[bytes] = []
     extend_digests(digests, [1, 2, 3, 4, 5], 2)
@@ -273,7 +273,7 @@ def test_blocks_that_were_left_are_found_until_others_need_them() -> None:
     assert pool.find(digests) == mine[:1]  # the end of the beginning went first
 
 
-def test_a_walk_goes_down_the_children_that_the_model_draws() -> None:
+def test_tree_verification_follows_sampled_tokens() -> None:
     draft = Draft([7, 8, 9, 5, 6], [-1, -1, 1, 2, 1])
     after = {0: 8, 2: 9, 3: 4, 1: 0, 4: 0, 5: 0}
     assert walk(draft, lambda row, depth: after[row]) == ([8, 9, 4], [1, 2])

@@ -273,7 +273,7 @@ def test_many_tokens_are_drawn_as_few_are() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(0, 3), max_size=40), st.integers(1, 4))
-def test_what_followed_before_is_what_a_search_finds(tokens: list[int], cut: int) -> None:
+def test_ngram_lookup_equals_search(tokens: list[int], cut: int) -> None:
     table, read = Followers(longest=4, shortest=1), 0
     for end in range(0, len(tokens) + 1, cut):
         table.read(tokens[:end], read)
@@ -347,7 +347,7 @@ def test_seconds_are_learnt_and_never_fall_with_tokens() -> None:
     assert cost.seconds(60) == pytest.approx(2 * true(60), rel=0.3)
 
 
-def test_chances_become_how_often_guesses_were_right() -> None:
+def test_confidences_converge_to_acceptance_rates() -> None:
     rate, chance = AcceptanceRate(), random.Random(0)
     assert rate.chance("greedy", 0.9) == pytest.approx(0.9)
     for _ in range(2000):
@@ -427,14 +427,14 @@ def simulated(
 @pytest.mark.parametrize(
     ("right", "slope", "sequences"), [(0.1, 0.05, 4), (0.5, 1.0, 8), (0.9, 2.0, 32), (0.0, 0.01, 2)]
 )
-def test_drafts_that_do_not_pay_are_not_verified_and_it_says_why(
+def test_unprofitable_drafts_are_disabled_with_reason(
     right: float, slope: float, sequences: int, free: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # However sure the proposer is. A step of one token takes 1 + slope seconds.
     coin = Coin(right, 0.95, free, 0.0 if free else 0.05)
     gain, spec = simulated(monkeypatch, coin, sequences, slope)
     assert 0.97 < gain < 1.06
-    assert "times the plain tokens per second" in str(spec) or "nothing is known" in str(spec)
+    assert "times the plain tokens per second" in str(spec) or "nothing to propose" in str(spec)
 
 
 def test_trials_take_a_hundredth_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -457,7 +457,7 @@ def test_trials_take_a_hundredth_of_the_time(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("free", [True, False])
-def test_drafts_that_pay_are_found_to_however_little_is_promised(
+def test_profitable_drafts_are_enabled_despite_low_prior(
     free: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gain, spec = simulated(monkeypatch, Coin(0.9, 0.3, free, 0.02), 4, 0.01)

@@ -39,14 +39,14 @@ def layouts(axes: int, dims: int, terms: bool = True) -> list[tuple[Placement, .
     return list(itertools.product([*kinds, Partial()] if terms else kinds, repeat=axes))
 
 
-def test_the_way_found_is_the_shortest_in_the_graph_of_all_states() -> None:
+def test_conversion_is_cheapest_by_exhaustive_search() -> None:
     for seed in range(12):
         conversion_case(seed)
 
 
 @pytest.mark.full
 @pytest.mark.deadline(600)
-def test_the_way_found_is_the_shortest_in_many_cases() -> None:
+def test_conversion_is_cheapest_in_many_cases() -> None:
     assert all(conversion_case(seed, 2) for seed in range(1000))
 
 
@@ -63,7 +63,7 @@ def test_extents_are_those_of_chunks() -> None:
         assert taken == list(range(length))
 
 
-def test_room_is_kept_and_too_little_is_refused_with_the_least_that_would_do() -> None:
+def test_memory_bound_is_kept_or_error_names_minimum() -> None:
     shape, mesh = (64, 64), (2, 4)
     ends = [Shard(0), Shard(0)], [Shard(1), Replicate()]
     cluster = described("8xh100-infiniband").resized(8)
@@ -106,7 +106,7 @@ def test_slow_links_carry_what_is_small() -> None:
         ([Partial("avg")], [Partial("sum")], "avg and sum"),
     ],
 )
-def test_what_is_not_converted_is_refused(before, after, what) -> None:
+def test_unsupported_conversions_are_rejected(before, after, what) -> None:
     with pytest.raises(GulliverError, match=what):
         plan_conversion((4, 4), 4, (2,), before, after, described("cpu-loopback").resized(2))
 

@@ -176,7 +176,7 @@ def test_training_moves_little_more_than_the_least_that_any_policy_could(in_back
         assert moved["planned", 0] <= moved["farthest", 0] <= moved["recent", 0]
 
 
-def test_what_a_plan_costs_is_what_its_steps_move():
+def test_plan_cost_equals_bytes_moved():
     events, sizes = training(10, True), sizes_of(10)
     for share in (0.3, 0.6):
         budget = int(share * sum(sizes.values())) + 10 * PAGE
@@ -240,7 +240,7 @@ def test_a_budget_that_falls_and_rises_within_a_step_is_kept_at_every_event():
         core.end_step()
 
 
-def test_a_step_that_nobody_ends_is_ended(monkeypatch):
+def test_unfinished_step_is_ended(monkeypatch):
     monkeypatch.setattr("gulliver.solve.replacement.LONGEST", 64)
     core = Replacement(2 * PAGE)
     core.add(0, "a", PAGE, True)
@@ -268,7 +268,7 @@ def test_bad_calls_are_refused_and_change_nothing():
     assert (core.used, core.pinned, core.budget) == (3 * PAGE, 3 * PAGE, 4 * PAGE)
 
 
-def test_an_error_for_want_of_room_goes_when_it_was_caught() -> None:
+def test_out_of_budget_error_clears_after_catch() -> None:
     known: weakref.ref[InsufficientMemory] | None = None
     gc.disable()  # it would hold the frames of all callers until then, with their tensors
     try:

@@ -121,7 +121,7 @@ def test_more_look_ahead_never_has_more_misses_than_the_fewest_by_much() -> None
     assert totals[-1] < totals[0]
 
 
-def test_a_sudden_batch_changes_nothing_of_what_was_announced() -> None:
+def test_unannounced_batch_keeps_lookahead() -> None:
     for seed in range(50):
         trace = random_trace(seed, 20, 20, 4)
         policy, held = RowReplacement(9, 20), set[int]()

@@ -86,7 +86,7 @@ def test_the_terms_are_their_definitions_with_gradients(kind: str) -> None:
         torch.testing.assert_close(found, right, rtol=1e-10, atol=1e-12)
 
 
-def test_points_have_noise_and_a_pull_instead_of_a_divergence() -> None:
+def test_point_posterior_uses_noise_and_penalty() -> None:
     video, decoded = clips(1)
     mean = torch.randn(2, 5, 1, 3, 3, dtype=torch.float64, requires_grad=True)
     terms = AutoencoderLoss(AutoencoderLossConfig(latent_pull=0.5))(

@@ -372,7 +372,7 @@ def test_the_command_trains_and_its_result_is_taken_by_a_run(
         ("--model.init x --model.latent-channels 5", "is 5: --model.init determines it"),
     ],
 )
-def test_options_that_cannot_be_end_early_in_one_line(
+def test_invalid_options_are_early_one_line_errors(
     options: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as stopped:

@@ -351,7 +351,7 @@ def test_ranks_that_make_a_clip_together_decide_as_one(
             assert "blocks 0" not in saved, "the test must see blocks skipped"
 
 
-def test_training_and_what_cannot_be_is_refused() -> None:
+def test_training_and_invalid_cache_options_are_rejected() -> None:
     model, x, run = made("third")
     with cache_blocks(model, "first-block"):
         with pytest.raises(GulliverError, match=r"is for sampling; call model\.eval\(\)"):
@@ -378,7 +378,7 @@ def test_training_and_what_cannot_be_is_refused() -> None:
         ("broadcast:2,4,6@900-100", "lower one first"),
     ],
 )
-def test_what_is_no_strategy_is_refused(text: str, message: str) -> None:
+def test_unknown_strategy_is_rejected(text: str, message: str) -> None:
     with pytest.raises(GulliverError, match=message):
         read_strategy(text)
 

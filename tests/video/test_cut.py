@@ -254,9 +254,7 @@ def test_a_source_that_is_named_twice_and_columns_of_its_own(mess: Mess, tmp_pat
     assert reasons["b.mp4", None] == "does not exist"
 
 
-def test_what_is_there_is_not_cut_again_and_other_settings_replace_it(
-    mess: Mess, tmp_path: Path
-) -> None:
+def test_existing_clips_are_reused_for_same_settings(mess: Mess, tmp_path: Path) -> None:
     folder, path = tmp_path / "clips", tmp_path / "a [x].mp4"
     path.write_bytes((mess.folder / next(c.path for c in mess.whole if c.cuts)).read_bytes())
     first = cut_source(path, folder, CutSettings())
@@ -327,7 +325,7 @@ def test_a_file_that_crashes_its_process_costs_that_file_only() -> None:
         list(in_processes(odd_work, [("a", Path("a")), ("full", Path("full"))], 2))
 
 
-def test_what_cannot_be_meant_is_refused(mess: Mess, tmp_path: Path) -> None:
+def test_contradictory_cut_options_are_rejected(mess: Mess, tmp_path: Path) -> None:
     with pytest.raises(GulliverError, match="is the input table"):
         run(mess, mess.table)
     with pytest.raises(GulliverError, match="less than --min-seconds"):

@@ -167,7 +167,7 @@ NAMES = ("long.mp4", "wide.mp4", "still.png", "anim.gif", "short.mp4", "tiny.png
 BUCKETS = [Bucket(13, 32, 32), Bucket(9, 32, 32), Bucket(9, 24, 40), Bucket(1, 32, 32)]
 
 
-def test_a_table_uses_what_it_can_and_lists_the_rest(folder: Path) -> None:
+def test_table_lists_unusable_rows(folder: Path) -> None:
     rows = [{"path": name, "text": f"a {name}"} for name in NAMES]
     rows.append({"path": "long.mp4", "text": " "})
     looked: list[tuple[int, int]] = []
@@ -213,7 +213,7 @@ def turned(path: Path, matrix: tuple[int, int, int, int]) -> None:
     path.write_bytes(content)
 
 
-def test_videos_are_upright_however_the_phone_was_held(tmp_path: Path) -> None:
+def test_rotated_videos_are_upright(tmp_path: Path) -> None:
     from gulliver.video.media import read_frames
 
     clockwise = lambda frames: np.rot90(frames, -1, axes=(1, 2))  # noqa: E731

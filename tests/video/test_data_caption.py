@@ -57,7 +57,7 @@ def calls(table: Table) -> list[str]:
     return sorted((table.path.parent / "calls.txt").read_text().split())
 
 
-def test_a_command_captions_what_has_no_caption(table: Table, command: str) -> None:
+def test_command_captions_uncaptioned_clips(table: Table, command: str) -> None:
     found = caption(table, command=command + " {path} 'and so on'")
     assert calls(table) == ["a.mp4", "b.mp4", "c.mp4"]
     assert Table.read(table.path).column("text") == [
@@ -133,7 +133,7 @@ def blip(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_model_of_a_folder_says_what_is_in_the_middle_frame(table: Table, blip: Path) -> None:
+def test_model_captions_the_middle_frame(table: Table, blip: Path) -> None:
     transformers = pytest.importorskip("transformers")
     Image = pytest.importorskip("PIL.Image")
     av = pytest.importorskip("av")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 from fractions import Fraction
 from pathlib import Path
 
@@ -140,6 +141,9 @@ def test_the_command_names_copies_and_hashes_once(
     assert "unique.csv: 1 clip\n" in said.out
     assert "b.mp4: copy of a.mp4" in said.out
     assert "hash" not in said.err, "hashes of the table are taken"
+    assert run(table.path, "--out", tmp_path / "unique.csv", "--json") == 0
+    values = json.loads(capsys.readouterr().out)
+    assert values["copies"] == [{"name": "b.mp4", "reason": "copy of a.mp4"}]
     Table.read(table.path).with_columns({"phash": ["x", "y"]}).write()
     assert run(table.path, "--out", tmp_path / "unique.csv") == 1
     assert "column phash of clips.csv does not hold hashes of 8 moments" in capsys.readouterr().err

@@ -64,7 +64,7 @@ OTHERS = (
 """Columns of somebody else's, which look like numbers and like none."""
 
 
-def test_columns_of_somebody_else_are_written_as_they_were_read(tmp_path: Path) -> None:
+def test_unknown_columns_round_trip(tmp_path: Path) -> None:
     path, out = tmp_path / "t.csv", tmp_path / "out.csv"
     path.write_text(OTHERS)
     filter_file(path, "true", out)
@@ -83,7 +83,7 @@ def test_columns_of_somebody_else_are_written_as_they_were_read(tmp_path: Path) 
         ("cast(ver as decimal(9, 2)) = 1.1", ["a.mp4"]),
     ],
 )
-def test_text_is_compared_as_numbers_only_where_it_is_spelt_as_they_are(
+def test_text_is_compared_as_number_only_if_canonical(
     tmp_path: Path, condition: str, kept: list[str]
 ) -> None:
     (tmp_path / "t.csv").write_text(OTHERS)
@@ -107,7 +107,7 @@ def test_text_that_is_compared_with_a_number_is_named(tmp_path: Path) -> None:
         "aes // flow > 2 and aes % flow < 1",
     ],
 )
-def test_what_is_no_number_is_unknown(tmp_path: Path, condition: str) -> None:
+def test_nan_is_unknown(tmp_path: Path, condition: str) -> None:
     rows = [{"path": "a", "aes": 0.0, "flow": 0.0}, {"path": "b", "aes": 10.0, "flow": 2.0}]
     table = Table.of_rows(rows, tmp_path / "t.csv", ("path", "aes", "flow"))
     found = filter_table(table, condition)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import os
 import shutil
 import struct
@@ -43,7 +44,7 @@ def facts(scanned: ScanResult) -> dict[str, dict[str, object]]:
     return {os.path.basename(row["path"]): row for row in scanned.table.data.to_pylist()}
 
 
-def test_facts_of_a_mess_are_those_that_it_was_made_with(mess: Mess, scanned: ScanResult) -> None:
+def test_scan_metadata_matches_generated_files(mess: Mess, scanned: ScanResult) -> None:
     found = facts(scanned)
     for clip in mess.whole:
         row = found[clip.path]
@@ -63,7 +64,7 @@ def test_facts_of_a_mess_are_those_that_it_was_made_with(mess: Mess, scanned: Sc
     assert {clip.kind for clip in mess.whole} >= {"rotated", "variable", "tiny", "lying", "odd"}
 
 
-def test_no_file_is_lost(mess: Mess, scanned: ScanResult) -> None:
+def test_every_file_is_listed(mess: Mess, scanned: ScanResult) -> None:
     used, broken = set(facts(scanned)), {os.path.basename(name) for name, _ in scanned.broken}
     assert not used & broken
     files = {path.name for path in mess.folder.iterdir()}
@@ -203,7 +204,7 @@ def test_a_scan_that_is_killed_again_and_again_ends_with_the_same_table(
     assert not list(tmp_path.glob(".*")), "neither journal nor half a table is left"
 
 
-def test_the_command_says_what_is_there_and_what_is_not(
+def test_scan_command_reports_found_and_missing_files(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def run(*arguments: object) -> int | str | None:
@@ -226,6 +227,10 @@ def test_the_command_says_what_is_there_and_what_is_not(
     assert f"1 file that scan cannot use, listed in {folder}/clips.broken.csv" in said
     assert "b.mp4: is empty" in said
     assert "1 other file ignored: 1 .md" in said
+    assert run(folder, "--json") == 0
+    values = json.loads(capsys.readouterr().out)
+    assert (values["clips"], values["ignored"]) == (1, {".md": 1})
+    assert values["broken"] == [{"name": "b.mp4", "reason": "is empty"}]
     with (folder / "clips.broken.csv").open(newline="") as file:
         assert [*csv.DictReader(file)] == [{"path": "b.mp4", "step": "scan", "reason": "is empty"}]
     (folder / "b.mp4").unlink()

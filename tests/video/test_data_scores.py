@@ -215,7 +215,7 @@ def test_plugins_score_beside_those_in_the_box(table: Table) -> None:
         ("motion", "scorer 'motion' of colours"),
     ],
 )
-def test_a_scorer_that_cannot_be_had_is_refused_before_anything_is_read(
+def test_unavailable_scorer_is_rejected_before_reading(
     table: Table, name: str, message: str
 ) -> None:
     with pytest.raises(GulliverError, match=message):
@@ -224,15 +224,13 @@ def test_a_scorer_that_cannot_be_had_is_refused_before_anything_is_read(
 
 
 @pytest.mark.usefixtures("plugins")
-def test_a_score_that_is_no_number_is_listed(table: Table) -> None:
+def test_non_numeric_score_is_listed(table: Table) -> None:
     found = score(table, ("several",))
     assert found.table.column("several") == [None] * 5
     assert dict(found.broken)["a.mkv"] == "several: returns list; return a number, text or None"
 
 
-def test_scores_that_are_there_stay_and_what_is_missing_is_scored(
-    table: Table, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_only_missing_scores_are_computed(table: Table, capsys: pytest.CaptureFixture[str]) -> None:
     table.with_columns({"brightness": [7.0, None, None, 9.0, None]}).write()
     with pytest.raises(SystemExit) as ended:
         main(["data", "score", str(table.path), "--scorers", "brightness"])

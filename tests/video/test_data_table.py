@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import os
 import random
 from pathlib import Path
@@ -175,9 +176,7 @@ def test_a_condition_keeps_the_rows_that_a_loop_in_python_keeps(tmp_path: Path) 
         ("true); drop table clips; select (true", "is not a condition"),
     ],
 )
-def test_what_is_no_condition_is_refused_in_one_line(
-    tmp_path: Path, condition: str, message: str
-) -> None:
+def test_invalid_condition_is_one_line_error(tmp_path: Path, condition: str, message: str) -> None:
     rows = _rows(5)
     table = Table.of_rows(rows, tmp_path / "t.parquet", tuple(rows[0]))
     with pytest.raises(GulliverError, match=message) as caught:
@@ -204,6 +203,9 @@ def test_the_command_filters_and_never_over_its_own_table(
     out = table.with_name("out.csv")
     assert run(table, "aes > 5", "--out", out) == 0
     assert "1 row; 0 dropped, 1 unknown (a cell is empty)" in capsys.readouterr().out
+    assert run(table, "aes > 5", "--out", out, "--json") == 0
+    values = json.loads(capsys.readouterr().out)
+    assert values == {"schema": 1, "out": str(out), "rows": 1, "dropped": 0, "unknown": 1}
     with out.open(newline="") as file:
         assert [row["path"] for row in csv.DictReader(file)] == ["a.mp4"]
     assert run(table, "aes > 5", "--out", table) == 1

@@ -188,7 +188,7 @@ def _losses(
     return found
 
 
-def test_what_the_process_cannot_do_is_refused() -> None:
+def test_unsupported_diffusion_options_are_rejected() -> None:
     noise, y = drawn(SHAPE, 1), {"y": drawn((2, 1, 3, 5), 2)}
     with pytest.raises(GulliverError, match="1 sampling steps are not possible"):
         IDDPM().sample(model, noise, y, steps=1)

@@ -6,16 +6,12 @@ import pytest
 import torch
 
 from gulliver.data import Bucket
-from gulliver.video.digits import DigitReaders, MovingDigits, ceiling, train_judges
-from tests.references import computed_once
-
-# They train for half a minute; `tests/serve/test_generation.py` shows judges that learn less.
-pytestmark = pytest.mark.full
+from gulliver.video.digits import DigitReaders, MovingDigits, ceiling, load_judges
 
 
 @pytest.fixture(scope="module")
 def judges() -> DigitReaders:
-    return computed_once(train_judges)()
+    return load_judges()
 
 
 @pytest.mark.parametrize("bucket", [Bucket(13, 32, 32), Bucket(9, 24, 40)], ids=str)
@@ -51,7 +47,7 @@ def test_judges_of_made_frames_do_not_look_at_given_ones(judges: DigitReaders) -
     assert judges.score(list(mixed.unbind()), *asked).both < 0.8
 
 
-def test_what_does_not_move_has_no_direction(judges: DigitReaders) -> None:
+def test_static_clip_has_no_direction(judges: DigitReaders) -> None:
     still = MovingDigits("heldout", 3, shapes={Bucket(1, 32, 32): 1.0}).batch([0, 1, 2])
     assert judges.verdict(still).direction.tolist() == [-1, -1, -1]
     held = still.expand(-1, -1, 9, -1, -1) + 0.02 * torch.randn(3, 3, 9, 32, 32)

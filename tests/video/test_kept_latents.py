@@ -102,7 +102,7 @@ def kept(parts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_what_is_kept_is_what_the_autoencoder_says_of_each_window(parts: Path, kept: Path) -> None:
+def test_cached_latents_equal_autoencoder_output(parts: Path, kept: Path) -> None:
     latents, coder = LatentCache(kept), load_autoencoder(parts / "vae3.safetensors")
     buckets = [Bucket(5, 32, 32), Bucket(9, 16, 16), Bucket(1, 32, 32)]
     seen = 0
@@ -159,7 +159,7 @@ def test_killed_at_any_moment_and_resumed_leaves_the_same_bytes(
     assert bytes_of(config.out) == bytes_of(kept), f"seed {seed}"
 
 
-def test_a_full_disk_is_one_line_and_what_was_done_stays(
+def test_full_disk_is_one_line_error_and_keeps_progress(
     parts: Path, kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import safetensors.torch
@@ -224,7 +224,7 @@ def test_a_table_that_grows_keeps_what_is_there_and_half_precision_rounds(
         rounded.read(ClipWindow(clip, rounded.shards[0].bucket, start))
 
 
-def test_a_signal_ends_a_call_after_a_shard_and_two_calls_do_not_meet(
+def test_signal_stops_encode_after_a_shard(
     parts: Path, kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read, config = ClipTable.read, options(parts, tmp_path / "kept")

@@ -70,7 +70,7 @@ def interpreted(
 )
 @example([((0, 0, 0, -1, 1), "0", 6)], [4], 8, 0, None)
 @example([((0, 0, 0, 5, 3), "0.25", 6)], [6], 8, 0, 3)
-def test_strings_mean_what_they_say(
+def test_mask_strings_are_parsed(
     rules: list, lengths: list[int], frames: int, loop: int, align: int | None
 ) -> None:
     parts = [",".join([*map(str, numbers), ratio][:shown]) for ((numbers), ratio, shown) in rules]
@@ -107,12 +107,12 @@ def test_strings_mean_what_they_say(
         ("", "references need a mask strategy"),
     ],
 )
-def test_strings_that_cannot_be_are_refused(text: str, message: str) -> None:
+def test_invalid_mask_strings_are_rejected(text: str, message: str) -> None:
     with pytest.raises(GulliverError, match=message):
         check_rules(parse_mask_strategy(text), references=1, loops=2)
 
 
-def test_frames_and_references_that_are_not_there_are_named() -> None:
+def test_missing_frames_and_references_are_named() -> None:
     for text in ("0,0,3,0,1", "0,0,-4", "0,0,1,0,3"):
         with pytest.raises(GulliverError, match="latent frames of reference 0"):
             place(parse_mask_strategy(text), [3], 5)

@@ -118,7 +118,7 @@ def test_a_step_draws_its_masks_as_they_are_written_here() -> None:
         (FlowConfig(masks=("random:0.7", "image_tail:0.4")), "1.1; it must be at most 1"),
     ],
 )
-def test_flows_that_cannot_be_are_refused_in_one_line(flow: FlowConfig, message: str) -> None:
+def test_invalid_flow_options_are_one_line_errors(flow: FlowConfig, message: str) -> None:
     with pytest.raises(GulliverError, match=message) as found:
         check_config(replace(TrainConfig(), flow=flow))
     assert "\n" not in str(found.value)

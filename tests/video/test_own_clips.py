@@ -124,7 +124,7 @@ def test_a_run_that_was_killed_while_it_sampled_makes_the_samples_when_it_is_res
     assert [line["step"] for line in log.read()] == [2, 3]
 
 
-def test_samples_that_cannot_be_are_refused_before_training(
+def test_invalid_sample_options_are_rejected_before_training(
     tmp_path: Path, autoencoder: Path
 ) -> None:
     long = tmp_path / "long.txt"
@@ -142,7 +142,7 @@ def test_samples_that_cannot_be_are_refused_before_training(
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
-def test_a_newcomer_comes_from_a_folder_to_clips_of_a_model(
+def test_own_clips_tutorial_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -145,7 +145,7 @@ def test_names_shapes_and_counts_are_the_published_ones(name: str) -> None:
     model.latent_shape(*configuration.clip)
 
 
-def test_all_speak_one_protocol() -> None:
+def test_autoencoders_share_one_interface() -> None:
     models: list[Autoencoder] = [VideoAutoencoder(width=8), *(make(name) for name in NAMES)]
     for model in models:
         steps = model.compression
@@ -180,7 +180,7 @@ def _saved(folder: Path, kind: str, shards: int = 1) -> tuple[Any, Path]:
 
 
 @pytest.mark.parametrize(("kind", "shards"), [("frames", 1), ("pipeline", 2), ("causal", 1)])
-def test_files_say_which_autoencoder_they_hold(tmp_path: Path, kind: str, shards: int) -> None:
+def test_autoencoder_is_detected_from_file(tmp_path: Path, kind: str, shards: int) -> None:
     model, folder = _saved(tmp_path / "a", kind, shards)
     # Groups of norms leave no trace in shapes.
     groups: dict[str, dict[str, Any]] = {
@@ -270,7 +270,7 @@ def test_files_of_something_else_are_named(tmp_path: Path) -> None:
         (lambda: list(stream_encode(make("causal"), [])), "no frames"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_refused_in_one_line(make_it: Any, message: str) -> None:
+def test_invalid_inputs_are_one_line_errors(make_it: Any, message: str) -> None:
     with pytest.raises(GulliverError, match=message) as error:
         make_it()
     assert "\n" not in str(error.value)
@@ -297,7 +297,7 @@ def test_streams_of_any_stretches_are_the_whole(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["pipeline", "pipeline whole"])
-def test_a_stream_is_told_a_length_that_is_padded(name: str) -> None:
+def test_stream_accepts_padded_length(name: str) -> None:
     model: Any = make(name)
     norms = "passes" if "whole" in name else "refuse"
     x = clip(name, 22)

@@ -91,9 +91,7 @@ def said(parts: Path, caption: str) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_the_first_step_is_that_of_the_weights_on_what_the_encoders_say(
-    parts: Path, tmp_path: Path, kind: str
-) -> None:
+def test_first_step_matches_published_weights(parts: Path, tmp_path: Path, kind: str) -> None:
     config, world = config_of(parts, tmp_path / "run", kind), init_world()
     run = Run(config.out)
     describe_start(config, run)
@@ -147,7 +145,7 @@ def test_the_first_step_is_that_of_the_weights_on_what_the_encoders_say(
         assert loss == pytest.approx(float(bound.mean().detach()), rel=1e-4)
 
 
-def test_a_run_needs_its_weights_no_more_and_is_sampled_as_a_pipeline(
+def test_resumed_run_needs_no_published_weights(
     parts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(parts / "STDiT3", tmp_path / "weights")
@@ -171,9 +169,7 @@ def test_a_run_needs_its_weights_no_more_and_is_sampled_as_a_pipeline(
     assert read_frames(tmp_path / "clip.gif").shape[1] == 9
 
 
-def test_starts_that_cannot_be_are_refused_before_anything_is_loaded(
-    parts: Path, tmp_path: Path
-) -> None:
+def test_invalid_starts_are_rejected_before_loading(parts: Path, tmp_path: Path) -> None:
     def refused(message: str, **changes: Any) -> None:
         with pytest.raises(GulliverError, match=message):
             check_start(config_of(parts, tmp_path / "run", **changes))

@@ -14,7 +14,7 @@ from gulliver.errors import GulliverError
 SCORES = {"aes": 5.53, "flow": 10.0, "motion_score": 4.0, "cmotion": "pan left"}
 
 
-def test_scores_are_told_in_the_words_of_each_version() -> None:
+def test_score_captions_match_each_version() -> None:
     text = "a cat"
     assert with_scores(text, SCORES, "none") == "a cat"
     assert with_scores(text, SCORES, "1.2") == (

@@ -246,7 +246,7 @@ def test_a_killed_run_goes_on_with_other_ranks(tmp_path: Path, autoencoder: Path
         ),
     ],
 )
-def test_what_cannot_be_is_refused(
+def test_invalid_options_are_rejected_in_video_training(
     tmp_path: Path, autoencoder: Path, changes: dict[str, Any], message: str
 ) -> None:
     config = replace(uneven(tmp_path, autoencoder), **changes)

@@ -229,7 +229,7 @@ def _train_where_one_rank_loses(world: World, config: TrainConfig) -> list[dict]
         ClipTable.read = read  # type: ignore[method-assign]
 
 
-def test_what_one_rank_of_a_group_cannot_read_no_rank_counts(
+def test_clip_unreadable_on_one_rank_is_dropped_by_group(
     pool: Pool, tmp_path: Path, autoencoder: Path, alone: Path, made: Path
 ) -> None:
     whole = clips(tmp_path / "clips", made, broken=False)

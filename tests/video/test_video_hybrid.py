@@ -191,7 +191,7 @@ def test_a_killed_run_of_tensor_ranks_goes_on_with_sequence_ranks(
         assert line["loss"] == pytest.approx(other["loss"], rel=2e-5)
 
 
-def test_what_tensor_ranks_have_trained_is_generated_from_as_a_whole(
+def test_model_trained_with_tensor_ranks_generates_unsharded(
     pool: Pool, tmp_path: Path, autoencoder: Path
 ) -> None:
     config = small(tmp_path / "run", autoencoder, steps=2, tp_size=2)

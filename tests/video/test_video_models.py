@@ -481,13 +481,13 @@ def third(**changes: Any) -> dict[str, Any]:
         ),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_refused_in_one_line(make: Any, message: str) -> None:
+def test_invalid_inputs_are_one_line_errors(make: Any, message: str) -> None:
     with pytest.raises(GulliverError, match=message) as error:
         make()
     assert "\n" not in str(error.value)
 
 
-def test_state_dicts_of_others_are_named() -> None:
+def test_unknown_state_dicts_are_named() -> None:
     for name, told in (
         ("blocks.0.scale_shift_table", "a PixArt picture model"),
         ("transformer_blocks.0.attn1.to_q.weight", "the layout of diffusers"),

@@ -317,7 +317,7 @@ def test_a_clip_that_does_not_fit_is_decoded_in_stretches(folders: Path) -> None
     assert len(asked) == 5
 
 
-def test_a_picture_is_told_as_one_and_captions_are_kept_on_disk(
+def test_still_is_handled_and_captions_are_cached(
     folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = list[dict[str, Any]]()
@@ -349,9 +349,7 @@ def test_a_picture_is_told_as_one_and_captions_are_kept_on_disk(
     assert seen[-1]["mask"].tolist() == [[True] * 3, [True] * 3]
 
 
-def test_parts_that_do_not_belong_together_are_refused_by_name(
-    folders: Path, tmp_path: Path
-) -> None:
+def test_incompatible_parts_are_rejected(folders: Path, tmp_path: Path) -> None:
     def refused(message: str, make: Any) -> None:
         with pytest.raises(GulliverError, match=message) as caught:
             make()
@@ -462,7 +460,7 @@ def test_counts_are_those_of_the_last_call(folders: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["1.3", "2.0"])
-def test_a_first_loop_has_nothing_to_be_guided_by(folders: Path, kind: str) -> None:
+def test_first_loop_has_no_image_guidance(folders: Path, kind: str) -> None:
     # What the loop before gave guides the second one only: the first is as without the guidance.
     sampling = replace(loaded(folders, kind).sampling, steps=2)
     request = Request("a cat", BUCKET, loops=2, condition_frames=1)

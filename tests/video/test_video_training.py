@@ -272,7 +272,7 @@ def test_a_run_is_not_overwritten_nor_resumed_as_another(tmp_path: Path, autoenc
     assert train(replace(config, resume=True)).finished
 
 
-def test_a_run_goes_on_from_the_step_that_is_named(tmp_path: Path, autoencoder: Path) -> None:
+def test_resume_step_selects_a_checkpoint(tmp_path: Path, autoencoder: Path) -> None:
     config = small(tmp_path / "run", autoencoder, steps=3, save_every=1)
     train(config)
     first = final_tensors(config.out)
@@ -307,7 +307,7 @@ def test_a_truncated_checkpoint_is_passed_over(tmp_path: Path, autoencoder: Path
         (["train", "--autoencoder.path", "no.safetensors"], 1, "no.safetensors does not exist"),
         (["generate", "--run", "nowhere", "--prompt", "x"], 1, "nowhere has no training run"),
         (["generate", "--prompt", "x", "--out", "a.avi"], 2, "'a.avi'"),
-        (["generate"], 2, "nothing to show"),
+        (["generate"], 2, "nothing to generate"),
     ],
 )
 def test_mistakes_end_in_one_clear_line(
@@ -350,7 +350,7 @@ TABLE = DataConfig(table=Path("x.csv"))
         ({"flow": FlowConfig(shift_rule="2.0")}, "it needs --flow.shift-by-size"),
     ],
 )
-def test_options_that_do_not_fit_are_refused(changes: dict, message: str) -> None:
+def test_incompatible_train_options_are_rejected(changes: dict, message: str) -> None:
     with pytest.raises(GulliverError, match=message):
         check_config(replace(TrainConfig(), **changes))
 
@@ -519,7 +519,7 @@ def test_a_batch_without_a_sample_is_no_step(tmp_path: Path, autoencoder: Path) 
     assert all(torch.equal(v, shadow[n]) for n, v in trainer.average.shadow.items())
 
 
-def test_a_table_that_lies_about_lengths_ends_the_run(
+def test_wrong_lengths_in_table_end_the_run(
     tmp_path: Path, autoencoder: Path, capsys: pytest.CaptureFixture
 ) -> None:
     table = _ramps(tmp_path / "clips", 6)
@@ -536,9 +536,7 @@ def test_a_table_that_lies_about_lengths_ends_the_run(
     assert not (tmp_path / "other" / "autoencoder.safetensors").exists()
 
 
-def test_a_torn_log_ends_no_resumption_and_no_step_is_logged_twice(
-    tmp_path: Path, autoencoder: Path
-) -> None:
+def test_torn_log_is_repaired_on_resume(tmp_path: Path, autoencoder: Path) -> None:
     config = small(tmp_path / "run", autoencoder, steps=2, save_every=1)
     log = Run(config.out).log.path
     log.parent.mkdir()

@@ -34,7 +34,6 @@ class Entry:
 
     @property
     def caption(self) -> str:
-        """The settings in one line."""
         s = self.settings
         shape = f"{s.frames}x{s.height}x{s.width}"
         return f"{s.prompt} · {shape} · {s.steps} steps · guidance {s.guidance:g} · seed {s.seed}"
@@ -75,7 +74,7 @@ class Gallery:
         return self.folder / f"{moment}-{secrets.token_hex(3)}.mp4"
 
     def keep(self, made: ClipMade, settings: Settings, source: Source) -> Entry:
-        """Writes the settings of a clip and thereby adds it to the gallery."""
+        """Adds a clip to the gallery by writing its settings."""
         if settings.picture is not None:
             # gradio deletes its copy when the page is closed.
             picture = made.path.with_suffix(f".picture{settings.picture.suffix.lower()}")
@@ -95,7 +94,7 @@ class Gallery:
         return Entry(made.path, settings, facts)
 
     def entries(self) -> list[Entry]:
-        """Lists the newest clips first, ignoring other files."""
+        """Lists the clips, newest first; ignores other files."""
         found: list[Entry] = []
         for path in sorted(self.folder.glob("*.json"), reverse=True):
             if len(found) == SHOWN:
@@ -104,7 +103,6 @@ class Gallery:
         return found
 
     def find(self, name: str) -> Entry:
-        """Returns a clip by its file name."""
         for entry in self._read(self.folder / f"{Path(name).stem}.json"):
             return entry
         raise GulliverError(f"{Path(name).name} is no longer in {self.folder}")

@@ -1,4 +1,4 @@
-"""Reads a run that may still be training: nothing is written, and files may be incomplete.
+"""The Gradio page, and the run that it shows, which may still be training.
 
 Losses are read from the logs; samples are the images and clips in the run's folder `samples`, and
 the sheet that `gulliver demo` writes next to the run.
@@ -57,7 +57,6 @@ class RunView:
 
 
 def look(folder: Path) -> RunView:
-    """Reads the state of a run."""
     run = Run(folder)
     try:
         config = run.read_config()
@@ -150,7 +149,6 @@ class Parts:
 
 
 def build(parts: Parts) -> gr.Blocks:
-    """Builds the page."""
     with gr.Blocks(title="Gulliver", analytics_enabled=False) as page:
         gr.Markdown(f"## Gulliver · `{parts.source.name}`")
         notice = gr.HTML(elem_id="notice")
@@ -327,7 +325,7 @@ def _plain(number: Any) -> Any:
 
 
 def _asked(parts: Parts, values: list[Any], user: str) -> Iterator[tuple[Any, ...]]:
-    """Requests a clip and yields the status, frames, clip and facts to show."""
+    """Requests a clip; yields status, frames, clip and facts to show."""
     try:
         settings = _settings(values)
     except GulliverError as error:

@@ -31,7 +31,6 @@ POLICY = "default-src 'self' 'unsafe-inline' 'unsafe-eval' data: blob:"
 # internet access. gradio's telemetry and update check are disabled, share links are never created,
 # and a content security policy stops browsers from loading anything from other hosts.
 def find_run(named: Path | None) -> Path:
-    """Finds the run to open."""
     places = RUNS if named is None else (named, named / "run")
     for place in places:
         if Run(place).config_path.is_file():
@@ -44,7 +43,7 @@ def find_run(named: Path | None) -> Path:
 
 
 def first_settings(source: Source) -> tuple[Settings, list[str]]:
-    """Returns the initial settings and the shapes to choose from."""
+    """Returns the initial settings and the available shapes."""
     if source.run is not None:
         shapes = _shapes_of(source.run)
         frames, height, width = (int(n) for n in (shapes or ["13x32x32"])[0].split("x"))
@@ -81,7 +80,6 @@ class Page:
     _copies: Path
 
     def close(self) -> None:
-        """Stops the server and the sampling process, and cancels waiting jobs."""
         self.service.close()
         self._blocks.close(verbose=False)
         shutil.rmtree(self._copies, ignore_errors=True)
@@ -96,7 +94,6 @@ def _shapes_of(folder: Path) -> list[str]:
 
 
 def open_page(source: Source, out: Path, host: str = "127.0.0.1", port: int = 0) -> Page:
-    """Serves a page in the background."""
     port = _free_port(host, port)
     copies = Path(tempfile.mkdtemp(prefix="gulliver-app-"))
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"

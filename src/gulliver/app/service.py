@@ -32,9 +32,7 @@ from gulliver.app.worker import (
 
 Work = Callable[[Connection, Source], None]
 TRIES = 3
-"""Consecutive processes that may end before their first clip; after that none is started in
-advance.
-"""
+"""Maximum consecutive processes that end before their first clip; then none starts in advance."""
 
 
 # [Note: turns] A ticket's round is one more than that of the same user's previous ticket, and at
@@ -55,11 +53,9 @@ class ClipTicket:
     _events: SimpleQueue[Event] = field(default_factory=SimpleQueue)
 
     def post(self, event: Event) -> None:
-        """Adds an event."""
         self._events.put(event)
 
     def follow(self) -> Iterator[Event]:
-        """Yields events until the clip is done or has failed."""
         while True:
             event = self._events.get()
             yield event
@@ -88,7 +84,6 @@ class Worker:
         threading.Thread(target=watch, daemon=True).start()
 
     def alive(self) -> bool:
-        """Whether the process runs."""
         return self.process.is_alive()
 
     def wait_outcome(self) -> str:
@@ -104,7 +99,7 @@ class Worker:
 
 
 class Service:
-    """Generates clips for users, one at a time."""
+    """Generates clips for users, one clip at a time."""
 
     def __init__(self, source: Source, work: Work = work) -> None:
         self._source, self._work = source, work
@@ -122,16 +117,14 @@ class Service:
 
     @property
     def notice(self) -> str:
-        """Notice to all users in one line; empty if none."""
+        """One-line notice to all users; empty if there is none."""
         return self._notice
 
     @property
     def pid(self) -> int | None:
-        """Process id of the sampling process."""
         return self._worker.process.pid
 
     def submit(self, user: str, job: ClipJob) -> ClipTicket:
-        """Queues a job of a user."""
         with self._changed:
             # Completed rounds do not count.
             self._rounds = {u: r for u, r in self._rounds.items() if r > self._round}
@@ -145,7 +138,6 @@ class Service:
             return ticket
 
     def stop(self, user: str) -> None:
-        """Cancels all jobs of a user."""
         with self._changed:
             for ticket in [t for t in self._waiting if t.user == user]:
                 self._waiting.remove(ticket)
@@ -157,7 +149,6 @@ class Service:
                     self._worker.connection.send(Stop())
 
     def close(self) -> None:
-        """Stops the process and cancels all waiting jobs."""
         with self._changed:
             self._closing = True
             for ticket in self._waiting:
@@ -182,7 +173,7 @@ class Service:
             ticket.post(end)
 
     def _next(self) -> ClipTicket | None:
-        """Waits for a ticket, and keeps a process ready meanwhile; None when closed."""
+        """Waits for a ticket while keeping a process ready; None when closed."""
         with self._changed:
             while not self._closing:
                 if self._deaths < TRIES and not self._worker.alive():
@@ -197,7 +188,7 @@ class Service:
         return None
 
     def _served(self, ticket: ClipTicket) -> End:
-        """Runs a job, and sends its ticket all events except the last."""
+        """Runs a job; posts all events except the last to its ticket, and returns the last."""
         try:
             with self._changed:
                 if not self._worker.alive():

@@ -47,7 +47,6 @@ class Source:
 
     @property
     def name(self) -> str:
-        """Path of the run or the transformer, for display."""
         return str(self.run or self.model)
 
     @property
@@ -156,15 +155,13 @@ PREVIEWS = 8
 PREVIEW_SIDE = 256
 """Maximum pixels of a preview's longer side."""
 SHOWN_SIDE = 256
-"""Small clips are upscaled by pixel repetition up to this size, because browsers blur when they
-enlarge.
-"""
+"""Small clips are upscaled to this side by pixel repetition, because browsers would blur."""
 
 Post = Callable[[Any], None]
 
 
 class _StopAsked(Exception):
-    """Raised to stop sampling."""
+    pass
 
 
 def work(connection: Connection, source: Source) -> None:
@@ -208,7 +205,6 @@ class ClipMaker:
         self._checkpoint = ""
 
     def make(self, job: ClipJob, post: Post, stop_asked: Callable[[], bool]) -> ClipMade:
-        """Generates a clip and writes its file."""
         started = time.monotonic()
         model = self._ready(post)
         request = request_of(job.settings)
@@ -223,7 +219,7 @@ class ClipMaker:
         return ClipMade(job.path, self._checkpoint, fps, scale, seconds, notes)
 
     def _ready(self, post: Post) -> Any:
-        """Returns the model, reloaded if training has saved a newer checkpoint."""
+        """Returns the model; reloads it if there is a newer checkpoint."""
         run, source = self._source.run, self._source
         if run is None:
             if self._model is None:
@@ -242,7 +238,7 @@ class ClipMaker:
         return self._model
 
     def _preview(self, request: Request) -> Callable[[Any], bytes] | None:
-        """Returns the preview function; None if memory does not suffice for the autoencoder."""
+        """Returns the preview function; None if the autoencoder does not fit into memory."""
         if self._source.run is None and not self._source.keep:
             return None
         autoencoder, frames = self._model.autoencoder, request.bucket.frames
@@ -273,14 +269,14 @@ class _Watch:
 
 
 def request_of(settings: Settings) -> Request:
-    """Converts settings to a model request, as `gulliver generate` does."""
+    """Converts settings to a request, as `gulliver generate` does."""
     bucket = Bucket(settings.frames, settings.height, settings.width)
     given = None if settings.picture is None else read_frames(settings.picture, 1)
     return Request(settings.prompt, bucket, settings.seed, given, settings.negative_prompt)
 
 
 def sampling_of(model: Any, settings: Settings) -> SamplingConfig:
-    """Returns steps and guidance, which default to those of the model's release."""
+    """Returns sampling options; defaults are those of the model's release."""
     return replace(model.sampling, steps=settings.steps, guidance=settings.guidance)
 
 

@@ -1,4 +1,4 @@
-"""The one call: `Booster(plugin=...).boost(model, optimizer, ...)`."""
+"""Entry point of training: `Booster(plugin=...).boost(model, optimizer, ...)`."""
 
 from typing import TYPE_CHECKING
 

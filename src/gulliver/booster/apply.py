@@ -1,8 +1,8 @@
-"""Models that are larger than memory: built on meta and filled chunk by chunk.
+"""Applies plans, including to models larger than memory: built on meta, filled chunk by chunk.
 
-A parameter on meta becomes an expanded nan, which takes no memory, until its chunk is created; then
-it is filled from a folder, or by the modules' own ``reset_parameters``, in torch's order. Memory
-never holds more of the model than the limit plus one chunk.
+A meta parameter is replaced by an expanded NaN, which takes no memory, until its chunk is created;
+then it is loaded from a folder or initialized by the module's ``reset_parameters``, in torch's
+order. At any time, memory holds at most the limit plus one chunk of the model.
 """
 
 from __future__ import annotations
@@ -80,22 +80,21 @@ def check_meta(
         for name, parameter in module.named_parameters(path, recurse=False):
             other = owners.setdefault(parameter, name)
             if parameter.is_meta and other != name:
-                # Of a module in memory the tie decides which values stay; here no module is in
-                # memory.
+                # In memory, the tie decides which module's values remain; here there are none.
                 raise GulliverError(
-                    f"parameters {other!r} and {name!r} on meta are one, and which module's "
-                    "reset_parameters() initialises it is not known: fill it with weights=folder"
+                    f"parameters {other!r} and {name!r} on meta are tied, so it is unknown which "
+                    "module's reset_parameters() initializes them: fill them with weights=folder"
                 )
         empty = [name for name, p in module.named_parameters(path, recurse=False) if p.is_meta]
         if empty and not hasattr(module, "reset_parameters"):
             raise GulliverError(
                 f"parameter {empty[0]!r} is on meta, and {type(module).__name__} has no "
-                "reset_parameters() to initialise it: give one, or weights=folder to fill it from"
+                "reset_parameters() to initialize it: add one, or pass weights=folder"
             )
 
 
 def lend_shapes(model: nn.Module, device: torch.device) -> list[nn.Module]:
-    """Moves meta parameters to a device as expanded nans, which take no memory."""
+    """Replaces meta parameters by expanded NaNs on a device, which take no memory."""
     # They stay the same objects, so that an optimizer keeps them.
     # Before any is moved: each module that shares a parameter initialises it, as with torch.
     found = [m for m in model.modules() if any(p.is_meta for p in m.parameters(recurse=False))]
@@ -120,7 +119,7 @@ def fill_boosted(
 
 
 def _initialise(modules: Sequence[nn.Module]) -> None:
-    """Initialises modules on all ranks with the random numbers of rank 0."""
+    """Initializes modules on all ranks with rank 0's random numbers."""
     own = _random_state()
     first = broadcast_object(own)
     _set_random_state(first)
@@ -151,9 +150,9 @@ def _set_random_state(states: Sequence[torch.Tensor]) -> None:
 def apply_plan(
     resolved: ResolvedPlan, model: nn.Module, world: World, verbose: bool = True
 ) -> tuple[nn.Module, BoostedOptimizer]:
-    """Runs a resolved plan: changes the model in place and wraps its optimizer (collective).
+    """Applies a resolved plan: changes the model in place and wraps its optimizer (collective).
 
-    A plan that cannot run raises on all ranks before anything is changed.
+    Raises on all ranks, before anything is changed, if the plan cannot run.
     """
     plan, optimizer = resolved.plan, resolved.optimizer
     tensor, stages = resolved.tensor, resolved.stages
@@ -202,7 +201,7 @@ def apply_plan(
 
 
 def check_choices(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    """Rejects plans that cannot run, before ranks compare their models."""
+    """Rejects plans that cannot run, before models are compared across ranks."""
     check_modules(model, sharded=plan.zero is not None)
     if plan.operators is not None:
         from gulliver.operators.apply import check_operators  # few plans are of operators
@@ -236,7 +235,7 @@ def check_choices(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer
 
 
 def _manager(resolved: ResolvedPlan) -> LimitedManager | None:
-    """Creates the state manager for a memory limit, before anything is changed."""
+    """Creates the manager of a memory limit, before anything is changed."""
     plan = resolved.plan
     if not plan.limited:
         return None
@@ -245,7 +244,7 @@ def _manager(resolved: ResolvedPlan) -> LimitedManager | None:
 
 
 def _place(plan: Plan) -> tuple[int, int]:
-    """This rank's index on the pipeline axis and on the tensor axis."""
+    """Returns this rank's index on the pipeline axis and on the tensor axis."""
     world, size = current_world(), plan.mesh.of("tensor")
     return world.rank * plan.mesh.of("pipeline") // world.size, world.rank % size
 
@@ -256,7 +255,7 @@ def _is_streamed(plan: Plan) -> bool:
 
 
 def _check_second(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    """Rejects a second optimizer if the first one holds the whole model."""
+    """Rejects a second optimizer if the first one manages the full model."""
     half = plan.precision.parameters
     if any(is_boosted(p) for p in model.parameters()) and (plan.stage == 3 or half == "fp16"):
         what = "stage 3 has sharded all of" if plan.stage == 3 else "fp16 has one loss scale for"
@@ -281,7 +280,7 @@ def _check_whole(resolved: ResolvedPlan) -> None:
 
 
 def _checked_here(plan: Plan, model: nn.Module) -> dict[str, torch.dtype]:
-    """Names of the parameters whose saved values this rank checks against the range of fp16."""
+    """Names the parameters whose saved values this rank checks against fp16's range."""
     if plan.precision.parameters != "fp16":
         return {}
     world, turned = current_world(), {t for _, t in converted(model, plan.precision.kept)}
@@ -290,7 +289,7 @@ def _checked_here(plan: Plan, model: nn.Module) -> dict[str, torch.dtype]:
 
 
 def _unequal(plan: Plan, model: nn.Module, inner: torch.optim.Optimizer) -> list[Tensor]:
-    """Tensors that may differ between ranks, except those that chunks broadcast."""
+    """Returns the tensors that may differ between ranks; chunks broadcast all others."""
     stepped = {p for group in inner.param_groups for p in group["params"] if p.requires_grad}
     cut = plan.mesh.names_model
     rest = [p for p in model.parameters() if cut or not (p in stepped or is_boosted(p))]
@@ -304,7 +303,7 @@ def _unequal(plan: Plan, model: nn.Module, inner: torch.optim.Optimizer) -> list
 
 
 def check_unshared(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Refuses a trained parameter that shares memory with another parameter or a buffer."""
+    """Rejects a trained parameter that shares memory with another parameter or a buffer."""
     trained = {id(p) for p in named_trainables(model, optimizer)}
     parameters = {n: p for n, p in model.named_parameters() if not is_boosted(p)}
     buffers = dict(model.named_buffers())
@@ -321,7 +320,7 @@ def check_unshared(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
-    """First and last address of a tensor's memory, which may have holes; nothing on meta."""
+    """First and last address of a tensor's memory, which may have gaps; nothing on meta."""
     if tensor.layout is not torch.strided or tensor.is_meta or not tensor.numel():
         return 0, 0
     return tensor.data_ptr(), tensor.data_ptr() + _span(tensor) * tensor.itemsize
@@ -333,7 +332,7 @@ def _span(tensor: Tensor) -> int:
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors share an element; disjoint columns of one table share none."""
+    """Whether two tensors share an element; disjoint columns of one matrix share none."""
     if one.device != other.device:
         return False
     size = one.itemsize
@@ -358,6 +357,6 @@ def _refused(first: str, second: str, parameters: dict[str, nn.Parameter]) -> Gu
         else "clone the buffer, or read the parameter in its place"
     )
     return GulliverError(
-        f"{kind} {second!r} shares its memory with parameter {first!r}, and sharding would cut "
-        f"them apart: {remedy} (TorchDDPPlugin runs the model as it is)"
+        f"{kind} {second!r} shares its memory with parameter {first!r}, and sharding would "
+        f"separate them: {remedy} (TorchDDPPlugin runs the model as it is)"
     )

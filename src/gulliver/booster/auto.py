@@ -35,7 +35,7 @@ HALVES = ("bf16", "fp16")
 def plugin_of(
     grid: Grid, precision: str = "fp32", limit: int = 0, behind: OffloadTiers | None = None
 ) -> Plugin:
-    """The plugin that runs a grid."""
+    """Returns the plugin that runs a grid."""
     half = precision if precision in HALVES else None
     axes, chunk = grid.axes, float(grid.chunk_mb) or "auto"
     limits: dict[str, Any] = {}
@@ -72,16 +72,16 @@ def plugin_of(
 
 
 def _check_offload(grid: Grid, limit: int) -> None:
-    """Rejects offloading grids that no plugin can run."""
     if grid.stage != 3:
-        raise GulliverError(f"{grid}: unsharded state cannot be off-loaded; use stage 3")
+        raise GulliverError(f"{grid}: unsharded state cannot be offloaded; use stage 3")
     if grid.axes.pipeline == 1 and grid.micro_batches > 1:
         raise GulliverError(
-            f"{grid}: off-load with gradient accumulation is not supported; use 1 micro-batch or a "
+            f"{grid}: offloading with gradient accumulation is not supported; use 1 micro-batch "
+            f"or a "
             "pipeline"
         )
     if limit < 1:
-        raise GulliverError(f"{grid}: give the bytes per rank with memory=")
+        raise GulliverError(f"{grid}: pass the bytes per rank as memory=")
 
 
 # `auto_engine`: searches, plans and boosts in one call.
@@ -96,7 +96,7 @@ def _check_offload(grid: Grid, limit: int) -> None:
 
 @dataclass
 class AutoEngine:
-    """A boosted model that runs the plan found by a search."""
+    """A model boosted with a plan found by search."""
 
     # Booster that runs the plan: its `backward`, `compare` and checkpoints.
     booster: Booster
@@ -124,7 +124,7 @@ class AutoEngine:
         count = samples_of(batch)
         if count != self.samples:
             raise GulliverError(
-                f"the batch has {count} samples, and each replica reads {self.samples} a step"
+                f"the batch has {count} samples, but each replica reads {self.samples} a step"
             )
         *early, last = _parts(batch, self.accumulate)
         total = 0.0
@@ -158,10 +158,10 @@ def auto_engine(
     host: int | str | None = None,
     disk: str | None = None,
 ) -> AutoEngine:
-    """Searches the fastest plan of a model for these ranks and boosts it (collective).
+    """Searches for the fastest plan of a model on these ranks and boosts the model (collective).
 
     Args:
-        model: whole model.
+        model: full model.
         optimizer: optimizer of its parameters.
         cluster: hardware; None for the local machines, as measured by ``gulliver probe`` or
             described.
@@ -171,14 +171,13 @@ def auto_engine(
         precision: ``fp32``, ``bf16`` or ``fp16``; None for bf16 on GPUs and fp32 elsewhere.
         verbose: print the choice, the alternatives and the reason.
         operators: plan sharding and recomputation per operator (`find_operators`) instead of a
-            grid; every rank then reads all samples of a step, and `batch` is a batch of them.
-        host: page-locked host memory per rank for state that exceeds `memory`, as text or in bytes;
-            None for none.
-        disk: folder and bytes for it, ``/scratch:100GiB``; None for none.
+            grid; every rank then reads all samples of a step, and `batch` holds all of them.
+        host: page-locked host memory per rank for state that exceeds `memory`, as text or in bytes.
+        disk: folder and bytes for such state, ``/scratch:100GiB``.
 
     Raises:
-        GulliverError: no plan fits the memory (names the least that would); `cluster` has another
-            number of ranks; or none of the grids found can be run (gives the reasons).
+        GulliverError: no plan fits the memory (the error names the smallest sufficient amount);
+            `cluster` has another number of ranks; or no grid found can run (with the reasons).
     """
     world = init_world()
     cluster = raise_on_any_rank(
@@ -211,7 +210,7 @@ def _of_grids(
     precision: str,
     verbose: bool,
 ) -> AutoEngine:
-    """Boosts the model with the fastest grid that can be run."""
+    """Boosts the model with the fastest grid that can run."""
     left_out: list[tuple[Grid, str]] = []
     # Ranks may know different link rates: the order of rank 0 counts.
     for scored in broadcast_object(found.best):
@@ -231,7 +230,7 @@ def _of_grids(
             booster, boosted, stepper, found, scored.grid, accumulate, each, tuple(left_out)
         )
     reasons = "; ".join(f"{grid}: {why}" for grid, why in left_out[:3])
-    raise GulliverError(f"none of the {len(left_out)} best grids can be run: {reasons}")
+    raise GulliverError(f"none of the {len(left_out)} best grids can run: {reasons}")
 
 
 def _of_size(cluster: Cluster, size: int) -> Cluster:
@@ -253,7 +252,7 @@ def _of_operators(
     precision: str | None,
     verbose: bool,
 ) -> AutoEngine:
-    """Boosts with the best plan of operators along one axis, or two if the cluster has several."""
+    """Boosts with the best per-operator plan, along one or two mesh axes."""
     from gulliver.operators.plans import find_operators
 
     def search() -> Plan:
@@ -275,7 +274,6 @@ def _of_operators(
 
 
 def _parts(batch: Any, count: int) -> list[Any]:
-    """Splits a batch into equal parts."""
     if isinstance(batch, dict):
         cut = {key: _parts(value, count) for key, value in batch.items()}
         return [{key: values[n] for key, values in cut.items()} for n in range(count)]
@@ -301,7 +299,7 @@ def plan_of(
     optimizer: torch.optim.Optimizer | None,
     precision: str = "fp32",
 ) -> Plan:
-    """The plan of a grid with its predictions; changes nothing."""
+    """Creates the plan of a grid, with its predictions."""
     grid, facts = scored.grid, found.facts
     scorer = Scorer(facts, found.cluster, scored.samples, "cpu", 0.0)
     work = scorer.work(grid)

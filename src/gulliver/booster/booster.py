@@ -1,4 +1,4 @@
-"""Checks that all ranks have built the same model, before it is changed."""
+"""The `Booster`, and a check that all ranks have built the same model."""
 
 from __future__ import annotations
 
@@ -79,12 +79,12 @@ class Booster(CheckpointIO):
 
     Args:
         plugin: strategy that creates the plan; None for torch's DDP.
-        mixed_precision: ``bf16`` runs calls of the model under autocast, parameters and reductions
-            stay in their own dtype; None leaves the model as it is.
+        mixed_precision: ``bf16`` runs the model under autocast; parameters and reductions keep
+            their dtype. None leaves the model unchanged.
         plan: plan to run instead of a plugin's: ``Plan.load("plan.yaml")``.
-        verbose: print the plan when the model is boosted; plugins have this option themselves.
-        gradient_noise: measure the gradient noise scale, for `noise_scale`; it costs a pass over
-            the gradients of each backward and an all-reduce of one number per step.
+        verbose: print the plan when the model is boosted; plugins have this option too.
+        gradient_noise: measure the gradient noise scale for `noise_scale`; costs a pass over the
+            gradients of each backward and an all-reduce of one number per step.
 
     Raises:
         GulliverError: the precision is not supported; both a plugin and a plan are given;
@@ -111,7 +111,7 @@ class Booster(CheckpointIO):
             )
         if plan is not None and (plugin is not None or not isinstance(plan, Plan)):
             raise GulliverError(
-                "plan is a plan by itself: pass Booster(plan=Plan.load(path)), and no plugin"
+                "plan is not a plugin: pass Booster(plan=Plan.load(path)), and no plugin"
             )
         if plan is not None:
             plugin = PlanPlugin(plan, verbose)
@@ -127,7 +127,7 @@ class Booster(CheckpointIO):
 
     @property
     def plan(self) -> Plan:
-        """The running plan, with tuned values, once a model is boosted."""
+        """The running plan, with tuned values, after a model was boosted."""
         return self._running().plan
 
     @property
@@ -136,7 +136,7 @@ class Booster(CheckpointIO):
         return self._running().moved
 
     def compare(self) -> Comparison:
-        """Compares measured with predicted seconds and bytes of this rank.
+        """Compares measured with predicted seconds and bytes on this rank.
 
         Seconds are medians over the steps so far, bytes are peaks; see
         `gulliver.plan.results.Comparison`.
@@ -171,7 +171,7 @@ class Booster(CheckpointIO):
         dataloader: Any = None,
         lr_scheduler: Any = None,
     ) -> tuple[nn.Module, BoostedOptimizer | None, Any, Any, Any]:
-        """Turns a model and its optimizer into the planned run.
+        """Applies the plan to a model and its optimizer.
 
         Every rank calls it with the same model; rank 0's values are used. Criterion, data loader
         and scheduler are returned unchanged; the scheduler keeps controlling the boosted optimizer.
@@ -181,15 +181,15 @@ class Booster(CheckpointIO):
             model: model to run; it may be boosted again with an optimizer of other parameters.
             optimizer: optimizer of its parameters; None runs the model without training it.
             criterion: returned unchanged, like the next two.
-            dataloader: loader of the run.
+            dataloader: data loader of the run.
             lr_scheduler: scheduler of the optimizer.
 
         Returns:
             model, optimizer, criterion, dataloader, lr_scheduler.
 
         Raises:
-            GulliverError: the optimizer is not supported by the plan; the model is on another
-                device than this rank; ranks have built different models.
+            GulliverError: the plan does not support the optimizer; the model is not on this rank's
+                device; ranks have built different models.
         """
         world = init_world()
         choices = raise_on_any_rank(lambda: self._check(model, optimizer, world))
@@ -204,7 +204,7 @@ class Booster(CheckpointIO):
         if boosted in self._optimizers:
             self._several.add(boosted)
             if self.gradient_noise:
-                raise GulliverError("gradient_noise is measured of models with one optimizer")
+                raise GulliverError("gradient_noise supports only models with one optimizer")
         elif plan.precision.autocast != "none":
             autocast_calls(model, world.device.type, plan.precision.autocast)
         try:
@@ -219,7 +219,7 @@ class Booster(CheckpointIO):
         return boosted, None if optimizer is None else wrapped, criterion, dataloader, lr_scheduler
 
     def _check(self, model: nn.Module, optimizer: Any, world: World) -> Plan:
-        """Returns the plugin's choices; rejects unsupported ones before anything is changed."""
+        """Returns the plugin's choices; rejects unsupported models before anything is changed."""
         if isinstance(optimizer, BoostedOptimizer):
             raise GulliverError("the optimizer is boosted already: boost each model once")
         if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
@@ -231,8 +231,8 @@ class Booster(CheckpointIO):
             for path, module in model.named_modules():
                 if isinstance(module, QuantizedLayer):
                     raise GulliverError(
-                        f"{path or 'the model'} has {module.mode} weights, and nothing is trained "
-                        "through int8: boost the model before replace_module, or boost it without "
+                        f"{path or 'the model'} has {module.mode} weights, which cannot be "
+                        f"trained: boost the model before replace_module, or boost it without "
                         "an optimizer to run it"
                     )
         for name, parameter in model.named_parameters():
@@ -250,13 +250,14 @@ class Booster(CheckpointIO):
         config: Mapping[str, Any] | None = None,
         step: int = 0,
     ) -> None:
-        """Opens experiment trackers, for `log`; `close` ends them.
+        """Opens experiment trackers for `log`; `close` closes them.
 
         Args:
             names: ``tensorboard``, ``wandb`` or ``mlflow``.
-            folder: folder of the run; if a tracker knows a run of this folder, it is continued.
-            config: hyperparameters to show.
-            step: last step before this call, when a run is resumed.
+            folder: folder of the run; a run that a tracker already has for this folder is
+                continued.
+            config: hyperparameters to record.
+            step: last completed step of a resumed run.
 
         Raises:
             GulliverError: a tracker is unknown, or its package is not installed.
@@ -267,7 +268,7 @@ class Booster(CheckpointIO):
         self._scalars = self._tracking.enter_context(opened)
 
     def log(self, figures: Mapping[str, float | Tensor], step: int) -> None:
-        """Writes the first rank's figures of a step to the trackers that `track` opened.
+        """Writes rank 0's metrics of a step to the trackers opened by `track`.
 
         Example:
             booster.log({"loss": loss}, step)
@@ -279,7 +280,7 @@ class Booster(CheckpointIO):
                 self._scalars(name, float(value), step)
 
     def close(self) -> None:
-        """Waits for checkpoints, frees the memory used for saving, and closes trackers."""
+        """Waits for checkpoints, frees the buffers used for saving, and closes trackers."""
         try:
             super().close()
         finally:
@@ -287,7 +288,7 @@ class Booster(CheckpointIO):
             self._scalars = None
 
     def noise_scale(self, batch: int) -> NoiseScale | None:
-        """The gradient noise scale estimated so far; None before the first step.
+        """Estimates the gradient noise scale from the steps so far; None before the first step.
 
         McCandlish et al. 2018, "An empirical model of large-batch training". A batch of that many
         samples makes half the progress of the same samples one at a time. All ranks get the same
@@ -298,7 +299,7 @@ class Booster(CheckpointIO):
             batch: samples of a step since the last call, over all ranks and micro-batches.
 
         Raises:
-            GulliverError: the noise scale is not measured.
+            GulliverError: the booster does not measure the noise scale.
         """
         if not self.gradient_noise:
             raise GulliverError(
@@ -307,9 +308,9 @@ class Booster(CheckpointIO):
         return None if self._noise is None else self._noise.scale(batch)
 
     def backward(self, loss: Tensor, optimizer: BoostedOptimizer) -> None:
-        """Backward of this rank's loss; gradients are averaged over the ranks.
+        """Runs the backward of this rank's loss; gradients are averaged over the ranks.
 
-        Add losses that share a graph and call this once with their sum.
+        Losses that share a graph must be added up and passed in one call.
 
         Args:
             loss: loss of this rank.
@@ -322,7 +323,7 @@ class Booster(CheckpointIO):
         """Undoes `boost`: the model has ordinary full parameters again.
 
         Must be called on all ranks. The parameters are new tensors; the optimizers can still be
-        saved, but no longer step. 16-bit parameters stay 16-bit.
+        saved but no longer step. 16-bit parameters stay 16-bit.
 
         Args:
             model: model that `boost` returned.
@@ -348,11 +349,11 @@ class Booster(CheckpointIO):
         return_outputs: bool = False,
         weight: str | Callable[[Any], float] | None = None,
     ) -> dict[str, Any]:
-        """Forward and backward of the next batch through the stages of a pipeline.
+        """Runs forward and backward of the next batch through the stages of a pipeline.
 
-        Without a pipeline it calls the model, so that one loop serves both. Gradients are complete
-        when it returns; `optimizer.step` follows. Every rank calls it; ranks of one model pass the
-        same batch.
+        Without a pipeline it calls the model, so the same loop works for both. Gradients are
+        complete when it returns; `optimizer.step` follows. Every rank calls it; ranks of one model
+        pass the same batch.
 
         Args:
             data_iter: iterator over batches: dicts of the model's keyword arguments, or tuples.
@@ -360,8 +361,8 @@ class Booster(CheckpointIO):
             criterion: computes the loss from a micro-batch's outputs and the micro-batch; the
                 batch's loss is their mean, weighted by samples or by `weight`. None uses the
                 outputs' own ``loss``, in which all tokens have equal weight.
-            optimizer: optimizer that `boost` returned; None, or a model in evaluation mode, runs
-                forward only.
+            optimizer: optimizer that `boost` returned; with None, or a model in evaluation mode,
+                only forward runs.
             return_loss: whether to return the loss.
             return_outputs: whether to return the outputs, on the last stage.
             weight: the items that a criterion averages over, if their number differs between
@@ -369,7 +370,7 @@ class Booster(CheckpointIO):
                 (without the first of each sample), or a function of a micro-batch that counts it.
 
         Returns:
-            ``loss``: of the whole batch, on every stage, or None; ``outputs`` or None.
+            ``loss``: of the full batch, on every stage, or None; ``outputs`` or None.
 
         Raises:
             GulliverError: the batch cannot be split; ranks of one model have different batches.
@@ -381,7 +382,10 @@ class Booster(CheckpointIO):
             boosted_only(optimizer)
         holder, backward = self._optimizers[model], optimizer is not None and model.training
         if optimizer is not None and optimizer is not holder:
-            raise GulliverError("the optimizer belongs to another model: pass its own")
+            raise GulliverError(
+                "the optimizer belongs to another model: pass the one that boost returned with "
+                "this model"
+            )
         batch = next(data_iter)
         with guard():
             if holder.pipeline is not None:
@@ -390,12 +394,12 @@ class Booster(CheckpointIO):
 
     @contextmanager
     def full_parameters(self, model: nn.Module) -> Iterator[None]:
-        """Context in which a model's full parameters can be read and written.
+        """Gives access to a model's full parameters inside a ``with`` block.
 
         Stage 3 of ZeRO keeps only shards between uses. Writes inside, which must be the same on all
-        ranks, are copied to the shards on exit. All ranks must enter and exit it. Under a memory
-        limit parameters are loaded one at a time as they are read, and a write through a view after
-        the next load raises. In a hybrid run the parameters are this rank's slices.
+        ranks, are copied to the shards on exit. All ranks must enter and exit the block. Under a
+        memory limit, parameters are loaded one at a time as they are read; writing through a view
+        after the next load raises. In a hybrid run the parameters are this rank's slices.
 
         Args:
             model: model that `boost` returned.
@@ -412,14 +416,13 @@ class Booster(CheckpointIO):
     def no_sync(
         self, model: nn.Module, optimizer: BoostedOptimizer | None = None
     ) -> AbstractContextManager[Any]:
-        """Accumulates gradients; the next backward outside reduces them.
+        """Accumulates gradients locally; the next backward outside the block reduces them.
 
-        Stage 2 of ZeRO keeps no whole gradients: it exchanges them inside too and adds up shards.
+        Stage 2 of ZeRO keeps no full gradients: it reduces them inside too and accumulates shards.
 
         Args:
             model: boosted by this booster.
-            optimizer: optimizer that `boost` returned with it; found by the model where it is left
-                out.
+            optimizer: optimizer that `boost` returned with it; by default the model's optimizer.
         """
         if optimizer is None:
             if model not in self._optimizers:

@@ -1,4 +1,4 @@
-"""Files of a model, an optimizer and a scheduler: safetensors and JSON, checked when read."""
+"""Checkpoint files of a model, an optimizer and a scheduler: safetensors and JSON."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def on_main(write: Callable[[], object]) -> None:
     if failure is not None:
         raise failure
     if failed:
-        raise GulliverError("rank 0 could not write: see its error")
+        raise GulliverError("rank 0 failed to write; see its error")
     barrier()
 
 
@@ -72,13 +72,12 @@ def check_whole(model: nn.Module) -> None:
     """Rejects a sharded model that this booster has not boosted."""
     if CUT in vars(model):
         raise GulliverError(
-            "this sharded model is not the one that this booster has boosted: pass that one, not "
-            "a copy"
+            "this sharded model was not boosted by this booster: pass the boosted model, not a copy"
         )
 
 
 def whole_model(model: nn.Module) -> dict[str, Tensor]:
-    """A model's full state dict (collective, because sharded parameters are gathered)."""
+    """Returns a model's full state dict (collective; gathers sharded parameters)."""
     state = model.state_dict()
     for name, value in state.items():
         if not isinstance(value, Tensor):
@@ -87,7 +86,7 @@ def whole_model(model: nn.Module) -> dict[str, Tensor]:
 
 
 def saved_groups(optimizer: BoostedOptimizer) -> list[dict[str, Any]]:
-    """Parameter groups with names of trained and frozen parameters, and their options."""
+    """Returns the parameter groups: names of trained and frozen parameters, and options."""
     saved = optimizer.checkpoint
     named = zip(saved.all_group_names(), saved.frozen_groups(), strict=True)
     found = list[dict[str, Any]]()
@@ -100,7 +99,7 @@ def saved_groups(optimizer: BoostedOptimizer) -> list[dict[str, Any]]:
 def check_groups(
     ours: list[list[str]], frozen: list[list[str]], saved: list[Any], folder: Path
 ) -> None:
-    """Rejects groups of other parameters; frozen and trained ones may be swapped."""
+    """Rejects groups with other parameters; frozen and trained ones may be swapped."""
     if len(saved) != len(ours):
         raise GulliverError(f"{folder} has {len(saved)} parameter groups, not {len(ours)}")
     for number, (group, names, still) in enumerate(zip(saved, ours, frozen, strict=True)):
@@ -108,11 +107,11 @@ def check_groups(
         missing = set(names) - found - set(group.get("frozen", ()))
         odd = Mismatch(sorted(missing), sorted(found - set(names) - set(still)))
         if odd:
-            raise GulliverError(f"{folder} has other parameters in group {number}: {odd}")
+            raise GulliverError(f"{folder} has different parameters in group {number}: {odd}")
 
 
 def write_scheduler(lr_scheduler: Any, path: Path, writes: bool) -> None:
-    """Writes a scheduler's numbers as JSON on rank 0; all ranks check it."""
+    """Writes a scheduler's numbers as JSON on rank 0; validated on all ranks."""
     tensors, skeleton = split_state(scheduler_numbers(lr_scheduler))
     if tensors:
         raise GulliverError(
@@ -124,7 +123,7 @@ def write_scheduler(lr_scheduler: Any, path: Path, writes: bool) -> None:
 
 
 def read_scheduler(lr_scheduler: Any, path: Path) -> None:
-    """Loads what `write_scheduler` wrote."""
+    """Loads a file written by `write_scheduler`."""
     content, ours = read_json(path), type(lr_scheduler).__name__
     if not isinstance(content, Mapping) or not {"scheduler", "state"} <= content.keys():
         raise GulliverError(f"{path} holds no scheduler")
@@ -134,7 +133,7 @@ def read_scheduler(lr_scheduler: Any, path: Path) -> None:
 
 
 def fill_scheduler(lr_scheduler: Any, state: Mapping[str, Any]) -> None:
-    """Sets a scheduler's numbers to the saved ones."""
+    """Restores a scheduler's saved numbers."""
     own = lr_scheduler.state_dict()
     for key, value in state.items():
         # JSON knows plain dicts only; a step schedule counts its milestones.
@@ -144,7 +143,7 @@ def fill_scheduler(lr_scheduler: Any, state: Mapping[str, Any]) -> None:
 
 
 def scheduler_numbers(lr_scheduler: Any) -> dict[str, Any]:
-    """A scheduler's state without its functions, which belong to the program."""
+    """Returns a scheduler's state without its functions, which are not saved."""
     return {k: v for k, v in lr_scheduler.state_dict().items() if not _is_code(v)}
 
 
@@ -173,7 +172,7 @@ def boosted_state(
     state: Mapping[str, Any] | None,
     frozen: bool = True,
 ) -> dict[str, Any]:
-    """All saved entries of a training run."""
+    """Returns all checkpoint entries of a training run."""
     found: dict[str, Any] = {}
     plain = unwrapped(model)
     if holder is not None:
@@ -190,7 +189,7 @@ def boosted_state(
     found[RANDOM] = PerRank(random_state())
     for entry, value in (state or {}).items():
         if entry in RESERVED:
-            raise GulliverError(f"state[{entry!r}] is taken: the booster saves that itself")
+            raise GulliverError(f"state[{entry!r}] is reserved for the booster; use another name")
         found[entry] = value
     return found
 
@@ -198,7 +197,6 @@ def boosted_state(
 def _trained(
     model: nn.Module, leaves: dict[str, Tensor | Part], frozen: bool
 ) -> dict[str, Tensor | Part]:
-    """Leaves of a model by name, optionally without frozen parameters."""
     if frozen:
         return leaves
     every = model.named_parameters(remove_duplicate=False)
@@ -209,7 +207,6 @@ def _trained(
 def optimizer_entry(
     optimizer: BoostedOptimizer, leaves: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Returns the checkpoint entry of an optimizer."""
     found: dict[str, Any] = {
         "optimizer": type(optimizer.inner).__name__,
         "groups": saved_groups(optimizer),
@@ -227,7 +224,7 @@ def optimizer_entry(
 
 
 def _plain(value: Any) -> Any:
-    """A counter as JSON has it; leaves as they are."""
+    """Converts a counter tensor to a plain number for JSON; keeps other leaves."""
     if not isinstance(value, Counter):
         return value
     return {"value": value.value, "dtype": value.dtype}
@@ -235,7 +232,10 @@ def _plain(value: Any) -> Any:
 
 @dataclass
 class LoadPlan:
-    """Loads a step in place at any number of ranks: matches everything, agrees once, then fills."""
+    """Loads a step in place on any number of ranks.
+
+    Everything is matched, and all ranks agree that it matches, before anything is changed.
+    """
 
     reader: StepReader
     model: nn.Module | None
@@ -269,7 +269,6 @@ class LoadPlan:
         return self.loaded
 
     def _match(self, entry: OptimizerEntry | None, elsewhere: set[str]) -> dict[str, Filling]:
-        """Rejects mismatches while nothing is changed."""
         reader, model, holder = self.reader, self.model, self.holder
         given = {MODEL: model, OPTIMIZER: self.optimizer, SCHEDULER: self.lr_scheduler}
         for name, value in given.items():
@@ -299,7 +298,7 @@ class LoadPlan:
         return rest
 
     def _leaves(self, model: nn.Module, holder: BoostedOptimizer) -> dict[str, Tensor | Part]:
-        """Returns the leaves to fill by checkpoint name, which may be one of several tied names."""
+        """Returns the leaves to fill by checkpoint name, which may be any name of a tied weight."""
         leaves, saved = holder.checkpoint.load_leaves(model), self.reader.tensors(MODEL)
         for name, known in holder.checkpoint.canonical_names(model).items():
             if name in leaves and self.prefix + name not in saved and self.prefix + known in saved:
@@ -328,7 +327,7 @@ class LoadPlan:
 
 
 def names_of_all(model: nn.Module | None, holder: BoostedOptimizer | None) -> set[str]:
-    """All names that a checkpoint may use for this model, on any rank (collective)."""
+    """Returns all names that a checkpoint may use for this model, on any rank (collective)."""
     if model is None:
         return set()
     names = [name for name, _ in unwrapped(model).named_parameters(remove_duplicate=False)]
@@ -340,7 +339,7 @@ def names_of_all(model: nn.Module | None, holder: BoostedOptimizer | None) -> se
 
 @dataclass
 class OptimizerEntry:
-    """The entry of an optimizer in a step, and how the optimizer loads it."""
+    """A step's optimizer entry and the optimizer that loads it."""
 
     reader: StepReader
     optimizer: BoostedOptimizer
@@ -361,7 +360,7 @@ class OptimizerEntry:
         )
 
     def match(self) -> None:
-        """Rejects the entry of another optimizer or of other parameters."""
+        """Rejects an entry of another optimizer class or of other parameters."""
         reader, ours = self.reader, type(self.optimizer.inner).__name__
         content = with_refs(reader.skeleton(OPTIMIZER), reader.tensors(OPTIMIZER))
         if not isinstance(content, dict) or not {"optimizer", "groups", "state"} <= content.keys():
@@ -375,19 +374,19 @@ class OptimizerEntry:
         self.content = content
 
     def unfreeze(self) -> None:
-        """Allocates the saved state of parameters that are frozen here."""
+        """Allocates the saved optimizer state of parameters that are frozen in this run."""
         frozen = {name for names in self.frozen for name in names}
         state = self.content["state"]
         lost = self.optimizer.checkpoint.take_up([n for n, e in state.items() if e and n in frozen])
         if lost and init_world().is_main:
             logging.getLogger("gulliver").warning(
-                "%s: the optimizer state of %s is left out: only stage 3 unfreezes after boost",
+                "%s: skipped the optimizer state of %s, because only stage 3 unfreezes after boost",
                 self.reader.folder,
                 listed("frozen parameters", sorted(lost)),
             )
 
     def fill(self) -> None:
-        """Fills state and options."""
+        """Fills state and options from the entry."""
         reader, optimizer, content = self.reader, self.optimizer, self.content
         if optimizer.spreads_state:
             _fill_shards(reader, optimizer, content["state"])
@@ -400,7 +399,7 @@ class OptimizerEntry:
 
 
 def _stepped(reader: StepReader, content: Mapping[str, Any]) -> dict[str, Any]:
-    """Shapes and dtypes of the parameters of a saved state, if the step records them."""
+    """Shapes and dtypes of a saved state's parameters, if the step records them."""
     if "parameters" in content:
         return {n: (tuple(shape), dtype) for n, (shape, dtype) in content["parameters"].items()}
     return {name: (t.shape, t.dtype) for name, t in reader.tensors(MODEL).items()}
@@ -409,7 +408,7 @@ def _stepped(reader: StepReader, content: Mapping[str, Any]) -> dict[str, Any]:
 def _check_shapes(
     reader: StepReader, optimizer: BoostedOptimizer, content: Mapping[str, Any]
 ) -> None:
-    """Whether the state belongs to parameters of the same shapes."""
+    """Rejects optimizer state whose shapes do not match the parameters."""
     # Where every rank has all of it, it may have any shape itself: then the step tells the
     # parameters'.
     shapes = {name: whole_shape(p) for p, name in optimizer.checkpoint.trainable.items()}
@@ -437,8 +436,7 @@ def _fill_shards(
     optimizer: BoostedOptimizer,
     state: Mapping[str, Mapping[str, Any]],
 ) -> None:
-    """Fills this rank's shards of the state of each parameter."""
-    assert isinstance(optimizer, ZeroOptimizer), "state is spread over ranks by ZeRO's kind"
+    assert isinstance(optimizer, ZeroOptimizer), "only ZeRO shards state"
     entries = {
         name: {
             key: value if isinstance(value, Ref) else Counter(value["value"], value["dtype"])
@@ -454,7 +452,6 @@ def _fill_shards(
 def _load_optimizer_state(
     reader: StepReader, optimizer: BoostedOptimizer, content: Mapping[str, Any]
 ) -> None:
-    """Loads an optimizer's full state."""
     found = _read(reader, {"state": content["state"], "others": content.get("others", {})})
     state = {
         name: {
@@ -470,7 +467,6 @@ def _load_optimizer_state(
 
 
 def _read(reader: StepReader, value: Any) -> Any:
-    """Reads nested values, replacing placeholders with tensors."""
     made = reader.whole(OPTIMIZER, [ref.name for ref in refs_in(value)])
     return replace_refs(value, made)
 
@@ -482,7 +478,7 @@ def _check_scheduler(reader: StepReader, lr_scheduler: Any) -> None:
 
 
 def random_state() -> dict[str, Any]:
-    """State of this process's generators: torch's, Python's and numpy's."""
+    """Returns the state of this process's generators: torch's, Python's and numpy's."""
     version, numbers, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state()
     found: dict[str, Any] = {
@@ -506,7 +502,7 @@ def random_state() -> dict[str, Any]:
 
 
 def restore_random(reader: StepReader) -> bool:
-    """Restores this rank's generators; False if the checkpoint has none."""
+    """Restores this rank's generator states; False if the checkpoint has none."""
     rank = group_rank()
     if not reader.is_per_rank(RANDOM) or rank >= reader.manifest.world_size:
         return False
@@ -536,14 +532,14 @@ def restore_random(reader: StepReader) -> bool:
 
 
 def _feedback(optimizer: BoostedOptimizer) -> Any:
-    """The object that adds packing errors to later messages; None without one."""
+    """Returns the object that holds the optimizer's error feedback, or None."""
     if isinstance(optimizer, ZeroOptimizer):
         return optimizer.shards.reducer.sender
     return optimizer.feedback
 
 
 def wire_entry(optimizer: BoostedOptimizer) -> dict[str, PerRank]:
-    """The checkpoint entry of packing errors, if messages are packed."""
+    """Returns the checkpoint entry of packing errors, if messages are packed."""
     feedback = _feedback(optimizer)
     lost = feedback.lost() if feedback is not None and feedback.feeds else None
     shown = optimizer.checkpoint.shown_parts() if isinstance(optimizer, ZeroOptimizer) else {}
@@ -572,7 +568,7 @@ def restore_wire(reader: StepReader, optimizer: BoostedOptimizer) -> None:
     if not all(gather_objects(fits)):
         if world.is_main:
             where = (
-                f"this run of {world.size}" if saved != world.size else "chunks are cut elsewhere"
+                f"this run of {world.size}" if saved != world.size else "chunk boundaries differ"
             )
             logging.getLogger("gulliver").warning(
                 "%s: packing errors are dropped: they were saved by %d ranks, %s",

@@ -1,8 +1,8 @@
-"""Saves and loads models, optimizers and runs; an optimizer alone is a run with one step and entry.
+"""Saves and loads models, optimizers and runs.
 
-Every rank writes its shards, in the format of full steps. The entry of an optimizer saved alone
-also has the float32 master weights, which a full step saves as the model, and parameter shapes and
-dtypes.
+Every rank writes its shards in the format of a full step. An optimizer saved alone is a run with a
+single step and entry, which also has the float32 master weights (a full step saves them as the
+model) and the parameters' shapes and dtypes.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _state_of(optimizer: BoostedOptimizer) -> Any:
 
 
 def stepped(optimizer: BoostedOptimizer) -> dict[str, Any]:
-    """Full shapes of the parameters by name, and the dtypes of their state."""
+    """Full shapes of the parameters by name, and dtypes of their state."""
     return {
         name: [list(whole_shape(p)), optimizer.checkpoint.state_dtype(p)]
         for p, name in optimizer.checkpoint.trainable.items()
@@ -102,7 +102,6 @@ def read_optimizer(optimizer: BoostedOptimizer, reader: StepReader) -> None:
 
 
 def _check_stepped(optimizer: BoostedOptimizer, content: Mapping[str, Any], folder: Path) -> None:
-    """Rejects state of parameters with other shapes or dtypes."""
     theirs = content.get("parameters", {})
     for name, ours in stepped(optimizer).items():
         there = theirs.get(name, ours)
@@ -119,7 +118,7 @@ Write = Callable[[Weights], object]
 
 
 def write_file(model: nn.Module, path: Path) -> Write:
-    """Returns a function that writes a model to one file, with its own names and dtypes."""
+    """Returns a function that writes a model to one file, keeping its names and dtypes."""
     dtypes = _of_all(dtypes_of(model))
     return lambda weights: write_single(weights, {n: n for n in weights.infos}, path, dtypes)
 
@@ -127,7 +126,7 @@ def write_file(model: nn.Module, path: Path) -> Write:
 def write_folder(
     holder: BoostedOptimizer, model: nn.Module, folder: Path, **options: Any
 ) -> tuple[Write, set[str] | None]:
-    """Returns a function that writes a Hugging Face folder, and the names it reads; None: all.
+    """Returns a function that writes a Hugging Face folder, and the names it reads (None: all).
 
     Tied weights are written once. For a model with PEFT adapters only the adapters are written.
     """
@@ -145,7 +144,6 @@ def write_folder(
 
 
 def _of_all(mine: dict[Any, Any]) -> dict[Any, Any]:
-    """Joins the entries of all ranks by name (collective)."""
     return {name: value for found in gather_objects(mine) for name, value in found.items()}
 
 
@@ -213,11 +211,11 @@ class CheckpointIO:
             model: boosted by this booster, or plain.
             optimizer: optimizer that `boost` returned; None saves the model without one.
             lr_scheduler: scheduler to save, or None.
-            state: further state of the run, by entry: the average of the weights, the loader's
-                position, numbers; see `gulliver.checkpoint.AsyncCheckpointer.save`.
+            state: additional entries, such as averaged weights, the loader's position or numbers;
+                see `gulliver.checkpoint.AsyncCheckpointer.save`.
             use_async: False returns when the step is complete.
-            frozen: whether frozen parameters are saved too; a checkpoint without them loads with
-                ``frozen=False``, into a model that has them.
+            frozen: whether to save frozen parameters; a checkpoint without them is loaded with
+                ``frozen=False`` into a model that already has them.
             options: arguments of `gulliver.checkpoint.AsyncCheckpointer` for this folder, taken
                 from the first save.
 
@@ -261,27 +259,26 @@ class CheckpointIO:
         random: bool = True,
         frozen: bool = True,
     ) -> Loaded:
-        """Loads what `save` saved, at any number of ranks (collective).
+        """Loads a checkpoint written by `save`, on any number of ranks (collective).
 
         Args:
             folder: folder of the run's checkpoints, or of one step.
-            model: model to fill in place; None loads no model, and likewise for the next ones.
+            model: model to fill in place; None skips it, as for the following arguments.
             optimizer: optimizer to fill in place.
             lr_scheduler: scheduler to fill in place.
-            state: further entries to load; see `gulliver.checkpoint.load`.
-            step: number of the step; None for the complete one that was saved last, whatever its
-                number.
+            state: additional entries to load; see `gulliver.checkpoint.load`.
+            step: number of the step; None for the complete step that was saved last.
             strict: raise on mismatches before anything is changed; otherwise report them.
             prefix: prefix of the model's names in the checkpoint.
             random: also restore the random generators, if an optimizer is loaded and the checkpoint
-                has this rank's.
-            frozen: whether frozen parameters are loaded too.
+                has this rank's state.
+            frozen: whether to load frozen parameters.
 
         Returns:
             The step, the values of `state`, and the mismatches.
 
         Raises:
-            GulliverError: there is no such step; something does not match; a file is corrupt.
+            GulliverError: the step does not exist, something does not match, or a file is corrupt.
         """
         self._check_single(model)
         holder = optimizer if model is None else self._optimizers.get(model, optimizer)
@@ -295,27 +292,27 @@ class CheckpointIO:
 
     @staticmethod
     def _open_step(folder: Path, step: int | None) -> StepReader:
-        """Opens the step that rank 0 finds, because others may find a newer one meanwhile."""
+        """Opens the step that rank 0 finds; other ranks might already see a newer one."""
         found = raise_on_any_rank(lambda: step_folder(folder, step))
         where = found.parent / broadcast_object(found.name)
         return raise_on_any_rank(lambda: StepReader(where))
 
     def _check_single(self, model: nn.Module | None) -> None:
-        """Rejects models with several optimizers: a step holds the state of one."""
+        """Rejects models with several optimizers, because a step holds the state of one."""
         if model in self._several:
             raise GulliverError(
-                "the model has several optimizers, and a step holds one: use save_model, and "
+                "the model has several optimizers, but a step holds one: use save_model, and "
                 "save_optimizer for each"
             )
 
     @property
     def saves(self) -> int:
-        """Number of checkpoints started so far."""
+        """Number of checkpoints started."""
         return sum(checkpointer.saves for checkpointer in self._checkpointers.values())
 
     @property
     def stall_s(self) -> float:
-        """Seconds for which checkpoints have stalled training so far."""
+        """Total seconds for which saving has stalled training."""
         return sum(checkpointer.stall_s for checkpointer in self._checkpointers.values())
 
     def wait_copied(self) -> None:
@@ -330,7 +327,7 @@ class CheckpointIO:
         self._await_model()
 
     def close(self) -> None:
-        """Waits like `wait`, and frees the buffers used for saving."""
+        """Waits for pending saves, then frees the buffers used for saving."""
         with ExitStack() as stack:
             # Whatever fails, the folders of the others are free afterwards.
             while self._checkpointers:
@@ -338,7 +335,7 @@ class CheckpointIO:
             self._await_model()
 
     def abandon(self) -> None:
-        """Finishes this rank's writes and unlocks the folders when other ranks may be gone."""
+        """Finishes this rank's writes and unlocks the folders if other ranks may have died."""
         while self._checkpointers:
             self._checkpointers.popitem()[1].abandon()
 
@@ -370,7 +367,7 @@ class CheckpointIO:
         names: set[str] | None,
         use_async: bool,
     ) -> None:
-        """Writes a model's files from memory if a rank has all of it, otherwise from its shards."""
+        """Writes a model's files from memory if a rank has all of it, otherwise from shards."""
         if not use_async and not _is_spread(holder):
             state = _whole_state(holder, model)
             state = state if names is None else {name: state[name] for name in names}
@@ -387,14 +384,14 @@ class CheckpointIO:
         """Writes the model's full state dict, under its own names, as one safetensors file.
 
         Must be called on all ranks; rank 0 writes, including its buffers. It can be loaded at any
-        world size and with any safetensors reader.
+        world size and by any safetensors reader.
 
         Args:
             model: boosted or not.
             path: path of the file.
             use_async: write a boosted model while training continues; `wait`, or the next save of a
-                model, raises if that failed. Each rank writes its shards, which rank 0 merges into
-                the file; until then the disk holds the model twice.
+                model, raises if writing failed. Each rank writes its shards, and rank 0 merges them
+                into the file; until then the disk holds the model twice.
         """
         plain, place = unwrapped(model), Path(path)
         self._await_model()
@@ -407,20 +404,19 @@ class CheckpointIO:
             on_main(lambda: write_tensors(place, state))
 
     def _await_model(self) -> None:
-        """Waits for a model that is being written (collective)."""
         saving, self._saving = self._saving, None
         if saving is not None:
             saving.close()
 
     def load_model(self, model: nn.Module, path: Path | str, strict: bool = True) -> list[str]:
-        """Reads a state dict into the model in place (collective).
+        """Loads a state dict into the model in place (collective).
 
         Values are converted to the model's dtype if it can represent them, as by `load`.
 
         Args:
             model: boosted or not.
-            path: a safetensors file, a Hugging Face folder, or a step or run, whose entry ``model``
-                is read.
+            path: a safetensors file, a Hugging Face folder, or a step or run with the entry
+                ``model``.
             strict: raise on missing or unexpected names.
 
         Returns:
@@ -444,7 +440,7 @@ class CheckpointIO:
             model: boosted by this booster.
             folder: folder to create; it must not exist.
             use_async: write it while training continues, as `save_model` does.
-            options: ``max_shard_bytes``, ``config`` and ``dtype``, as of
+            options: ``max_shard_bytes``, ``config`` and ``dtype`` of
                 `gulliver.checkpoint.save_huggingface`; by default, a transformers model's own
                 configuration is written.
         """
@@ -467,25 +463,25 @@ class CheckpointIO:
         write_optimizer(boosted_only(optimizer), Path(path), plan)
 
     def load_optimizer(self, optimizer: BoostedOptimizer, path: Path | str) -> None:
-        """Reads what `save_optimizer` wrote (collective)."""
+        """Loads a folder written by `save_optimizer` (collective)."""
         optimizer = boosted_only(optimizer)
         with self._open_step(Path(path), None) as reader:
             read_optimizer(optimizer, reader)
 
     def save_lr_scheduler(self, lr_scheduler: Any, path: Path | str) -> None:
-        """Writes a scheduler's numbers as JSON; rank 0 writes, the others need not call it.
+        """Writes a scheduler's numbers as JSON; rank 0 writes, other ranks need not call it.
 
         Its functions are not saved: create the same scheduler before loading.
         """
         write_scheduler(lr_scheduler, Path(path), init_world().is_main)
 
     def load_lr_scheduler(self, lr_scheduler: Any, path: Path | str) -> None:
-        """Reads what `save_lr_scheduler` wrote."""
+        """Loads a file written by `save_lr_scheduler`."""
         read_scheduler(lr_scheduler, Path(path))
 
 
 def _whole_state(holder: BoostedOptimizer | None, model: nn.Module) -> dict[str, Tensor]:
-    """State dict of a model that is unsharded on every rank (collective)."""
+    """Returns the state dict of a model that is unsharded on every rank (collective)."""
     state = whole_model(model)
     if isinstance(holder, ZeroOptimizer):
         # Where updates travel packed, parameters differ from the shards that are trained.
@@ -494,5 +490,5 @@ def _whole_state(holder: BoostedOptimizer | None, model: nn.Module) -> dict[str,
 
 
 def _is_spread(holder: BoostedOptimizer) -> bool:
-    """Whether a model is written tensor by tensor because no rank can hold all of it."""
+    """Whether a model is written tensor by tensor, because no rank may be able to hold it."""
     return not holder.checkpoint.has_whole_model or holder.checkpoint.copy_limit is not None

@@ -1,4 +1,4 @@
-"""The plugin for hybrid parallelism; options are checked when it is created."""
+"""The plugin for hybrid parallelism."""
 
 from __future__ import annotations
 
@@ -50,20 +50,18 @@ class HybridParallelPlugin(Plugin):
         sp_size: ranks that share each sequence, in the modes with a separate sequence axis.
         sequence_parallelism_mode: ``split_gather``, ``ring``, ``all_to_all``, ``ring_attn`` or
             ``auto``; see `GridOptions`.
-        zero_stage: what is sharded over the replicas; see `HybridOptions`.
+        zero_stage: state to shard over the replicas; see `HybridOptions`.
         precision: ``bf16`` or ``fp16``; see `ZeroOptions`.
-        num_microbatches: micro-batches that a pipeline's batch is split into; None for two per
-            stage.
+        num_microbatches: micro-batches per batch of a pipeline; None for two per stage.
         pp_style: the pipeline's schedule; see `PipelineOptions`.
-        max_norm: clip gradients to this norm of the full model in every step; 0 disables clipping.
+        max_norm: clip gradients to this norm of the full model at every step; 0 disables clipping.
         memory_limit: memory for this rank's model state and activations; see `LimitOptions`.
         verbose: print the plan when the model is boosted.
         options: fields of `GridOptions`, `PipelineOptions`, `HybridOptions`, `ZeroOptions`,
             `LimitOptions`, `Fp8Options` and `CommunicationOptions`.
 
     Raises:
-        GulliverError: an option that it does not have, a value out of range, or a combination that
-            is not supported.
+        GulliverError: an option is unknown, a value out of range, or a combination not supported.
     """
 
     takes = ("meta",)
@@ -118,14 +116,13 @@ class HybridParallelPlugin(Plugin):
         )
 
     def _check(self) -> None:
-        """Rejects options that no model supports."""
         self.zero.refuse_tuning()
         if self.pipeline.pp_style not in STYLES:
             style = self.pipeline.pp_style
             raise GulliverError(f"pp_style={style!r} is not known: {nearest(style, STYLES)}")
         staged = ("num_microbatches", "num_model_chunks", "cut", "blocks", "everywhere", "after")
         if self.pp_size == 1:
-            refuse_unused(self.pipeline, staged, "belongs to a pipeline: it needs a pp_size")
+            refuse_unused(self.pipeline, staged, "needs a pipeline: set pp_size")
         if self.mode != "ring_attn":
             needs = "needs sequence_parallelism_mode='ring_attn'"
             refuse_unused(self.grid, ("inner_ring_size", "ulysses_size"), needs)
@@ -133,12 +130,12 @@ class HybridParallelPlugin(Plugin):
             needs = "is what sequence_parallelism_mode='auto' predicts for: leave it out"
             refuse_unused(self.grid, ("sequence_length",), needs)
         if self.tp_size == 1:
-            refuse_unused(self.grid, ("tensor_rules",), "cuts tensors: it needs a tp_size")
+            refuse_unused(self.grid, ("tensor_rules",), "shards tensors: set tp_size")
         self.sequence_plan(causal=False)
         check_sizes(self.mode, self.tp_size, self.sp_size)
 
     def sequence_plan(self, causal: bool) -> SequencePlan:
-        """How a sequence is distributed over its ranks.
+        """Returns how a sequence is distributed over its ranks.
 
         Raises:
             GulliverError: the inner sizes do not divide `sp_size`.
@@ -234,7 +231,7 @@ class HybridParallelPlugin(Plugin):
         return plan_tiers(plan, model, optimizer, cluster, self.zero.chunk_mb == "auto")
 
     def data_place(self) -> tuple[int, int]:
-        """Index of this rank among those that read different samples, and their number."""
+        """Index of this rank among the ranks that read different samples, and their number."""
         world = current_world()
         sizes = size_axes(world.size, self.pp_size, self.sp_size, self.tp_size)
         return world.rank // (sizes["sp"] * sizes["tp"]) % sizes["dp"], sizes["dp"]

@@ -1,6 +1,6 @@
-"""Memory limits: the manager of a plan's state, and the budget of a process.
+"""Memory limits: the manager of a plan's state, and the memory budget of a process.
 
-The plan sets the bytes for state; the budget then follows what steps need in addition.
+The plan sets the bytes for state; the budget then adapts to the additional memory that steps need.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SLACK = 4
 
 
 class LimitedManager(Manager):
-    """Keeps a plan's resident state on the device; its budget follows measurements."""
+    """Keeps a plan's resident state on the device, with a budget that adapts to measurements."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class LimitedManager(Manager):
         self._clock = (0.0, 0.0)
 
     def add(self, name: str, kind: str, *arguments: Any, **options: Any) -> ManagedTensor:
-        """Adds an object, and pins it if it stays on the device."""
+        """Adds an object, and pins it if the plan keeps it on the device."""
         placed = super().add(name, kind, *arguments, **options)
         if kind == ACTIVATIONS:
             self.spare -= placed.size
@@ -105,7 +105,7 @@ class LimitedManager(Manager):
         return super().use(managed, write, fresh)
 
     def _decided(self, decide: Callable[[], list[Action]]) -> list[Action]:
-        """Decides moves; raises the budget if more activations return than planned."""
+        """Decides moves; raises the budget if more activations are loaded back than planned."""
         try:
             return super()._decided(decide)
         except InsufficientMemory as error:
@@ -116,7 +116,7 @@ class LimitedManager(Manager):
 
     @staticmethod
     def _grow(controller: BudgetController, text: str, needed: int) -> None:
-        """Raises the budget to the bytes needed; raises an error if that exceeds the limit."""
+        """Raises the budget to the bytes needed; fails if that exceeds the limit."""
         if not controller.grow(needed):
             raise InsufficientMemory(f"{text}; {controller.least_limit(needed)}", needed) from None
 
@@ -144,7 +144,7 @@ class LimitedManager(Manager):
 def manager_of(
     plan: Plan, state: StateBytes, work: Work, device: torch.device
 ) -> LimitedManager | None:
-    """Creates the manager of a plan's tiers with its store; None without tiers."""
+    """Creates the manager of a plan's memory tiers, with its store; None without tiers."""
     tiers = None if plan.zero is None else plan.zero.tiers
     if tiers is None:
         return None
@@ -163,7 +163,7 @@ def manager_of(
 
 
 def _store(plan: Plan, state: StateBytes, device: torch.device) -> Store | None:
-    assert plan.zero is not None, "tiers are of ZeRO"
+    assert plan.zero is not None, "only ZeRO has tiers"
     tiers = plan.zero.tiers
     assert tiers is not None, "there are tiers"
     # What is reserved is reserved at once: no more than can be needed, as far as that is known.
@@ -177,7 +177,7 @@ def _store(plan: Plan, state: StateBytes, device: torch.device) -> Store | None:
 
 
 def keep_to_limit(plan: Plan, optimizer: ZeroOptimizer, manager: LimitedManager | None) -> None:
-    """Adjusts a manager's budget to what steps need in addition to state."""
+    """Adapts a manager's budget to the memory that steps need in addition to state."""
     tiers = None if plan.zero is None else plan.zero.tiers
     if manager is None or tiers is None:
         return
@@ -195,7 +195,7 @@ def keep_to_limit(plan: Plan, optimizer: ZeroOptimizer, manager: LimitedManager 
         tiers.limit,
         manager,
         footprint,
-        ActivationPeak(manager.other or None, reason="no sample was planned with"),
+        ActivationPeak(manager.other or None, reason="the plan was made without a sample"),
         0 if moved is None else moved.needed,
         "" if moved is None else moved.decides,
         tiers.keep_freed,

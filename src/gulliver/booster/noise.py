@@ -62,12 +62,7 @@ def signal_of(whole: float, parts: float, evenness: float) -> float:
 
 
 class NoiseMeter:
-    """Measures at every step of an optimizer, before gradients are clipped.
-
-    Args:
-        optimizer: boosted optimizer, whose parameters get hooks.
-        world: ranks, each with its own samples.
-    """
+    """Measures gradient noise at every step of an optimizer, before gradients are clipped."""
 
     def __init__(self, optimizer: BoostedOptimizer, world: World) -> None:
         self._optimizer, self._world = optimizer, world
@@ -104,7 +99,7 @@ class NoiseMeter:
         optimizer.backward = counted  # type: ignore[method-assign]
 
     def _listen(self, gradient: Tensor) -> None:
-        """Adds a parameter's gradient of one backward, over all its uses."""
+        """Adds a parameter's gradient from one backward."""
         self._parts.append(gradient.detach().double().square().sum())
 
     def _first(self, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -122,8 +117,8 @@ class NoiseMeter:
         ranks, count = self._world.size, self._calls * self._world.size
         if count < 2:
             raise GulliverError(
-                "gradient_noise needs two or more parts of a batch: use two or more "
-                "micro-batches, or two or more ranks"
+                "gradient_noise needs at least two gradients per step: use several micro-batches "
+                "or ranks"
             )
         parts = torch.stack(self._parts).sum()
         if ranks > 1:
@@ -138,11 +133,7 @@ class NoiseMeter:
         self._calls, self._measured = 0, False
 
     def scale(self, batch: int) -> NoiseScale | None:
-        """Current estimate; None before the first step.
-
-        Args:
-            batch: samples of the steps since the last call, over all ranks and micro-batches.
-        """
+        """Returns the current estimate; None before the first step."""
         for signal, excess in self._pending:
             self.signal = DECAY * self.signal + (1 - DECAY) * signal
             self.variance = DECAY * self.variance + (1 - DECAY) * excess * batch
@@ -157,16 +148,12 @@ class NoiseMeter:
 
 
 def check_noise(plugin: Any, kinds: tuple[type, ...]) -> None:
-    """Rejects plugins whose ranks do not have full gradients of their local samples.
-
-    Raises:
-        GulliverError: the plugin is not supported, steps in backward, or scales losses.
-    """
+    """Rejects plugins whose ranks do not have full gradients of their local samples."""
     name = type(plugin).__name__
     if not isinstance(plugin, kinds):
         told = " or ".join(kind.__name__ for kind in kinds)
-        raise GulliverError(f"gradient_noise is not measured under {name}: use {told}")
+        raise GulliverError(f"gradient_noise is not supported by {name}: use {told}")
     if getattr(plugin, "step_in_backward", False):
-        raise GulliverError("gradient_noise needs full gradients: leave step_in_backward out")
+        raise GulliverError("gradient_noise needs full gradients: omit step_in_backward")
     if getattr(plugin, "precision", None) == "fp16":
         raise GulliverError("gradient_noise is not measured with fp16's loss scale: use bf16")

@@ -1,7 +1,7 @@
 """Options of the plugins, in groups that several plugins share.
 
-A plugin's constructor names the common options and takes the others by keyword; `sort_options`
-sorts them into groups and checks them against the annotations.
+A plugin's constructor names the common options and accepts the others as keywords; `sort_options`
+sorts them into groups and validates them.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ class ZeroOptions(Options):
     """Options of ZeRO.
 
     Attributes:
-        precision: ``bf16`` or ``fp16`` convert the model's floating-point tensors and inputs and
-            train with sharded float32 master weights, ``fp16`` with a dynamic loss scale; None
-            leaves the model as it is.
-        max_norm: global norm that gradients are clipped to at every step; 0 disables clipping.
-        chunk_mb: size of a chunk in MiB: small ones start early, large ones use links better.
-            ``auto`` plans it under a memory limit, and otherwise tunes it in the first steps of
-            `LowLevelZeroPlugin`, which keeps the result for this model and cluster; ``again``
-            ignores the result of an earlier job.
+        precision: ``bf16`` or ``fp16`` convert the model's floating-point tensors and inputs, and
+            train with sharded float32 master weights (``fp16`` with a dynamic loss scale); None
+            leaves the model unchanged.
+        max_norm: clip gradients to this global norm at every step; 0 disables clipping.
+        chunk_mb: chunk size in MiB: small chunks start early, large ones use bandwidth better.
+            ``auto`` plans it under a memory limit; otherwise `LowLevelZeroPlugin` tunes it in the
+            first steps and stores the result for this model and cluster. ``again`` ignores a stored
+            result.
         gather_ahead: chunks that stage 3 prefetches.
         assume_elementwise: shard an unknown optimizer, assuming that its update of an element
             depends on that element only.
-        assume_per_parameter: shard it by whole parameters, assuming that its update of a parameter
-            depends only on that parameter's value, gradient and state.
+        assume_per_parameter: shard an unknown optimizer by full parameters, assuming that its
+            update of a parameter depends only on that parameter's value, gradient and state.
     """
 
     precision: Literal["bf16", "fp16"] | None = None
@@ -82,7 +82,7 @@ class ZeroOptions(Options):
         )
 
     def refuse_tuning(self) -> None:
-        """Rejects tuning of chunks whose size is planned or fixed."""
+        """Rejects ``chunk_mb="again"`` if the chunk size is planned or fixed."""
         if self.chunk_mb == "again":
             raise GulliverError(
                 "chunk_mb='again' tunes chunks in the first steps of LowLevelZeroPlugin without a "
@@ -116,7 +116,7 @@ class LimitOptions(Options):
             return None
         if stage != 3:
             raise GulliverError(
-                f"memory_limit={limit!r} with stage {stage}: unsharded state cannot be off-loaded; "
+                f"memory_limit={limit!r} with stage {stage}: unsharded state cannot be offloaded; "
                 f"use {right}"
             )
         return MemoryTiers(limit, self.host_limit, self.disk, **others)
@@ -127,13 +127,15 @@ class PlacementOptions(Options):
     """Placement of state under a memory limit.
 
     Attributes:
-        placement_policy: ``auto`` chooses what stays on the device by cost; ``static`` uses the
-            fractions below.
-        shard_param_frac: fraction of the parameters that is sharded; 1.0, as stage 3 shards all.
+        placement_policy: ``auto`` chooses by cost which state stays on the device; ``static`` uses
+            the fractions below.
+        shard_param_frac: fraction of the parameters that is sharded; must be 1.0, because stage 3
+            shards all of them.
         offload_optim_frac: fraction of the optimizer state that may leave the device (``static``).
         offload_param_frac: fraction of the parameters that may leave the device (``static``).
-        keep_freed: whether freed memory is reused on a CPU with glibc, if the limit has room and
-            steps hardly wait for transfers, which saves page faults; False always returns it.
+        keep_freed: whether freed CPU memory (with glibc) is reused if the limit has room and steps
+            rarely wait for transfers, which saves page faults; False always returns it to the
+            system.
     """
 
     placement_policy: Literal["auto", "static"] = "auto"
@@ -149,9 +151,9 @@ class StepOptions(Options):
 
     Attributes:
         step_in_backward: step each chunk inside `Booster.backward`, as soon as its gradient is
-            complete: gradients take less memory, and at stages 1 and 2 gathers begin earlier.
-            `max_norm` and ``fp16`` wait for all gradients. Clipping in the loop would be too late
-            and is rejected, and `zero_grad` must follow each step.
+            complete: gradients take less memory, and all-gathers at stages 1 and 2 start earlier.
+            With `max_norm` or ``fp16``, steps wait for all gradients. Clipping in the training loop
+            would be too late and is rejected; `zero_grad` must follow each step.
         activations: treatment of activations under a memory limit: ``keep``, ``recompute`` by
             blocks, ``offload`` to the host or the disk, or ``auto``, the fastest for each block.
         broadcast_buffers: give all ranks rank 0's buffers, such as running statistics, at every
@@ -165,13 +167,13 @@ class StepOptions(Options):
 
 @dataclass(frozen=True)
 class LinkOptions(Options):
-    """How the collectives of ZeRO use the links between ranks.
+    """How ZeRO's collectives use the links between ranks.
 
     Attributes:
-        overlap: False waits for every collective at once; the results are the same.
-        axes: names and sizes of the mesh that collectives follow axis by axis, slowest links
-            first, such as ``{"node": 2, "local": 4}``; None sends directly from rank to rank.
-            ``auto`` takes the faster of the two, and the best axes, as `cluster` predicts them.
+        overlap: False waits for every collective immediately; the results are the same.
+        axes: names and sizes of the mesh axes that collectives use in sequence, slowest links
+            first, such as ``{"node": 2, "local": 4}``; None communicates directly
+            between ranks. ``auto`` chooses the fastest option, as predicted for `cluster`.
         rank_order: ranks in the order in which they fill the axes, innermost first; None for 0, 1,
             2 ...
         cluster: links of the ranks for ``axes="auto"``; None for the local ones, as measured by
@@ -191,8 +193,8 @@ class Fp8Options(Options):
     """FP8 in linear layers.
 
     Attributes:
-        use_fp8: True, a scaling (``tensorwise``, ``rowwise``) or a
-            `gulliver.plan.Fp8Plan`; layers compute in FP8 where that is predicted to be faster.
+        use_fp8: True, a scaling (``tensorwise``, ``rowwise``) or a `gulliver.plan.Fp8Plan`; only
+            layers that are predicted to be faster compute in FP8.
         fp8_emulation: emulate FP8 numerics on hardware without FP8 units; slow, for experiments.
     """
 
@@ -200,7 +202,7 @@ class Fp8Options(Options):
     fp8_emulation: bool = False
 
     def plan(self) -> Fp8Plan | None:
-        """Returns the section of a plan."""
+        """Returns the plan's FP8 section."""
         return fp8_plan(self.use_fp8, self.fp8_emulation)
 
 
@@ -212,11 +214,11 @@ class CommunicationOptions(Options):
         communication_dtype: ``bf16``, ``fp8``, ``int8`` and others, for all messages or by kind:
             ``{"reduce": "fp8"}``; None for none. A format is not used if it is predicted to cost
             more time than it saves.
-        force_communication_dtype: use it even so.
-        error_feedback: add the rounding error of a gradient's packing to the next one; see
+        force_communication_dtype: use the format regardless of the prediction.
+        error_feedback: add the rounding error of a packed gradient to the next one; see
             docs/wire.md.
-        wire_gate: periodically compare packed gradients with unpacked ones, and stop packing if
-            they are far off.
+        wire_gate: periodically compare packed gradients with unpacked ones, and stop packing if the
+            difference is too large.
     """
 
     communication_dtype: str | Mapping[str, str] | None = None
@@ -225,7 +227,7 @@ class CommunicationOptions(Options):
     wire_gate: bool = True
 
     def wires(self) -> WireOptions:
-        """Returns the formats of each kind of message."""
+        """Returns the wire formats of each kind of message."""
         return WireOptions.of(
             self.communication_dtype,
             self.force_communication_dtype,
@@ -240,7 +242,7 @@ class GridOptions(Options):
 
     Attributes:
         tp_size: ranks that share each layer's tensors.
-        pp_size: stages that the blocks are cut into.
+        pp_size: stages that the blocks are split into.
         sp_size: sequence-parallel ranks, for the modes with a separate sequence axis.
         sequence_parallelism_mode: ``split_gather`` or ``ring`` shard activations over the tensor
             axis; ``all_to_all`` (Ulysses) or ``ring_attn`` share sequences over `sp_size` ranks;
@@ -266,7 +268,7 @@ class GridOptions(Options):
 
 @dataclass(frozen=True)
 class PipelineOptions(Options):
-    """How blocks are split into stages, and the order in which these run.
+    """How blocks are split into pipeline stages, and the schedule of the stages.
 
     Attributes:
         num_microbatches: micro-batches that a batch is split into; None for two per stage.
@@ -277,8 +279,8 @@ class PipelineOptions(Options):
         blocks: path of the list of blocks, if it is not found automatically.
         everywhere: paths of modules that every stage keeps because all blocks use their results.
         after: paths of modules that run after the blocks although they are registered before.
-        extra: entries that a block returns after the hidden state; None for a plain tensor, -1 to
-            detect them.
+        extra: number of outputs of a block besides the hidden state; None for a plain tensor, -1 to
+            detect it.
     """
 
     num_microbatches: Count | None = None
@@ -293,20 +295,20 @@ class PipelineOptions(Options):
 
 @dataclass(frozen=True)
 class HybridOptions(Options):
-    """How a sharded model runs.
+    """State, activations and dropout of a sharded model.
 
     Attributes:
         zero_stage: state sharded over the replicas: 0 none, 1 optimizer state, 2 gradients too, 3
-            parameters too. None is 0, or 3 with a `memory_limit`, which needs it.
-        weights: folder of a Hugging Face checkpoint to fill a model on meta from; each rank reads
-            its part.
+            parameters too. None is 0, or 3 with a `memory_limit`, which requires it.
+        weights: folder of a Hugging Face checkpoint that fills a model on meta; each rank reads its
+            part.
         checkpoint_activations: recompute blocks in backward instead of keeping activations.
-        check_batches: compare the batches of the ranks of one model at every step.
+        check_batches: compare the batches of ranks that share a model at every step.
         dropout: how masks are drawn. ``exact``: by element position, so that any grid drops the
-            same elements as one process. None: ``exact`` if ranks share a model, otherwise as torch
-            does. ``alike``: as torch does, which is cheaper, but masks differ from those of one
-            process: ranks that share tensors or a sequence use one seed at each call, stages draw
-            independently.
+            same elements as one process. ``alike``: as torch does, which is cheaper, but masks
+            differ from those of one process: ranks that share tensors or a sequence use one seed at
+            each call, stages draw independently. None: ``exact`` if ranks share a model, otherwise
+            as torch does.
     """
 
     zero_stage: Stage | None = None
@@ -319,15 +321,7 @@ class HybridOptions(Options):
 def sort_options(
     owner: type, kinds: Sequence[type[Options]], given: Mapping[str, Any]
 ) -> list[Any]:
-    """Sorts the options of a plugin into groups and checks them.
-
-    Args:
-        owner: class of the plugin, for messages.
-        kinds: dataclasses of the groups.
-        given: options by name.
-
-    Returns:
-        A group for each of `kinds`.
+    """Sorts a plugin's options into an instance of each of `kinds`, and validates them.
 
     Raises:
         GulliverError: no group has such an option, or a value is out of range.

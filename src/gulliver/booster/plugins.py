@@ -1,7 +1,7 @@
-"""Plugins: short, hand-written strategies that create a plan.
+"""Plugins: strategies that create a plan.
 
-Each makes its choices (`Plugin.choices`); `make_plan` resolves them for a model, and `apply_plan`
-runs the result; both are the same for all plugins.
+A plugin makes its choices (`Plugin.choices`), `make_plan` resolves them for a model, and
+`apply_plan` runs the result; the last two are shared by all plugins.
 """
 
 from __future__ import annotations
@@ -53,18 +53,18 @@ class Plugin(ABC):
     verbose: bool = True
     wires = WireOptions()
     takes: tuple[str, ...] = ()
-    """Kinds of devices that parameters may be on besides the rank's own."""
+    """Device types besides the rank's own on which parameters may be."""
 
     @abstractmethod
     def choices(self, ranks: int, precision: str = "none") -> Plan:
-        """The choices of a plan, regardless of the model.
+        """Returns the plan's choices that do not depend on the model.
 
         Args:
             ranks: number of ranks of the world.
             precision: dtype of autocast, or none.
 
         Raises:
-            GulliverError: it cannot run on that many ranks.
+            GulliverError: the plugin cannot run on that many ranks.
         """
 
     def for_model(
@@ -74,7 +74,7 @@ class Plugin(ABC):
         optimizer: torch.optim.Optimizer | None,
         cluster: Cluster | None,
     ) -> Plan:
-        """The choices that depend on the model."""
+        """Adds the choices that depend on the model."""
         return plan
 
     def make_plan(
@@ -97,8 +97,8 @@ class Plugin(ABC):
             cluster: hardware to plan for, one device per rank; None for the local machines, as
                 measured by ``gulliver probe`` or described.
             sample: batch of one model, as keyword or positional arguments or a tensor, to measure
-                compute here, or to estimate it for a model on meta; without it, predicted seconds
-                cover messages only.
+                compute, or to estimate it for a model on meta; without it, predicted seconds cover
+                only communication.
             precision: dtype of autocast, or none.
             work: cost of a batch, such as from `estimate_work`, instead of a sample.
 
@@ -129,7 +129,7 @@ class Plugin(ABC):
     def check(
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None, precision: str
     ) -> Plan:
-        """The choices for a model; rejects unsupported models, with nothing changed.
+        """Returns the choices for a model; rejects unsupported models before anything is changed.
 
         Raises:
             GulliverError: the plugin does not support the model.
@@ -147,7 +147,7 @@ class Plugin(ABC):
         world: World,
         choices: Plan,
     ) -> tuple[nn.Module, BoostedOptimizer, Plan]:
-        """Plans and runs the choices of `check`; returns the running model, optimizer and plan."""
+        """Plans and runs the choices of `check`; returns the boosted model, optimizer and plan."""
         plain = unwrapped(model)
         # A plan differs where the formats do, and ranks with different plans wait for each other.
         self.wires.check_equal_on_ranks()
@@ -174,12 +174,12 @@ class Plugin(ABC):
         drop_last: bool = False,
         **kwargs: Any,
     ) -> DataLoader:
-        """Creates a loader of this rank's share of a data set; see `gulliver.data.DataLoader`.
+        """Creates a loader of this rank's share of a dataset; see `gulliver.data.DataLoader`.
 
         Args:
-            dataset: data set with a length.
+            dataset: dataset with a length.
             batch_size: samples per rank and step.
-            shuffle: whether each epoch is reordered.
+            shuffle: whether to reorder each epoch.
             seed: seed of the order, which is the same on all ranks, and of the workers, which
                 differs per rank.
             drop_last: drop the remainder instead of repeating samples.
@@ -192,7 +192,7 @@ class Plugin(ABC):
         world, (place, size) = current_world(), self.data_place()
         if len(dataset) < size:  # type: ignore[arg-type]
             raise GulliverError(
-                f"the data set has {len(dataset)} samples: {size} ranks need one each"  # type: ignore[arg-type]
+                f"the dataset has {len(dataset)} samples: {size} ranks need one each"  # type: ignore[arg-type]
             )
         sampler: DistributedSampler = DistributedSampler(
             dataset, size, place, shuffle=shuffle, seed=seed, drop_last=drop_last
@@ -210,7 +210,7 @@ class Plugin(ABC):
         )
 
     def data_place(self) -> tuple[int, int]:
-        """Index of this rank among those that read different samples, and their number."""
+        """Index of this rank among the ranks that read different samples, and their number."""
         world = current_world()
         return world.rank, world.size
 
@@ -253,19 +253,19 @@ class TorchDDPPlugin(Plugin):
 
 
 class LowLevelZeroPlugin(Plugin):
-    """ZeRO: higher stages shard more over the ranks.
+    """ZeRO: higher stages shard more state over the ranks.
 
     Args:
         stage: 0 shards nothing, 1 the optimizer state, 2 gradients too, 3 parameters too.
-        chunk_mb: size of a chunk in MiB, ``auto`` or ``again``; see `ZeroOptions`.
+        chunk_mb: chunk size in MiB, ``auto`` or ``again``; see `ZeroOptions`.
         precision: ``bf16`` or ``fp16``; see `ZeroOptions`.
-        max_norm: clip gradients to this global norm at every step; 0 leaves that to the loop.
+        max_norm: clip gradients to this global norm at every step; 0 disables clipping.
         memory_limit: memory of each rank under stage 3; see `LimitOptions`.
-        disk: folder and bytes for what does not fit; see `LimitOptions`.
+        disk: folder and bytes for state that does not fit; see `LimitOptions`.
         activations: treatment of activations under a limit; see `StepOptions`.
         step_in_backward: step each chunk inside `Booster.backward`; see `StepOptions`.
-        weights: checkpoint to fill the model from at stage 3, as for `GeminiPlugin`.
-        verbose: print the plan when the model is boosted, and what tuning found.
+        weights: checkpoint that fills the model at stage 3, as for `GeminiPlugin`.
+        verbose: print the plan when the model is boosted, and the results of tuning.
         options: fields of `ZeroOptions`, `LimitOptions`, `StepOptions`, `LinkOptions`,
             `Fp8Options` and `CommunicationOptions`.
 
@@ -380,25 +380,24 @@ class GeminiPlugin(Plugin):
     """ZeRO stage 3 under a memory limit, with offloading to the host or a disk.
 
     Results equal those of a run without a limit. Parameters, gradients and optimizer state are
-    prefetched chunk by chunk; which chunks stay is planned from the order in which a step uses
-    them. A limit that is too small raises before the first step; the error names the smallest one
-    that works.
+    prefetched chunk by chunk; the chunks that stay on the device are planned from the order in
+    which a step uses them. A limit that is too small raises before the first step; the error names
+    the smallest one that works.
 
     Args:
-        memory_limit: memory of each rank in bytes or as text, ``6GiB`` or ``70%``; see
-            `LimitOptions`. The interpreter and torch are not counted.
+        memory_limit: memory of each rank in bytes or as text, ``6GiB`` or ``70%``, excluding the
+            interpreter and torch; see `LimitOptions`.
         host_limit: page-locked host memory per GPU; None for none.
-        disk: folder and bytes that may be used there, ``/scratch:100GiB``; None for none. With
-            `host_limit` it holds state that exceeds the host's limit.
+        disk: folder and bytes to use there, ``/scratch:100GiB``; None for none. With `host_limit`
+            it holds state that exceeds the host's limit.
         precision: ``bf16`` or ``fp16``; see `ZeroOptions`.
-        max_norm: clip gradients to this global norm at every step; 0 leaves that to the loop.
+        max_norm: clip gradients to this global norm at every step; 0 disables clipping.
         step_in_backward: step each chunk inside `Booster.backward`, so that gradients take no
             memory; see `StepOptions`.
         activations: ``keep``, ``recompute``, ``offload`` or ``auto``; see `StepOptions`.
-        weights: folder of a Hugging Face checkpoint, or a safetensors file, that the model is
-            filled from when it is boosted. A model on meta is filled chunk by chunk, so it may be
-            larger than memory; without weights its modules initialise themselves, by
-            ``reset_parameters``.
+        weights: folder of a Hugging Face checkpoint, or a safetensors file, that fills the model
+            when it is boosted. A model on meta is filled chunk by chunk, so it may be larger than
+            memory; without `weights`, its modules' ``reset_parameters`` initialize it.
         verbose: print the plan when the model is boosted.
         options: fields of `ZeroOptions`, `PlacementOptions`, `StepOptions`, `Fp8Options` and
             `CommunicationOptions`.
@@ -484,7 +483,7 @@ class PlanPlugin(Plugin):
     """Runs a given plan.
 
     Args:
-        plan: a plan that was loaded, edited, or created by a plugin.
+        plan: plan that was loaded, edited, or created by a plugin.
         verbose: print the plan when the model is boosted.
     """
 
@@ -498,12 +497,12 @@ class PlanPlugin(Plugin):
         device = current_world().device.type
         if self.plan.mesh.device != device:
             raise GulliverError(
-                f"{self.plan.describe_field('mesh.device')}, and ranks run on {device}"
+                f"{self.plan.describe_field('mesh.device')}, but ranks run on {device}"
             )
         if precision not in ("none", self.plan.precision.autocast):
             raise GulliverError(
                 f"{self.plan.describe_field('precision.autocast')}, and "
-                f"Booster(mixed_precision={precision!r}): set it in the plan alone"
+                f"Booster(mixed_precision={precision!r}): set it only in the plan"
             )
         return self.plan
 
@@ -514,11 +513,11 @@ class PlanPlugin(Plugin):
         optimizer: torch.optim.Optimizer | None,
         cluster: Cluster | None,
     ) -> Plan:
-        """Decides the treatment of activations under a limit, if the plan leaves it open."""
+        """Chooses the treatment of activations under a limit, if the plan leaves it open."""
         return plan_tiers(plan, model, optimizer, cluster, chosen=False) if plan.limited else plan
 
     def data_place(self) -> tuple[int, int]:
-        """Index of this rank among those that read different samples, and their number."""
+        """Index of this rank among the ranks that read different samples, and their number."""
         mesh, rank = self.plan.mesh, current_world().rank
         if self.plan.operators is not None:  # all ranks read one batch, and share what it takes
             return 0, 1

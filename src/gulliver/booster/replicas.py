@@ -1,4 +1,4 @@
-"""How ranks that hold the same parameters share the work: torch's DDP, or ZeRO."""
+"""Data parallelism over replicas: torch's DDP or ZeRO."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def share_zero(
     manager: LimitedManager | None = None,
     uses: Sequence[str] = (),
 ) -> ZeroOptimizer:
-    """Moves parameters into chunks; the model stays the same object."""
+    """Moves parameters into ZeRO chunks; the model stays the same object."""
     zero = plan.zero
     assert zero is not None, "the plan is of ZeRO"
     rest = {p: n for n, p in model.named_parameters() if p not in names and not is_boosted(p)}
@@ -128,7 +128,7 @@ def tune(plan: Plan, model: nn.Module, boosted: ZeroOptimizer, verbose: bool) ->
 
 
 def zero_wires(plan: Plan) -> ZeroWires:
-    """Wire formats of ZeRO's chunks."""
+    """Returns the wire formats of ZeRO's chunks."""
     wire = plan.wire
     reduce, gather = wire_format(wire.reduce), wire_format(wire.gather)
     return ZeroWires(reduce, gather, wire.error_feedback, wire.gate)
@@ -146,7 +146,7 @@ class BucketHook:
 
     # No annotations: torch compares them with types, and accepts missing ones.
     def reduce(self, state, bucket):
-        """Begins the reduction of a bucket; returns its future."""
+        """Starts the reduction of a bucket; returns its future."""
         tensor, lost = bucket.buffer(), None
         cuda = tensor.is_cuda
         devices = [tensor.device] if cuda else None
@@ -198,7 +198,7 @@ class BucketHook:
         return found
 
     def take_lost(self, found: Mapping[str, torch.Tensor]) -> None:
-        """Restores packing errors by parameter, replacing those here."""
+        """Replaces the accumulated packing errors."""
         self._lost, self._given = {}, dict(found) if self.feeds else {}
 
     def _compare(self, bucket: dist.GradBucket, exact: torch.Tensor) -> None:
@@ -259,7 +259,7 @@ class _DDPOptimizer(BoostedOptimizer):
             self._reduce_rest()
 
     def _reduce_rest(self) -> None:
-        """Reduces the gradients that DDP has not."""
+        """Reduces the gradients that DDP has not reduced."""
         model, mine = self._model, list(self.names)
         if not isinstance(model, _DDP) or model.unreduced.isdisjoint(map(id, mine)):
             return

@@ -1,4 +1,4 @@
-"""One step of a pipeline-style training loop, for models that are not pipelined."""
+"""Metrics of a boosted model, and a pipeline-style step for models without a pipeline."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Criterion = Callable[[Any, Any], Tensor]
 
 
 def own_loss(outputs: Any, batch: Any) -> Tensor:
-    """The loss that a model returns: its ``loss``, or an output of one number."""
+    """Returns a model's own loss: its ``loss``, or an output of one number."""
     if isinstance(outputs, Tensor) and not outputs.ndim:
         return outputs
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
@@ -70,7 +70,7 @@ def run_whole(
 # The plan as it runs now, tuning included, and what its steps take and hold.
 
 
-EXTRA = "all steps so far tuned chunks or compared packed gradients: run more steps"
+EXTRA = "all steps so far were used to tune chunks or compare packed gradients: run more steps"
 KINDS = ("parameters", "gradients", "optimizer_state")
 
 
@@ -140,7 +140,7 @@ class Running:
         return manager if isinstance(manager, LimitedManager) else None
 
     def compare(self) -> Comparison:
-        """Compares predicted and measured step seconds, and bytes sent and held by this rank."""
+        """Compares predicted and measured step time, and bytes sent and held by this rank."""
         predicted, rows = self.plan.predicted, list[ComparisonRow]()
         between = [b - a for a, b in itertools.pairwise(self.optimizer.taken.stepped_at)]
         if between:
@@ -163,7 +163,7 @@ class Running:
         return Comparison(tuple(rows))
 
     def _sent(self, predicted: int) -> ComparisonRow:
-        """Bytes sent in a step, without those for tuning chunks or comparing gradients."""
+        """Bytes sent in a step, excluding chunk tuning and gradient comparisons."""
         steps, alone = self.optimizer.taken.sent()
         # What is posted as a step ends counts for it or for the next one, as time goes, which a
         # mean of few steps would show: so the usual number, where steps have one.
@@ -172,15 +172,15 @@ class Running:
         return ComparisonRow("sent", "sent bytes", predicted, sent, "" if alone else EXTRA)
 
     def _phases(self, step: float) -> list[ComparisonRow]:
-        """Seconds of a step, of its part before the optimizer, and of the optimizer's step."""
+        """Seconds of a step, of forward and backward, and of the optimizer's step."""
         # On a GPU the processor runs ahead: there the two phases are what it waits for in each.
         predicted, cluster = self.plan.predicted.seconds, self.plan.predicted.cluster
         update = statistics.median(self.optimizer.taken.updated_in)
         links = f"gulliver probe measures the links of {cluster or 'the cluster'}"
         passes = f"make_plan(..., sample=batch) measures the operators, {links}"
         if predicted.exposed > predicted.compute:
-            passes = f"most of it waits for messages: {links}"
-        wait = "the last gradients are waited for there too" if self.plan.mesh.replicas > 1 else ""
+            passes = f"most of it is spent waiting for messages: {links}"
+        wait = "includes waiting for the last gradients" if self.plan.mesh.replicas > 1 else ""
         updates = "; ".join(filter(None, ("gulliver probe measures the memory's rate", wait)))
         return [
             ComparisonRow("step", "s", predicted.step, step),
@@ -189,7 +189,7 @@ class Running:
         ]
 
     def _held(self) -> dict[str, int]:
-        """Peak bytes of model state on this rank so far."""
+        """Peak bytes of model state on this rank."""
         optimizer = self.optimizer
         if isinstance(optimizer, ZeroOptimizer):
             inside = optimizer.names | optimizer.shards.frozen_names
@@ -208,5 +208,4 @@ class Running:
 
 
 def _own(tensor: Any) -> Tensor:
-    """Returns this rank's part of a tensor."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor

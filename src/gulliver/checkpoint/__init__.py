@@ -1,4 +1,4 @@
-"""Checkpoints, saved while training continues and loaded at any number of ranks.
+"""Checkpoints that are saved while training continues and loaded on any number of ranks.
 
 Saving starts in `saving.py`, loading in `loading.py`; `interchange.py` converts between steps and
 Hugging Face folders. Sharded state is represented by `gulliver.memory.parts.Part`.

@@ -36,7 +36,7 @@ _hooked: list[Callable[[], None]] = []
 
 
 def install_hooks() -> None:
-    """Hooks every torch optimizer so that `step` waits for pending copies of what it changes."""
+    """Hooks every torch optimizer so that `step` waits for pending copies of its tensors."""
     if _hooked:
         return
 
@@ -55,12 +55,11 @@ def install_hooks() -> None:
 
 
 def guarded_storages() -> set[int]:
-    """Storages that are changed only by optimizers whose steps wait for a snapshot."""
+    """Returns the storages that only hooked optimizers modify."""
     return set().union(*(_storages(optimizer) for optimizer in writers()))
 
 
 def _storages(optimizer: torch.optim.Optimizer) -> set[int]:
-    """Storages that a step changes."""
     found = set[int]()
     for tensor in _changed_by(optimizer):
         with suppress(NotImplementedError, RuntimeError):  # sparse and fake tensors have none
@@ -82,7 +81,6 @@ def _changed_by(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yields all tensors in a state, including those in lists."""
     if isinstance(value, torch.Tensor):
         yield _local(value)
     elif isinstance(value, Mapping):
@@ -103,18 +101,18 @@ def _local(tensor: Any) -> torch.Tensor:
 
 WHOLE_FILE = ".safetensors"
 SMALL = 2**16
-"""Tensors up to this many bytes are copied at once, which is cheaper than tracking them."""
+"""Tensors up to this many bytes are copied immediately, which is cheaper than tracking them."""
 TINY = 2**12
-"""The same limit for tensors changed only by optimizers, whose steps wait anyway."""
+"""The same limit for tensors that only optimizers modify; their steps wait for copies anyway."""
 ALIKE = 2**20
-"""Smaller replicated tensors, in bytes, are written by rank 0."""
+"""Rank 0 writes replicated tensors smaller than this many bytes."""
 
 
 @dataclass(frozen=True)
 class PerRank:
-    """Marks an entry of a state that has a separate value on every rank.
+    """Marks a state entry that has a separate value on every rank.
 
-    On loading, the value goes to the same rank, for any number of ranks.
+    Loading gives each rank its own saved value, for any number of ranks.
     """
 
     value: Any
@@ -162,7 +160,7 @@ def collect(
     common: dict[str, dict[str, Tensor]] = {}
     for entry, value in state.items():
         if not isinstance(entry, str) or not entry or set(entry) & set("/\\@\0") or entry[0] == ".":
-            raise GulliverError(f"{entry!r} is no name for an entry: use letters, digits and _")
+            raise GulliverError(f"{entry!r} is not a valid entry name: use letters, digits and _")
         alone = isinstance(value, PerRank)
         held = value.value if alone else value
         if isinstance(held, Optimizer):
@@ -216,7 +214,7 @@ def kind_of(value: Any) -> dict[str, Any] | None:
 
 
 def refuse_boosted(model: nn.Module, action: str) -> None:
-    """Rejects a model with parameters in ZeRO chunks, of which this rank may hold only a part."""
+    """Rejects a model with parameters in ZeRO chunks, which this rank may hold only in part."""
     for name, parameter in model.named_parameters():
         if "_boosted" in vars(parameter):
             raise GulliverError(
@@ -248,7 +246,7 @@ def _leaf(entry: str, name: str, leaf: Leaf) -> Leaf:
 def _assign_shared(
     common: Mapping[str, Mapping[str, Tensor]], found: RankContent, rank: int, world_size: int
 ) -> None:
-    """Assigns each replicated tensor to the rank with the fewest bytes to write so far."""
+    """Assigns each replicated tensor to the rank with the fewest bytes to write."""
     if world_size == 1:
         for entry, tensors in common.items():
             found.tensors[entry].update(tensors)

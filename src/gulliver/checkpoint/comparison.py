@@ -1,4 +1,4 @@
-"""Verifies a checkpoint, and compares two.
+"""Verifies a checkpoint, and compares two checkpoints.
 
 `verify` checks every page of every file of a step against its checksum, and continues after errors.
 `compare` reads two checkpoints of any kind side by side, batch by batch.
@@ -29,7 +29,7 @@ from gulliver.checkpoint.writing import Progress
 from gulliver.errors import GulliverError
 
 SLICE = 2**20
-"""Elements that are compared at once, in double precision."""
+"""Number of elements compared together, in double precision."""
 
 
 # --- verifying -----------------------------------------------------------------------------------
@@ -57,7 +57,7 @@ def verify(
 
 
 def any_step(path: Path | str, step: int | None = None) -> Path:
-    """Finds a step's folder, complete or not, given a run's folder or the step's own."""
+    """Finds a step's folder, even an incomplete one, from a run's folder or the step's own."""
     path = Path(path)
     if (path / MANIFEST).is_file():
         check_number(path, step)
@@ -76,7 +76,7 @@ def any_step(path: Path | str, step: int | None = None) -> Path:
 
 
 def _joined(problems: list[Problem]) -> list[Problem]:
-    """Joins equal problems of neighbouring pages."""
+    """Merges equal problems of adjacent pages."""
     found: list[Problem] = []
     for problem in problems:
         before = found[-1] if found else None
@@ -140,7 +140,7 @@ def _bytes(value: Tensor) -> Tensor:
 
 
 def _bits(dtype: torch.dtype) -> torch.dtype:
-    """An integer dtype of the same size that supports comparisons."""
+    """Returns an integer dtype of the same size, for bitwise comparison."""
     return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
 
 
@@ -242,7 +242,7 @@ def _differences(
 
 
 def _different_values(one: Weights, other: Weights) -> list[str]:
-    """Entries of two steps whose non-tensor values differ."""
+    """Names the entries of two steps whose non-tensor values differ."""
     assert isinstance(one, StepWeights)
     assert isinstance(other, StepWeights)
     ours, theirs = _values(one), _values(other)

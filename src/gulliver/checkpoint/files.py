@@ -1,4 +1,4 @@
-"""Safetensors files, planned byte by byte or written at once, and JSON files."""
+"""Reads and writes safetensors and JSON files."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ from gulliver.io.files import atomic_file, named_errors, write_text
 
 
 def parse_json(path: Path, content: bytes) -> Any:
-    """Parses the content of a JSON file."""
     try:
         return json.loads(content.decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise GulliverError(f"{path} is truncated or no JSON ({error})") from error
+        raise GulliverError(f"{path} is truncated or not JSON ({error})") from error
 
 
 # Plan of a safetensors file: its header, and the memory that each of its bytes comes from.
@@ -55,12 +54,12 @@ CODES: dict[torch.dtype, str] = {
     torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
     torch.float8_e8m0fnu: "F8_E8M0",
 }
-"""Dtypes that the format can hold, and its names for them."""
+"""Format's name of each supported dtype."""
 DTYPES = {code: dtype for dtype, code in CODES.items()}
 RESERVED = "__metadata__"
 """Reserved name that headers use for text."""
 MAX_HEADER = 100_000_000
-"""Bytes of the largest header; readers reject more."""
+"""Maximum header size in bytes; readers reject larger ones."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ class Slot:
     dtype: torch.dtype
     shape: tuple[int, ...]
     offset: int
-    """Offset of its first byte in the file."""
+    """Byte offset of the tensor in the file."""
 
     @property
     def nbytes(self) -> int:
@@ -85,13 +84,13 @@ def shape_from_json(value: Any) -> tuple[int, ...]:
 
 
 def is_holdable(tensor: Tensor) -> bool:
-    """Whether the format can hold a tensor."""
+    """Whether the format supports a tensor."""
     plain = tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_meta
     return plain and tensor.dtype in CODES and has_memory(tensor)
 
 
 def has_memory(tensor: Tensor) -> bool:
-    """Whether a strided tensor has its own storage, as opposed to wrapper tensors."""
+    """Whether a strided tensor has its own storage, unlike a wrapper tensor."""
     try:
         return not tensor.numel() or bool(tensor.untyped_storage().data_ptr())
     except (NotImplementedError, RuntimeError):
@@ -99,7 +98,7 @@ def has_memory(tensor: Tensor) -> bool:
 
 
 def check_holdable(where: str, tensor: Tensor) -> None:
-    """Rejects a tensor that the format cannot hold."""
+    """Rejects a tensor that the format does not support."""
     if not is_holdable(tensor):
         kind = "meta" if tensor.is_meta else f"{tensor.layout} {tensor.dtype}"
         if not tensor.is_meta and tensor.layout == torch.strided and tensor.dtype in CODES:
@@ -110,7 +109,7 @@ def check_holdable(where: str, tensor: Tensor) -> None:
 
 
 class Image:
-    """A file to be written: a header, and tensors in sequence."""
+    """Layout of a file to be written: a header followed by tensors."""
 
     def __init__(
         self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
@@ -119,7 +118,8 @@ class Image:
             # A file may be planned of tensors on meta, which have no values yet.
             if tensor.dtype not in CODES:
                 raise GulliverError(
-                    f"tensor {name!r} is {tensor.dtype}: the safetensors format cannot hold it"
+                    f"tensor {name!r} is {tensor.dtype}, which the safetensors format does not "
+                    f"support"
                 )
         # The largest elements first: then each is aligned to its own size.
         order = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
@@ -148,7 +148,6 @@ class Image:
         self.nbytes = self.header.nbytes + end
 
     def pages(self, page_bytes: int) -> Iterator[tuple[int, list[tuple[int, int, int]]]]:
-        """Splits the file into pages."""
         runs: list[tuple[int, int, int]] = []
         offset = filled = 0
         for number, source in enumerate(self.sources):
@@ -218,7 +217,7 @@ def write_tensors(
 
 
 def _plain(name: str, tensor: Tensor) -> Tensor:
-    """Returns a tensor's values, contiguous in host memory."""
+    """Returns a contiguous copy of a tensor in host memory."""
     check_holdable(f"tensor {name!r}", tensor)
     # Views that are conjugated or negated only by a flag would be written without it.
     return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
@@ -252,7 +251,7 @@ def _opened(path: Path) -> Any:
 
 
 def write_json(path: Path, value: Any, indent: int | None = 1, durable: bool = True) -> None:
-    """Writes JSON atomically; `indent=None` is ten times as fast."""
+    """Writes JSON atomically; ``indent=None`` is ten times as fast."""
     write_text(Path(path), json.dumps(value, indent=indent) + "\n", durable)
 
 

@@ -1,4 +1,4 @@
-"""Folder of a run's steps: their order, which ones are kept, and the writer's lock."""
+"""Folder of a run's steps: their order, retention, and the writer's lock."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from gulliver.options import whole_number
 # ``order`` is one more than the highest in the folder was, and the step of the highest order is the
 # newest. No order changes when steps are deleted, copied or linked.
 def order_in(folder: Path) -> int | None:
-    """Returns the order of a step; None if its manifest cannot be read."""
+    """Returns a step's position in saving order; None if its manifest cannot be read."""
     path = Path(folder) / MANIFEST
     try:
         found = os.stat(path)
@@ -44,7 +44,7 @@ def order_in(folder: Path) -> int | None:
 
 @functools.lru_cache(maxsize=4096)
 def _read_order(path: str, inode: int, mtime_ns: int, nbytes: int) -> int:
-    """Reads the order from a manifest, cached until the file changes, as it may be large."""
+    """Reads the order from a manifest, which may be large; cached until the file changes."""
     return order_of(read_json(Path(path)))
 
 
@@ -64,16 +64,16 @@ def by_age(folders: Iterable[tuple[int, Path]]) -> list[int]:
 LATEST, LOCK = "latest", ".lock"
 STEP = re.compile(r"step-([0-9]{8,})")
 OURS = re.compile(rf".+\.safetensors(\.index\.json)?|{re.escape(STATE)}", re.DOTALL)
-"""Names of files that steps have next to their manifest."""
+"""Pattern of the names of a step's files other than the manifest."""
 
 OPEN_LOCK = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-"""Flags for opening a lock file. Links are not followed: their target may not be ours."""
+"""Flags for opening a lock file; symbolic links are not followed."""
 
 _log = logging.getLogger("gulliver")
 
 
 def steps_of(root: Path) -> list[tuple[int, Path]]:
-    """Lists numbers and folders of all steps in a folder, complete or not, lowest first."""
+    """Lists the numbers and folders of all steps in a folder, complete or not, in numeric order."""
     if not root.is_dir():
         return []
     found = ((STEP.fullmatch(entry.name), entry) for entry in root.iterdir())
@@ -81,7 +81,7 @@ def steps_of(root: Path) -> list[tuple[int, Path]]:
 
 
 def _was_step(path: Path) -> bool:
-    """Whether a folder is or was a step: it has a manifest, or only files of ours."""
+    """Whether a folder is or was a step: it has a manifest, or only a step's files."""
     # What somebody else has put under a step's name is theirs.
     if not path.is_dir():
         return False
@@ -103,7 +103,7 @@ class CheckpointFolder:
     def __init__(self, root: Path, keep: int = 3) -> None:
         keep = whole_number("keep", keep)
         if keep < 0:
-            raise GulliverError(f"keep={keep} is negative: give 1 or more, or 0 for all")
+            raise GulliverError(f"keep={keep} is negative: use 1 or more, or 0 to keep all steps")
         self.root, self.keep = Path(root), keep
 
     def path(self, step: int) -> Path:
@@ -111,11 +111,11 @@ class CheckpointFolder:
         return self.root / f"step-{step:08d}"
 
     def partial(self, step: int) -> Path:
-        """Returns the path of a step's temporary folder while it is written."""
+        """Returns the temporary path of a step's folder while it is written."""
         return self.root / f"{self.path(step).name}{PARTIAL}"
 
     def steps(self) -> list[int]:
-        """Lists the complete steps, lowest first."""
+        """Lists the complete steps in numeric order."""
         return [step for step in self._numbers() if is_complete(self.path(step))]
 
     def _numbers(self) -> list[int]:
@@ -131,9 +131,9 @@ class CheckpointFolder:
         return 1 + max((order for order in orders if order), default=0)
 
     def latest(self) -> Path | None:
-        """Returns the folder of the newest complete step, by order of saving.
+        """Returns the folder of the complete step that was saved last; None if there is none.
 
-        None if there is none. Rank 0 logs it if `latest` names an incomplete step.
+        Rank 0 logs a warning if the `latest` file names an incomplete step.
         """
         newest = None
         for step in reversed(self._ages()):
@@ -142,7 +142,7 @@ class CheckpointFolder:
                 break
         named = self._named()
         if named and group_rank() == 0 and not self._is_step(named):
-            what = f"taking {newest.name}" if newest else "no other is there"
+            what = f"taking {newest.name}" if newest else "there is no other step"
             _log.warning("checkpoint %s is not complete: %s", self.root / named, what)
         return newest
 
@@ -159,7 +159,7 @@ class CheckpointFolder:
         return STEP.fullmatch(name) is not None and is_complete(self.root / name)
 
     def begin(self, step: int) -> Path:
-        """Removes leftovers of killed processes, and creates the temporary folder."""
+        """Removes leftovers of killed processes and creates the temporary folder."""
         partial, final = self.partial(step), self.path(step)
         if final.exists() and not final.is_symlink() and not _was_step(final):
             raise GulliverError(
@@ -174,16 +174,16 @@ class CheckpointFolder:
         return partial
 
     def publish(self, step: int) -> None:
-        """Renames a step to its final name, moves `latest` to it, and removes old steps.
+        """Renames a step to its final name, updates `latest`, and removes old steps.
 
-        Once renamed, the step is saved and is found without `latest`: later failures are only
-        logged.
+        After the rename the step is saved and can be found without `latest`, so later failures are
+        only logged.
         """
         # The rename is the commit. A crash before it leaves a temporary folder, after it a whole
         # step.
         name_folder(self.partial(step), self.path(step))
         for what, settle in (
-            ("its name may not outlive a loss of power", lambda: sync(self.root)),
+            ("its rename may not survive a power failure", lambda: sync(self.root)),
             (f"the file {LATEST} does not name it", lambda: self._point_to(step)),
             ("old checkpoints stay", lambda: self._retire(step)),
         ):
@@ -196,20 +196,17 @@ class CheckpointFolder:
         write_text(self.root / LATEST, self.path(step).name + "\n")
 
     def _retire(self, step: int) -> None:
-        """Removes steps that are no longer kept."""
         for old in self._expired_steps():
             if old != step:
                 remove_folder(self.path(old))
         for old in self._incomplete_steps():
-            _log.warning("%s is incomplete and older than the steps to keep: it is removed", old)
+            _log.warning("%s is incomplete and older than the steps to keep; removing it", old)
             remove_folder(old)
 
     def discard(self, step: int) -> None:
-        """Removes the files of a failed step."""
         remove_all(self.partial(step))
 
     def _expired_steps(self) -> list[int]:
-        """Lists steps to remove because there are too many."""
         if not self.keep:
             return []  # without a look at the steps, which may be many
         complete = set(self.steps())
@@ -230,12 +227,12 @@ class CheckpointFolder:
         ]
 
     def needs(self) -> str:
-        """Describes how many steps need disk space, for error messages."""
+        """Describes the required disk space in steps, for error messages."""
         return f"keep={self.keep} needs room for {self.keep + 1} steps" if self.keep else ""
 
 
 class FolderLock:
-    """Keeps other jobs from writing to the same folder while this process holds it."""
+    """Prevents other jobs from writing to a folder while this process holds the lock."""
 
     # The system releases it when the process ends, however it ends. Processes that it forks do not
     # have it.
@@ -245,7 +242,6 @@ class FolderLock:
         self._handle: int | None = None
 
     def take(self) -> None:
-        """Acquires the lock; does nothing if it is held already."""
         if self._handle is not None:
             if self._is_there(self._handle):
                 return
@@ -280,7 +276,7 @@ class FolderLock:
             return False
 
     def release(self) -> None:
-        """Releases the lock; releasing it twice has no effect."""
+        """Releases the lock; may be called twice."""
         if self._handle is not None:
             handle, self._handle = self._handle, None
             unlock(handle)
@@ -320,7 +316,7 @@ _handles: set[int] = set()
 
 
 def _forget_all() -> None:
-    """Closes the handles in a forked process, whose parent owns the locks."""
+    """Closes the lock handles in a forked process; the parent owns the locks."""
     # Closed, not unlocked: the lock is shared, and unlocking would take it from the parent.
     while _handles:
         os.close(_handles.pop())

@@ -1,8 +1,8 @@
-"""Weights of a folder by the parameter names of a transformers model.
+"""Loads Hugging Face folders under the parameter names of a transformers model.
 
-transformers saves many models under other names or with other tensor splits than their parameters,
-and converts them on loading. `model_weights` applies the same conversions, so that all readers see
-the model's own tensors; block-scaled FP8 tensors appear dequantized.
+transformers saves many models under other names or with differently split tensors, and converts
+them on loading. `model_weights` applies the same conversions, so that all readers see the model's
+own tensors; block-scaled FP8 tensors are dequantized.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from gulliver.memory.parts import Part, Region, region_of, whole_shape
 from gulliver.memory.pending import before_write
 
 SCALED = "_scale_inv"
-"""Ending of the name of an FP8 tensor's scales."""
+"""Suffix of the tensors that hold an FP8 tensor's scales."""
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 UNUSED = (".input_scale", ".activation_scale")
-"""Suffixes of activation scales, which only FP8 arithmetic uses."""
+"""Suffixes of activation scales, which are only needed for FP8 arithmetic."""
 
 _Compute = Callable[[], dict[str, Tensor]]
 _Slabs = list[tuple[int, int, str, _Compute]]
@@ -55,7 +55,7 @@ _Slabs = list[tuple[int, int, str, _Compute]]
 def model_weights(
     path: Path | str, model: nn.Module | None, names: Collection[str] | None = None
 ) -> Weights:
-    """Opens weights under the names of a model."""
+    """Opens weights under the parameter names of a model."""
     weights = open_weights(path)
     try:
         if isinstance(weights, FileWeights):
@@ -70,7 +70,7 @@ def model_weights(
 
 
 def float_config(folder: Path | str) -> Any:
-    """Reads the model's configuration from a folder, without its quantization settings."""
+    """Reads a folder's model configuration without its quantization settings."""
     import transformers
 
     config: Any = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
@@ -79,8 +79,8 @@ def float_config(folder: Path | str) -> Any:
         stored = stored if isinstance(stored, Mapping) else stored.to_dict()
         if stored.get("quant_method") != "fp8":
             raise GulliverError(
-                f"{folder}: weights quantized by {stored.get('quant_method')!r} are not supported: "
-                "get the model in bfloat16, float32 or block-scaled FP8"
+                f"{folder}: weights quantized by {stored.get('quant_method')!r} are not "
+                f"supported: download the model in bfloat16, float32 or block-scaled FP8"
             )
         del config.quantization_config
     return config
@@ -88,10 +88,10 @@ def float_config(folder: Path | str) -> Any:
 
 @contextmanager
 def lazy_parameters() -> Iterator[None]:
-    """Context in which modules are built with their parameters on meta, which takes no memory.
+    """Creates parameters on meta inside the block, where they take no memory.
 
-    Buffers are created as usual, because their values are not in files. Parameters are created one
-    at a time and freed, so at most the largest exists at any time.
+    Buffers are created as usual, because files do not contain their values. Parameters are created
+    one at a time and freed, so at most the largest exists at any time.
     """
     # Not torch.device("meta"): buffers would be made there as well, and their values be lost.
     register = nn.Module.register_parameter
@@ -110,7 +110,7 @@ def lazy_parameters() -> Iterator[None]:
 
 
 class ModelWeights(Weights):
-    """Tensors of files under other names, some of them converted."""
+    """Tensors of files under a model's names, some of them converted."""
 
     def __init__(
         self,
@@ -162,7 +162,7 @@ class ModelWeights(Weights):
 
 
 def _converted(weights: FileWeights, model: Any, names: set[str]) -> Weights:
-    """Applies transformers' conversions in transformers' order."""
+    """Applies transformers' conversions in the same order as transformers."""
     every = weights.infos
     scales = {w: n for n in every if (w := _scaled(n)) in every and every[w].dtype in FP8}
     unused = UNUSED if scales else ()
@@ -224,7 +224,7 @@ def _converted(weights: FileWeights, model: Any, names: set[str]) -> Weights:
 
 
 def _renamed(kept: list[str], model: Any, names: set[str]) -> list[tuple[str, str, str, Any]]:
-    """Model names, file names, and the converter and pattern that map between them."""
+    """Lists model names, file names, and the converters and patterns between them."""
     try:
         from transformers import PreTrainedModel
         from transformers.conversion_mapping import get_model_conversion_mapping
@@ -268,7 +268,7 @@ def _convert(
 
 
 class _WholeShapes:
-    """Shows conversions the full shapes of parameters, of which the model may hold regions."""
+    """Shows conversions the full shapes of parameters of which the model may hold only regions."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -286,7 +286,7 @@ def _slabs(
     info_of: Callable[[str], TensorInfo],
     tensor: Callable[[str], Tensor],
 ) -> _Slabs | None:
-    """Runs of a joined tensor, each from one source; None if it has to be computed."""
+    """Lists the sources of a concatenated tensor; None if it has to be computed."""
     kinds = [(type(op).__name__, op.dim) for op in converter.operations if hasattr(op, "dim")]
     stacked = kinds in ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)])
     if not stacked or len(kinds) != len(converter.operations):
@@ -302,7 +302,7 @@ def _slabs(
 
 
 def _scaled(name: str) -> str:
-    """Name of the weight that a tensor of scales belongs to, in any spelling; empty if none."""
+    """Returns the weight that a tensor of scales belongs to; empty if it is not one."""
     for ending in (".qscale_weight", ".scale"):
         if name.endswith(ending):
             return f"{name.removesuffix(ending)}.weight"
@@ -318,7 +318,7 @@ def _read_whole(weights: Weights, name: str) -> Tensor:
 
 
 def _block(path: Path) -> tuple[int, int] | None:
-    """Rows and columns that share a scale; None without block scaling."""
+    """Returns the rows and columns that share a scale; None without block scaling."""
     file = (path if path.is_dir() else path.parent) / "config.json"
     values = read_json(file) if file.is_file() else {}
     size = (values.get("quantization_config") or {}).get("weight_block_size")
@@ -326,7 +326,7 @@ def _block(path: Path) -> tuple[int, int] | None:
 
 
 def _dequantized(value: Tensor, scales: Tensor, block: tuple[int, int] | None, name: str) -> Tensor:
-    """Multiplies values by the scales of their blocks, which may be smaller at the edges."""
+    """Multiplies values by the scales of their blocks; edge blocks may be smaller."""
     if scales.dtype == torch.uint8:  # exponents
         scales = (scales.float() - 127.0).exp2()
     scales, (rows, columns) = scales.float(), value.shape[-2:]
@@ -366,34 +366,34 @@ def load_huggingface(
 ) -> Mismatch:
     """Fills a model in place from a Hugging Face folder or a safetensors file.
 
-    Must be called on all ranks. Each reads only what it needs: its elements of a `Part` or of a
-    parameter that holds a region (`gulliver.memory.parts.set_region`). Values are converted to the
-    model's dtypes if they fit. Tied weights need to be in the files only once. Boosted models can
-    be loaded too.
+    Must be called on all ranks. Each rank reads only the elements it holds: its elements of a
+    `Part` or of a parameter that holds a region (`gulliver.memory.parts.set_region`). Values are
+    converted to the model's dtypes if they fit. Files need tied weights only once. Boosted models
+    can be loaded too.
 
     Args:
         model: model to fill, or tensors and parts of tensors by name.
-        path: a folder with ``model.safetensors`` or an index, or a safetensors file; or a step or
-            run, whose entry ``model`` is read.
+        path: a folder with ``model.safetensors`` or an index, a safetensors file, or a step or run
+            with the entry ``model``.
         strict: raise on mismatches before anything is changed; otherwise report them.
-        prefix: text before the model's names in the files: ``"model."`` loads the weights of a
-            causal language model into its backbone.
+        prefix: prefix of the model's names in the files: ``"model."`` loads the weights of a causal
+            language model into its backbone.
         elsewhere: names that may be in the files but not in this model, such as those of other
             pipeline stages.
-        aliases: names of this model, each with the name to use if the files lack it: tied weights
-            of which one is in another stage.
+        aliases: alternative name, by name of this model, to use if the files lack the name: tied
+            weights whose other copy is on another stage.
         like: transformers model that the names belong to, if `model` is a mapping.
         dtypes: narrower compute dtypes by name that the values also have to fit.
         check: whether to verify that values converted to a narrower dtype fit.
-        fill: False to match and check only; the model may be on meta.
+        fill: False only matches and checks; the model may be on meta.
 
     Returns:
-        What did not match; empty if all did.
+        Names and shapes that did not match; empty if all did.
 
     Raises:
-        GulliverError: the files are missing or broken; something does not match. Other shapes never
-            do, and something must match. A value does not fit the dtype that it is converted to:
-            nothing is changed then.
+        GulliverError: files are missing or broken; something does not match (other shapes are never
+            accepted, and at least one name must match); or a value does not fit its new dtype, in
+            which case nothing is changed.
     """
     targets = _targets(model, fill)
     module = model if isinstance(model, nn.Module) else like
@@ -415,7 +415,7 @@ def load_huggingface(
 def _check_fits(
     weights: Weights, sources: Mapping[str, Leaf], dtypes: Mapping[str, torch.dtype]
 ) -> None:
-    """Rejects values that do not fit; they are read again when they are loaded."""
+    """Rejects values that do not fit their new dtype, before they are read again for loading."""
     batch = ReadBatch()
     for source, leaf in sources.items():
         target = dtypes.get(source, _value(leaf).dtype)
@@ -448,7 +448,7 @@ def _add_aliases(
     prefix: str,
     aliases: Mapping[str, str],
 ) -> None:
-    """Adds the model's other names of tied tensors."""
+    """Adds the model's other names of tied tensors to the weights."""
     for name, kept in aliases.items():
         there = prefix + kept in weights.infos and prefix + name not in weights.infos
         if name in targets and there:
@@ -474,7 +474,7 @@ def _value(leaf: Leaf) -> Tensor:
 
 
 def _is_plain(leaf: Leaf) -> bool:
-    """Whether a leaf has ordinary memory; other kinds only accept copies."""
+    """Whether a leaf can be read into directly; other leaves only accept copies."""
     return type(_value(leaf)) in (Tensor, nn.Parameter)
 
 
@@ -483,7 +483,7 @@ def _same_memory(leaf: Leaf) -> Any:
 
 
 def _fill(weights: Weights, targets: Mapping[str, Leaf]) -> None:
-    """Reads into tensors and parts, directly or through a batch's buffer."""
+    """Reads into tensors and parts, directly or through a reused buffer."""
     straight: dict[str, Part] = {}
     staged: dict[str, Leaf] = {}
     for source, leaf in targets.items():
@@ -510,12 +510,12 @@ def _fill(weights: Weights, targets: Mapping[str, Leaf]) -> None:
 
 
 def _origin(leaf: Leaf) -> tuple[int, Region | None]:
-    """The first element of a leaf, and the region that it is counted in."""
+    """Returns a leaf's first element and the region in which it is counted."""
     return (leaf.start, leaf.region) if isinstance(leaf, Part) else (0, region_of(leaf))
 
 
 def _fits(leaf: Leaf, info: TensorInfo) -> bool:
-    """Whether the bytes of a file are those of a leaf."""
+    """Whether a leaf's bytes equal those in the file, so that no conversion is needed."""
     if not _is_plain(leaf):
         return False
     value = _value(leaf)
@@ -532,7 +532,7 @@ def _fill_staged(weights: Weights, source: str, leaf: Leaf, batch: ReadBatch) ->
 def _pieces(
     weights: Weights, source: str, leaf: Leaf, batch: ReadBatch
 ) -> Iterator[tuple[int, Tensor]]:
-    """Reads a leaf's values batch by batch; each is valid until the next."""
+    """Yields a leaf's values batch by batch; a batch is valid until the next one."""
     count = _value(leaf).numel()
     (first, region), step = _origin(leaf), BATCH // weights.infos[source].dtype.itemsize
     for start in range(0, count, step):

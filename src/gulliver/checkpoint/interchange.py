@@ -1,7 +1,6 @@
-"""Folders of PEFT's adapters: what ``PeftModel.save_pretrained`` writes, from any `Weights`.
+"""Exports `Weights` as Hugging Face folders, safetensors files and PEFT adapter folders.
 
-A folder with the names of a PEFT model and no ``adapter_config.json`` would be loaded as a model
-with random weights.
+A PEFT model saved without ``adapter_config.json`` would be loaded as a model with random weights.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from gulliver.memory.parts import Part
 
 FILE = "adapter_model.safetensors"
 DEFAULT = "default"
-"""The adapter in the folder itself; others have folders of their names."""
+"""Name of the adapter stored in the folder itself; others have subfolders."""
 
 
 def has_adapters(model: Any) -> bool:
@@ -49,7 +48,7 @@ def has_adapters(model: Any) -> bool:
 
 
 def adapter_names(model: Any) -> dict[str, dict[str, str]]:
-    """Returns each adapter's file names with the model's names."""
+    """Maps each adapter's file names to the model's names."""
     from peft import PeftModel, get_peft_model_state_dict
 
     # PEFT chooses and renames by names alone, so that nothing need be gathered to ask it.
@@ -79,7 +78,6 @@ def write_adapters(
     progress: Progress | None = None,
     names: Mapping[str, Mapping[str, str]] | None = None,
 ) -> Path:
-    """Writes the adapters of a model atomically."""
     refuse_existing(folder)
     found = names or adapter_names(model)
     plans = {n: plan_file(folder / FILE, weights, own, dtype) for n, own in found.items()}
@@ -122,24 +120,24 @@ def save_huggingface(
 ) -> Path:
     """Writes a model as a Hugging Face folder atomically; call it on one rank.
 
-    Of a model with PEFT's adapters these are written, as a folder that PEFT reads. Tensors that
-    share their memory are written once. Which other names they have is noted in the
-    file's text, as `safetensors.torch.save_model` does.
+    For a model with PEFT adapters only the adapters are written, as a folder that PEFT reads.
+    Tensors that share memory are written once; their other names go into the file's metadata, as in
+    `safetensors.torch.save_model`.
 
     Args:
         model: model to write, or tensors by name, on any device.
-        folder: folder to make; it must not exist.
-        max_shard_bytes: bytes of tensors in a file; a larger tensor has its own file.
+        folder: folder to create; it must not exist.
+        max_shard_bytes: maximum bytes of tensors per file; a larger tensor gets its own file.
         config: content of ``config.json``; None writes none.
-        dtype: dtype that floating-point tensors are converted to; None keeps their own.
-        progress: callback that is given the bytes done and the total.
+        dtype: dtype to which floating-point tensors are converted; None keeps their own.
+        progress: callback that receives the bytes written and the total.
 
     Returns:
         The folder.
 
     Raises:
-        GulliverError: the folder exists or cannot be written, or a tensor cannot be saved: also one
-            that is spread over ranks (save a step, and make a folder of that).
+        GulliverError: the folder exists or cannot be written, or a tensor cannot be saved. For a
+            tensor sharded over ranks, save a step and export it.
     """
     if has_adapters(model):
         names = adapter_names(model)
@@ -166,27 +164,26 @@ def export_huggingface(
     step: int | None = None,
     progress: Progress | None = None,
 ) -> Path:
-    """Turns a saved step into a Hugging Face folder, or a single safetensors file.
+    """Converts a saved step to a Hugging Face folder or a single safetensors file.
 
-    Sharded tensors are joined. Everything read is verified.
+    Shards are merged. Everything read is verified.
 
     Args:
-        path: folder of a step, or of a run; or a Hugging Face folder, to be split or converted
-            again.
-        target: folder, or file ``*.safetensors``, to create; it must not exist.
+        path: folder of a step, of a run, or a Hugging Face folder to split or convert again.
+        target: folder or ``*.safetensors`` file to create; it must not exist.
         entry: entry of the step whose tensors are written.
-        max_shard_bytes: bytes of tensors per file of a folder; a larger tensor has its own file.
-        dtype: dtype that floating-point tensors are converted to; None keeps their own.
-        prefix: writes only names with this prefix, and removes it.
-        config: content of ``config.json``; None for that of the folder, if any.
-        step: number of the step, of a run; None for the newest complete one.
-        progress: callback that is given the bytes done and the total.
+        max_shard_bytes: maximum bytes of tensors per file; a larger tensor gets its own file.
+        dtype: dtype to which floating-point tensors are converted; None keeps their own.
+        prefix: export only names with this prefix, and remove it.
+        config: content of ``config.json``; None copies the source folder's, if any.
+        step: number of the step of a run; None for the complete step that was saved last.
+        progress: callback that receives the bytes written and the total.
 
     Returns:
         The target.
 
     Raises:
-        GulliverError: there is no such step, it is corrupt, or the target exists or cannot be
+        GulliverError: the step does not exist or is corrupt, or the target exists or cannot be
             written; no partial target remains.
     """
     target = Path(target)
@@ -213,7 +210,7 @@ def _config_of(weights: Weights) -> Mapping[str, Any] | None:
 
 
 def _unprefixed(weights: Weights, prefix: str) -> dict[str, str]:
-    """Maps target names to names in the source."""
+    """Maps target names without the prefix to source names."""
     names = {n.removeprefix(prefix): n for n in weights.infos if n.startswith(prefix)}
     if not names or "" in names:
         raise GulliverError(
@@ -233,13 +230,13 @@ def write_untied(
     aliases: Mapping[str, str] | None = None,
     names: Mapping[str, str] | None = None,
 ) -> Path:
-    """Writes a Hugging Face folder with the tensors in `names`, by default all.
+    """Writes a Hugging Face folder with the tensors in `names` (default: all).
 
     Tied weights are written under one of their names; `aliases` has the others.
     """
     refuse_existing(folder)
     if not max_shard_bytes > 0:
-        raise GulliverError(f"max_shard_bytes={max_shard_bytes} is too small: give 1 or more")
+        raise GulliverError(f"max_shard_bytes={max_shard_bytes} is too small: use 1 or more")
     tied = {name: kept for name, kept in (aliases or {}).items() if kept in weights.infos}
     names = names or {name: name for name in weights.infos if name not in tied}
     infos = {
@@ -272,7 +269,7 @@ def _index(plans: list[FilePlan], infos: Mapping[str, TensorInfo]) -> dict[str, 
 
 
 def _shards(infos: Mapping[str, TensorInfo], limit: float) -> list[list[str]]:
-    """Groups names in order, with as many tensors per file as fit."""
+    """Groups names in order so that each file stays within `limit` bytes."""
     shards: list[list[str]] = [[]]
     filled = 0
     for name, info in infos.items():

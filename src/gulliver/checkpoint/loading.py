@@ -55,7 +55,6 @@ def with_refs(skeleton: Any, saved: Mapping[str, TensorEntry]) -> Any:
 
 
 def refs_in(value: Any) -> list[Ref]:
-    """Lists all `Ref`s in nested values."""
     if isinstance(value, Ref):
         return [value]
     if isinstance(value, Mapping):
@@ -90,14 +89,14 @@ def optimizer_state(
     optimizer: torch.optim.Optimizer,
     shapes: Sequence[Any] | None,
 ) -> Callable[[], None]:
-    """Reads the state of an optimizer; for DTensors only this rank's part."""
+    """Reads an optimizer's state; for DTensors, only this rank's part."""
     where = f"{reader.folder}, entry {entry!r}"
     content = with_refs(skeleton, reader.tensors(entry))
     if not isinstance(content, dict) or not {"state", "param_groups"} <= content.keys():
         if isinstance(content, dict) and {"optimizer", "groups", "state"} <= content.keys():
             raise GulliverError(
                 f"{where}, was saved by a Booster: boost model and optimizer (TorchDDPPlugin "
-                "shards nothing) and use booster.load, or leave it out"
+                "shards nothing) and use booster.load, or omit this entry"
             )
         if type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict:
             raise GulliverError(
@@ -182,7 +181,7 @@ def _check_groups(
 def _check_values(
     where: str, number: Any, state: Any, made: Mapping[str, Tensor], parameter: Any
 ) -> None:
-    """Rejects values that do not fit the parameter's dtype, to which torch converts the state."""
+    """Rejects values that do not fit the parameter's dtype, to which torch converts state."""
     if parameter is None or not parameter.is_floating_point() or not isinstance(state, Mapping):
         return
     for key, value in state.items():
@@ -204,12 +203,12 @@ def _check_values(
 
 
 EXTRA = "_extra_state"
-"""Key of `get_extra_state` in a module's state dict."""
+"""Name of a module's `get_extra_state` in its state dict."""
 
 
 @dataclass
 class Filling:
-    """Plan for filling a value from an entry."""
+    """Plan for filling one value from an entry."""
 
     # Reader of the step.
     reader: StepReader
@@ -236,7 +235,6 @@ class Filling:
 
     @torch.no_grad()
     def fill(self) -> Any:
-        """Fills everything and returns the value."""
         before_write(v if isinstance(v, Tensor) else v.value for v in self.leaves.values())
         self.reader.read_into(self.entry, self.leaves, self.prefix)
         return self.finish()
@@ -279,7 +277,7 @@ def _check_kind(reader: StepReader, entry: str, value: Any) -> None:
 
 
 def _check_scheduler(reader: StepReader, entry: str, value: Any, content: Any) -> None:
-    """Rejects anything but a scheduler's state, because a scheduler accepts any dict."""
+    """Rejects an entry that is not a scheduler's state; schedulers would accept any dict."""
     if not isinstance(value, LRScheduler):
         return
     if not isinstance(content, dict) or not content.keys() & value.state_dict().keys():
@@ -293,8 +291,8 @@ def _check_fillable(where: str, leaf: Leaf) -> None:
     target = leaf.value if isinstance(leaf, Part) else leaf
     if target.is_meta:
         raise GulliverError(
-            f"{where} is on meta: call model.to_empty(device=...) first, and recompute what is not "
-            "saved"
+            f"{where} is on meta: call model.to_empty(device=...) first, and recompute values "
+            f"that are not saved"
         )
     if target.layout == torch.strided and not has_memory(target):
         raise GulliverError(
@@ -310,10 +308,9 @@ def _check_fillable(where: str, leaf: Leaf) -> None:
 
 
 def module_leaves(module: nn.Module) -> tuple[dict[str, Leaf], list[str]]:
-    """Returns a module's tensors to fill in place, and the names that `load_state_dict` needs.
+    """Returns a module's tensors to fill in place, and the names left to `load_state_dict`.
 
-    The latter are entries that are not tensors of the module: the state of `get_extra_state`, and
-        entries created by hooks and overridden methods.
+    These names are `get_extra_state` and entries created by hooks or overridden methods.
     """
     refuse_boosted(module, "load")
     own = [*module.named_parameters(), *module.named_buffers()]
@@ -365,7 +362,7 @@ def _plan_module(filling: Filling, module: nn.Module, skeleton: Any, prefix: str
 
 
 def _match_names(filling: Filling, leaves: Mapping[str, Leaf], prefix: str) -> None:
-    """Records fills by the names of tensors."""
+    """Matches a model's leaves with an entry's tensors by name."""
     reader, filling.prefix = filling.reader, prefix
     odd = filling.odd = match(reader.tensors(filling.entry), leaves, prefix)
     filling.leaves = {n: leaf for n, leaf in leaves.items() if n not in odd.missing}
@@ -397,7 +394,7 @@ def _has_leaves(value: Any) -> bool:
 
 
 def _plan_tree(filling: Filling, entry: str, value: Any, skeleton: Any) -> None:
-    """Plans nested values: tensors are filled, other values are returned as saved."""
+    """Plans a nested value: its tensors are filled, other values are returned as saved."""
     matched = _Tree(filling, entry)
     result = matched.match(value, skeleton, "")
     fresh = filling.reader.whole(filling.entry, matched.fresh)
@@ -416,7 +413,7 @@ class _Tree:
         """Names of tensors that are read into new memory."""
 
     def match(self, value: Any, skeleton: Any, path: str) -> Callable[[Mapping[str, Tensor]], Any]:
-        """Records fills; returns a function that builds the value once new tensors are read."""
+        """Records the tensors to fill; returns a function that builds the value after reading."""
         if _is_leaf(value):
             self._match_leaf(value, skeleton, path or "value")
             return lambda _: value
@@ -458,7 +455,7 @@ def _kind(skeleton: Any) -> str | None:
 
 
 def _items(skeleton: Any, is_mapping: bool) -> dict[Any, Any] | None:
-    """Returns the items of a saved dict or list; None if the other kind is expected."""
+    """Returns the items of a saved dict or list, or None if the saved kind differs."""
     kind = _kind(skeleton)
     if is_mapping:
         if kind != "dict":
@@ -477,18 +474,18 @@ def _below(path: str, key: Any) -> str:
 _log = logging.getLogger("gulliver")
 
 ATTEMPTS = 100
-"""Number of attempts to read a step that a writer may be removing."""
+"""Maximum attempts to read a step that a writer may be removing."""
 Result = TypeVar("Result")
 
 
 @dataclass
 class Loaded:
-    """Report on what was loaded.
+    """Result of loading a step.
 
     Attributes:
         step: number of the step.
-        values: values by entry, except objects that load their own state.
-        mismatches: names and shapes by entry that did not match; empty if all did.
+        values: values by entry, except of objects that load their own state.
+        mismatches: mismatched names and shapes by entry; empty if all matched.
         absent: requested entries that are not in the checkpoint.
     """
 
@@ -504,13 +501,13 @@ class Loaded:
 
 
 def step_folder(path: Path | str, step: int | None = None) -> Path:
-    """Finds a complete step's folder, given a run's folder or the step's own."""
+    """Finds a complete step's folder from a run's folder or the step's own."""
     path = Path(path)
     if (path / MANIFEST).is_file():
         check_number(path, step)
         return path
     if not path.is_dir():
-        raise GulliverError(f"{path} does not exist: give the folder of a run or of a step")
+        raise GulliverError(f"{path} does not exist: pass the folder of a run or of a step")
     folder = CheckpointFolder(path)
     if step is not None:
         if not is_complete(folder.path(step)):
@@ -528,7 +525,7 @@ def step_folder(path: Path | str, step: int | None = None) -> Path:
 
 
 def _why_broken(step: Path) -> str:
-    """Describes what a step lacks, if it exists at all."""
+    """Describes why a step is incomplete; empty if it does not exist."""
     try:
         if step.is_dir():
             Verifier(step, read_manifest(step)).check_sizes()
@@ -541,7 +538,7 @@ def check_number(folder: Path, step: int | None) -> None:
     """Rejects a step's folder if another step is requested."""
     if step is not None and (number := read_manifest(folder).step) != step:
         raise GulliverError(
-            f"{folder} is step {number}, not step {step}: give the run's folder, or leave step out"
+            f"{folder} is step {number}, not step {step}: pass the run's folder, or omit step"
         )
 
 
@@ -552,26 +549,26 @@ def load(
     strict: bool = True,
     prefix: str = "",
 ) -> Loaded:
-    """Loads a step, with any number of ranks.
+    """Loads a step on any number of ranks.
 
     Modules, tensors and parts, including those in dicts and lists, are filled in place, reading
     only their bytes; values are converted to their dtype if they fit. Other objects get their full
-    state by `load_state_dict`. Dicts and lists are returned in `Loaded.values`, with the filled
-    tensors; a value without tensors, such as None, stands for whatever was saved. Everything is
-    checked before anything is filled, except for checksums of data read in place.
+    state through `load_state_dict`. Dicts and lists are returned in `Loaded.values`, with the
+    filled tensors; a leaf such as None returns the saved value. Everything is checked before
+    anything is filled, except for checksums of data read in place.
 
     Args:
         path: folder of a run, or of one of its steps.
         state: objects and values by entry, as for `AsyncCheckpointer.save`; other entries are not
             loaded. None loads everything into new tensors.
-        step: number of the step of a run; None for the newest complete one.
+        step: number of the step of a run; None for the complete step that was saved last.
         strict: raise on mismatches before anything is changed; otherwise report them.
-        prefix: text before the state's names in the checkpoint: ``"encoder."`` loads only a model's
+        prefix: prefix of the state's names in the checkpoint: ``"encoder."`` loads only a model's
             encoder.
 
     Raises:
-        GulliverError: there is no such step; names, shapes, an optimizer's kind or groups do not
-            match; a value does not fit; a tensor is on meta; a file is corrupt.
+        GulliverError: the step does not exist; names, shapes, or an optimizer's class or groups do
+            not match; a value does not fit; a tensor is on meta; a file is corrupt.
     """
     return read_during_writes(path, step, lambda folder: _load(folder, state, strict, prefix))
 
@@ -579,7 +576,7 @@ def load(
 def read_during_writes(
     path: Path | str, step: int | None, read: Callable[[Path], Result]
 ) -> Result:
-    """Reads a step, and retries with another if its folder is removed meanwhile."""
+    """Reads a step; if a writer removes its folder meanwhile, finds and reads another."""
     # Another process may be saving there and keep only few steps. There is no lock for readers: a
     # folder that was replaced or removed meanwhile is noticed by its identity.
     for left in reversed(range(ATTEMPTS)):
@@ -597,7 +594,7 @@ def read_during_writes(
 
 
 def _identity(folder: Path) -> object:
-    """Returns a value that changes with a folder or its entries; None if it is gone."""
+    """Returns a value that changes with a folder or its entries; None if the folder is gone."""
     try:
         found = folder.stat()
     except OSError:
@@ -620,7 +617,7 @@ def _load(folder: Path, state: Mapping[str, Any] | None, strict: bool, prefix: s
 def plan_all(
     reader: StepReader, state: Mapping[str, Any], strict: bool, prefix: str, loaded: Loaded
 ) -> dict[str, Filling]:
-    """Plans how a state loads a step; changes nothing. See `fill_all`."""
+    """Plans how each entry of a state is filled; changes nothing."""
     found: dict[str, Filling] = {}
     for entry, value in _present(reader, state, loaded, strict).items():
         rank = group_rank() if isinstance(value, PerRank) or reader.is_per_rank(entry) else None
@@ -636,7 +633,7 @@ def plan_all(
 
 
 def fill_all(fillings: Mapping[str, Filling], loaded: Loaded) -> None:
-    """Fills as planned by `plan_all`."""
+    """Fills the entries planned by `plan_all`."""
     for entry, filling in fillings.items():
         value = filling.fill()
         if not filling.is_object:
@@ -646,7 +643,7 @@ def fill_all(fillings: Mapping[str, Filling], loaded: Loaded) -> None:
 def _present(
     reader: StepReader, state: Mapping[str, Any], loaded: Loaded, strict: bool
 ) -> dict[str, Any]:
-    """Picks the entries that are in the checkpoint; `strict` rejects others."""
+    """Returns the entries that are in the checkpoint; `strict` rejects absent ones."""
     found = {}
     for entry, value in state.items():
         if entry in reader.entries:

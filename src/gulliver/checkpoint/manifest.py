@@ -1,8 +1,8 @@
-"""Manifest of a step: its files with sizes and checksums, and the location of all tensor parts.
+"""Manifest of a step: files with sizes and checksums, and the location of all tensor parts.
 
 manifest.json      everything described here
 state.json         non-tensor values, with references to the tensors
-ENTRY.safetensors  the tensors of an entry; with several ranks one file each,
+ENTRY.safetensors  the tensors of an entry; with several ranks, one file each:
                    ENTRY-00002-of-00004.safetensors
 
 A part of a tensor is stored under the tensor's name, flattened. The manifest has its position:
@@ -30,15 +30,15 @@ from gulliver.io.files import write_text
 from gulliver.memory.parts import Part, Region, whole_shape
 
 FORMAT = 3
-"""Format of manifests that are written and read."""
+"""Version of the manifest format."""
 MANIFEST, STATE = "manifest.json", "state.json"
 SEAL = ',\n "crc32": '
-"""Text between a manifest's content and the checksum of that."""
+"""Text between a manifest's content and its checksum."""
 
 
 @dataclass(frozen=True)
 class FileEntry:
-    """File of a step."""
+    """A file of a step."""
 
     # Size of the file, in bytes.
     nbytes: int
@@ -62,14 +62,13 @@ class PartEntry:
         return PartOffset(shape, self.start, self.stop, self.region)
 
     def to_json(self) -> list[Any]:
-        """Returns the JSON representation."""
         region = [] if self.region is None else [region_to_json(self.region)]
         return [self.file, self.start, self.stop, *region]
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Tensor of a step."""
+    """A tensor of a step."""
 
     # Dtype as it is stored.
     dtype: torch.dtype
@@ -80,12 +79,10 @@ class TensorEntry:
 
     @property
     def numel(self) -> int:
-        """Number of elements of the full tensor."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the full tensor."""
         return self.numel * self.dtype.itemsize
 
 
@@ -113,7 +110,6 @@ class Manifest:
 
 
 def file_to_json(entry: FileEntry) -> dict[str, Any]:
-    """Returns the JSON representation of a file's entry."""
     return {
         "bytes": entry.nbytes,
         "page_bytes": entry.page_bytes,
@@ -122,7 +118,6 @@ def file_to_json(entry: FileEntry) -> dict[str, Any]:
 
 
 def part_to_json(file: str, leaf: Tensor | Part) -> dict[str, Any]:
-    """Returns the JSON representation of a part of a tensor in a file."""
     if isinstance(leaf, Part):
         place = PartEntry(file, leaf.start, leaf.stop, leaf.region)
         dtype = leaf.value.dtype
@@ -132,7 +127,6 @@ def part_to_json(file: str, leaf: Tensor | Part) -> dict[str, Any]:
 
 
 def file_from_json(value: Mapping[str, Any]) -> FileEntry:
-    """Inverts `file_to_json`."""
     checksums = tuple(int(crc, 16) for crc in value["crc32"])
     entry = FileEntry(int(value["bytes"]), int(value["page_bytes"]), checksums)
     if entry.page_bytes < 1 or -(-entry.nbytes // entry.page_bytes) > len(checksums):
@@ -141,24 +135,24 @@ def file_from_json(value: Mapping[str, Any]) -> FileEntry:
 
 
 def _name_from_json(name: str) -> str:
-    """Checks a file's name, which must not leave the folder."""
+    """Rejects a file name that would leave the folder."""
     if not name or "/" in name or "\0" in name or name in (".", ".."):
-        raise ValueError(f"{name!r} is no name of a file in the folder")
+        raise ValueError(f"{name!r} is not a valid file name")
     return name
 
 
 def checked_about(about: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Copies the user's part of a manifest; rejects now what JSON cannot store."""
+    """Copies the user's part of a manifest; rejects values that JSON cannot store."""
     try:
         found = dict(about or {})
         json.dumps(found, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise GulliverError(f"about has to be a dict of JSON values: {error}") from None
+        raise GulliverError(f"about must be a dict of JSON values: {error}") from None
     return found
 
 
 def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
-    """Writes the manifest of a step, with the checksum of its text last."""
+    """Writes a step's manifest, ending with the checksum of its text."""
     lines = json.dumps(content, indent=1 if is_short(content["tensors"]) else None)
     text = lines.rstrip().removesuffix("}").rstrip()
     write_text(Path(folder) / MANIFEST, f'{text}{SEAL}"{zlib.crc32(text.encode()):08x}"\n}}\n')
@@ -212,7 +206,6 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def order_of(content: Any) -> int:
-    """Returns the order of a manifest without parsing the rest."""
     try:
         return int(content["order"])
     except (KeyError, TypeError, ValueError) as error:
@@ -220,7 +213,7 @@ def order_of(content: Any) -> int:
 
 
 def tensor_from_json(value: Mapping[str, Any]) -> TensorEntry:
-    """Parses a tensor's entry, of one rank or merged."""
+    """Parses a tensor's entry, as written by one rank or merged."""
     shape = shape_from_json(value["shape"])
     found, regions = list[PartEntry](), set[PartEntry]()
     for file, start, stop, *rest in value["parts"]:
@@ -239,7 +232,7 @@ def tensor_from_json(value: Mapping[str, Any]) -> TensorEntry:
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether all files of a step exist and have the right size; their content is not checked."""
+    """Whether all files of a step exist with the right size; contents are not checked."""
     try:
         manifest = read_manifest(folder)
     except GulliverError as error:
@@ -262,16 +255,14 @@ def is_complete(folder: Path) -> bool:
 
 
 SHOWN = 4
-"""Number of names that a message shows of a list."""
+"""Number of names shown in a message."""
 
 
 class Shaped(Protocol):
     """Anything with the shape of a full tensor: a tensor, a part, a manifest entry."""
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the full tensor."""
-        ...
+    def shape(self) -> tuple[int, ...]: ...
 
 
 @dataclass
@@ -297,7 +288,7 @@ class Mismatch:
         return "; ".join(text for text in said if text)
 
     def refuse(self, where: str, wanted: int, strict: bool = True) -> None:
-        """Raises unless the mismatch is allowed."""
+        """Raises an error unless the mismatch is allowed."""
         # Without `strict` names may be left over or missing, but not all missing, and no shape may
         # differ.
         if self.unlike or (strict and self) or (wanted and len(self.missing) == wanted):
@@ -316,7 +307,6 @@ def match(
     prefix: str = "",
     elsewhere: Collection[str] = (),
 ) -> Mismatch:
-    """Compares names and shapes."""
     found = Mismatch()
     for name, leaf in sorted(wanted.items()):
         there, ours = saved.get(prefix + name), _shape(leaf)
@@ -336,7 +326,7 @@ def _shape(leaf: Shaped) -> tuple[int, ...]:
 def merge_parts(
     every: Iterable[Mapping[str, Mapping[str, Any]]], where: str = ""
 ) -> dict[str, dict[str, Any]]:
-    """Merges the parts of all ranks, and checks that they make complete tensors."""
+    """Merges the parts of all ranks, and checks that they form complete tensors."""
     merged: dict[str, dict[str, Any]] = {}
     for tensors in every:
         for name, found in tensors.items():

@@ -1,10 +1,10 @@
-"""Heartbeats of the ranks that write a step, in its temporary folder.
+"""Publishes a step after all ranks have reported; heartbeats detect ranks that end early.
 
-A heartbeat is a file that its rank locks while it writes; rank 0 has none. The system releases the
-lock when the process ends for any reason: rank 0, which waits for the rank's report, then acquires
-the lock and reads from the file whether the rank had finished. There is no timer: a slow rank still
-holds its lock and is not taken for dead. On file systems without locks, rank 0 relies on the
-timeout.
+A heartbeat is a file in the step's temporary folder that its rank locks while it writes; rank 0 has
+none. The system releases the lock when the process ends for any reason: rank 0, which waits for the
+rank's report, then acquires the lock and reads from the file whether the rank had finished. There
+is no timer: a slow rank still holds its lock and is not considered dead. On file systems without
+locks, rank 0 relies on the timeout.
 """
 
 from __future__ import annotations
@@ -38,13 +38,12 @@ def _heartbeat_file(partial: Path, rank: int) -> Path:
 
 
 def create_heartbeats(partial: Path, world_size: int) -> None:
-    """Creates the files on rank 0, so that no rank waits for another's to appear."""
+    """Creates all files on rank 0, so that no rank waits for another's file to appear."""
     for rank in range(1, world_size):
         _heartbeat_file(partial, rank).touch()
 
 
 def remove_heartbeats(partial: Path, world_size: int) -> None:
-    """Removes the files."""
     for rank in range(1, world_size):
         _heartbeat_file(partial, rank).unlink(missing_ok=True)
 
@@ -75,7 +74,7 @@ class Heartbeat:
 
 
 class HeartbeatWatch:
-    """Notices that a rank ended without a report."""
+    """Detects that a rank ended without a report."""
 
     def __init__(self, partial: Path, rank: int, silence_s: float) -> None:
         self._path, self.rank, self._silence_s = _heartbeat_file(partial, rank), rank, silence_s
@@ -83,7 +82,7 @@ class HeartbeatWatch:
         self._seen = False
 
     def check(self) -> None:
-        """Checks that the rank still writes, or has reported."""
+        """Raises an error if the rank has ended without a report."""
         try:
             handle = lock_file(self._path) if self.rank and self._path.exists() else None
         except OSError:
@@ -109,12 +108,12 @@ class HeartbeatWatch:
 
 
 PATIENCE_S, AT_EXIT_S = 1800.0, 60.0
-"""Seconds that rank 0 waits for the other ranks' reports, and after the program's end."""
+"""Seconds that rank 0 waits for other ranks' reports: during a run, and at exit."""
 POLL_S = 0.02
 
 
 def write_rank_report(partial: Path, rank: int, save_id: str, report: Mapping[str, Any]) -> None:
-    """Reports to rank 0 what a rank has written, or its error."""
+    """Reports this rank's files, or its error, to rank 0."""
     _check_there(partial)
     # Rank 0 may complete the step, and rename its folder, as soon as the last report has its name:
     # nothing looks at the folder after that, not even to force it to the disk.
@@ -171,13 +170,12 @@ def _report_file(partial: Path, rank: int) -> Path:
 
 
 def _check_there(partial: Path) -> None:
-    """Rejects a missing folder, which writing a file into it would recreate."""
+    """Rejects a missing folder; writing a file would otherwise recreate it."""
     if not partial.is_dir():
         raise GulliverError(f"{partial} vanished while it was written")
 
 
 def _awaited(partial: Path, rank: int, save_id: str, silence_s: float) -> dict[str, Any]:
-    """Waits for the report of a rank on this save."""
     path, patience, begun = _report_file(partial, rank), PATIENCE_S, time.monotonic()
     watch = HeartbeatWatch(partial, rank, silence_s)
     while True:
@@ -216,7 +214,7 @@ def _state(reports: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _indices(tensors: Mapping[str, Any], world_size: int) -> dict[str, Any]:
-    """Writes Hugging Face's index of a model whose full tensors are in several files."""
+    """Creates Hugging Face indices for entries whose full tensors are in several files."""
     named = tensors.get("model", {})
     whole = named and all(len(tensor["parts"]) == 1 for tensor in named.values())
     if world_size == 1 or not whole:
@@ -230,7 +228,7 @@ def _indices(tensors: Mapping[str, Any], world_size: int) -> dict[str, Any]:
 
 
 def checksummed(path: Path) -> dict[str, Any]:
-    """Describes a small file for the manifest, as one page."""
+    """Describes a small file for the manifest, with one checksum."""
     content = path.read_bytes()
     size = max(1, len(content))
     return {"bytes": len(content), "page_bytes": size, "crc32": [f"{zlib.crc32(content):08x}"]}

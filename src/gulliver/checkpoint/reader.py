@@ -44,7 +44,7 @@ QUICK = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def always_fits(saved: torch.dtype, target: torch.dtype) -> bool:
-    """Whether one dtype can represent every value of another, so that no value is checked."""
+    """Whether a dtype can represent every value of another, so that values need no check."""
     if saved == target:
         return True
     kinds = _kind(saved), _kind(target)
@@ -59,7 +59,7 @@ def always_fits(saved: torch.dtype, target: torch.dtype) -> bool:
 
 
 def first_unrepresentable(values: Tensor, target: torch.dtype) -> str | None:
-    """Describes the first value that does not fit; None if all fit."""
+    """Describes the first value that does not fit a dtype; None if all fit."""
     values = values.reshape(-1)
     if always_fits(values.dtype, target) or not values.numel():
         return None
@@ -76,13 +76,12 @@ def first_unrepresentable(values: Tensor, target: torch.dtype) -> str | None:
 
 
 def fitted(where: str, name: str, values: Tensor, target: torch.dtype) -> Tensor:
-    """Converts values of a tensor; see `check_representable`."""
     check_representable(where, name, values, target)
     return values.to(target)
 
 
 def check_representable(where: str, name: str, values: Tensor, target: torch.dtype) -> None:
-    """Rejects values that the dtype they are converted to cannot represent."""
+    """Rejects values that their new dtype cannot represent."""
     problem = first_unrepresentable(values, target)
     if problem is not None:
         raise GulliverError(
@@ -105,7 +104,7 @@ def _range(dtype: torch.dtype) -> tuple[int, int]:
 
 
 def _unrepresentable(values: Tensor, target: torch.dtype) -> Tensor:
-    """Marks values that become infinite, or change if one dtype is an integer."""
+    """Marks values that become infinite, or that change if one of the dtypes is an integer."""
     kinds = _kind(values.dtype), _kind(target)
     if "integer" not in kinds:
         return _not_finite(values, target)
@@ -141,12 +140,12 @@ def _not_finite(values: Tensor, target: torch.dtype) -> Tensor:
 
 
 AHEAD = 8
-"""Pages that are read at once."""
+"""Number of pages to read ahead."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A defect of a step."""
+    """A defect found in a step."""
 
     # Name of the file in the step's folder.
     file: str
@@ -167,7 +166,7 @@ class Problem:
 
 
 class BrokenFileError(GulliverError):
-    """A problem after which a reader cannot continue."""
+    """A defect after which a reader cannot continue."""
 
     def __init__(self, text: str, problem: Problem | None = None) -> None:
         super().__init__(text)
@@ -175,7 +174,7 @@ class BrokenFileError(GulliverError):
 
 
 class Verifier:
-    """Reader of a step's files that verifies everything."""
+    """Reads a step's files and verifies every page."""
 
     def __init__(self, folder: Path, manifest: Manifest, engine: Engine | None = None) -> None:
         self.folder, self.manifest = folder, manifest
@@ -203,7 +202,6 @@ class Verifier:
             self.check_size(name)
 
     def text(self, name: str) -> bytes:
-        """Reads a small file, of one page."""
         entry, path = self.check_size(name), self.folder / name
         with named_errors(path, "read"):
             content = path.read_bytes()
@@ -212,7 +210,7 @@ class Verifier:
         return content
 
     def slot(self, entry: str, name: str, part: PartEntry) -> Slot:
-        """Finds a part of a tensor in its file by the file's header."""
+        """Finds a part of a tensor in its file's header."""
         file, dtype = part.file, self.manifest.tensors[entry][name].dtype
         if file not in self._slots:
             self.check_size(file)
@@ -225,7 +223,7 @@ class Verifier:
         return found
 
     def _read_slots(self, file: str) -> dict[str, Slot]:
-        """Reads a header; if it is invalid, its checksum determines the cause."""
+        """Reads a header; if it is invalid, checks its checksum to determine the cause."""
         try:
             return read_slots(self.folder / file)[0]
         except GulliverError:
@@ -233,12 +231,12 @@ class Verifier:
             raise
 
     def _check_header_pages(self, file: str) -> None:
-        """Checks a header's first page, which holds most headers completely."""
+        """Verifies a header's first page, which contains most headers completely."""
         for _ in self.pages(file, [0]):
             pass
 
     def pages(self, name: str, numbers: Iterable[int]) -> Iterator[tuple[int, Page]]:
-        """Reads pages of a file in order with read-ahead; each is valid until the next."""
+        """Yields pages of a file with read-ahead; a page is valid until the next one."""
         for number, page, error in self._pages(name, numbers):
             if error is not None:
                 raise error
@@ -275,7 +273,7 @@ class Verifier:
             engine.close_file(file)
 
     def check(self, name: str) -> Iterator[int | BrokenFileError]:
-        """Reads a whole file; yields its pages and all problems."""
+        """Reads a full file; yields its page numbers and all problems."""
         entry, size = self.manifest.files[name], _size(self.folder / name)
         last, broken = math.ceil(entry.nbytes / entry.page_bytes), False
         # Of a file that was cut off, the pages that are left.
@@ -312,7 +310,7 @@ class Verifier:
         return BrokenFileError(f"{self.folder / str(problem)}: use another checkpoint", problem)
 
     def _held(self, file: str, begin: int, stop: int) -> tuple[str, ...]:
-        """Names the tensors between two bytes of a file; all of them if its header is broken."""
+        """Names the tensors in a byte range of a file; all tensors if the header is broken."""
         places = _places(self.folder / file)
         return tuple(
             f"{entry}: {name}"
@@ -330,7 +328,7 @@ class Verifier:
         return self._engine
 
     def close(self) -> None:
-        """Ends the engine's threads, unless the engine was passed in."""
+        """Stops the engine's threads, unless the engine was passed in."""
         if self._engine is not None and self._engine is not self._given:
             self._engine.close()
         self._engine = self._given
@@ -344,7 +342,7 @@ def _size(path: Path) -> int | None:
 
 
 def _span(entry: FileEntry, number: int) -> tuple[int, int]:
-    """First byte of a page, and one past the last."""
+    """First byte of a page, and one past its last."""
     begin = number * entry.page_bytes
     return begin, min(begin + entry.page_bytes, entry.nbytes)
 
@@ -354,7 +352,7 @@ def _overlap(one: tuple[int, int], other: tuple[int, int]) -> bool:
 
 
 def _failure(ticket: Ticket) -> str | None:
-    """Waits for a page; returns why it could not be read."""
+    """Waits for a page; returns the reason if it could not be read."""
     try:
         ticket.wait()
     except IoError as error:
@@ -365,7 +363,7 @@ def _failure(ticket: Ticket) -> str | None:
 
 
 def _places(path: Path) -> dict[str, tuple[int, int]] | None:
-    """First and last byte of each tensor in a file, which may be truncated."""
+    """First and last byte of each tensor in a possibly truncated file."""
     try:
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
@@ -385,14 +383,14 @@ def _places(path: Path) -> dict[str, tuple[int, int]] | None:
 
 
 LARGE = 2**16
-"""Number of filled tensor bytes after which pages are returned to their files."""
+"""Bytes filled before file-backed pages are released."""
 SCRATCH = 32 * 2**20
-"""Bytes read at a time to check whether they fit a narrower dtype."""
+"""Bytes read at a time when checking that values fit a narrower dtype."""
 
 
 @dataclass
 class _Sink:
-    """A tensor to be filled, and its number of missing bytes."""
+    """A tensor being filled, and its number of missing bytes."""
 
     # Tensor to be filled.
     target: Tensor
@@ -406,7 +404,7 @@ class _Sink:
     staged: Tensor | None = None
 
     def take(self, content: Tensor, copies: Copies, mapped: FileMappings) -> None:
-        """Copies bytes; the last copy finishes the tensor and releases its file pages."""
+        """Copies bytes; the last copy completes the tensor and releases its file-backed pages."""
         copy_bytes(self.row, content, copies, self.dtype)
         self.left -= copies.total
         if self.left == 0 and self.staged is not None:
@@ -418,7 +416,7 @@ class _Sink:
 
 @dataclass(frozen=True)
 class _FileRun:
-    """A run of bytes in a file, and its destination."""
+    """A byte range of a file, and its destination."""
 
     begin: int
     stop: int
@@ -431,7 +429,7 @@ def _values(leaf: Leaf) -> Tensor:
 
 
 class StepReader:
-    """Reader of a saved step."""
+    """Reads a saved step."""
 
     def __init__(self, folder: Path | str, engine: Engine | None = None) -> None:
         self.folder = Path(folder)
@@ -444,12 +442,11 @@ class StepReader:
 
     @property
     def bytes_read(self) -> int:
-        """Bytes read from the disk so far."""
+        """Total bytes read from disk."""
         return self._files.bytes_read
 
     @property
     def entries(self) -> list[str]:
-        """Names of the entries that were saved."""
         return list(self._entries) + [e for e in self._own_entries() if e not in self._entries]
 
     def _own_entries(self) -> list[str]:
@@ -460,11 +457,10 @@ class StepReader:
         return entry in self._own_entries()
 
     def tensors(self, entry: str) -> Mapping[str, TensorEntry]:
-        """The tensors of an entry, by name."""
         return self.manifest.tensors.get(entry, {})
 
     def skeleton(self, entry: str) -> Any:
-        """Returns the skeleton of an entry, which maps its tensors."""
+        """Returns an entry's skeleton: its nested values with references to tensors."""
         if entry not in self._entries:
             raise GulliverError(f"{self.folder} has no entry {entry!r}: it has {self.entries}")
         return self._entries[entry]
@@ -475,7 +471,7 @@ class StepReader:
         return join_state(self.whole(entry, names_in(skeleton)), skeleton)
 
     def place(self, entry: str, rank: int | None = None) -> tuple[str, Any]:
-        """Returns an entry's name for tensors, and its skeleton."""
+        """Returns an entry's name among the tensors, and its skeleton."""
         if rank is None:
             return entry, self.skeleton(entry)
         if rank >= len(self._ranks) or entry not in self._ranks[rank]:
@@ -494,7 +490,7 @@ class StepReader:
         return found
 
     def check_tied(self, entry: str, tied: Mapping[str, str], prefix: str = "") -> None:
-        """Rejects two saved values for one parameter."""
+        """Rejects tied parameters that have two different saved values."""
         saved = self.tensors(entry)
         for name, other in tied.items():
             both = [prefix + name, prefix + other]
@@ -515,7 +511,7 @@ class StepReader:
         prefix: str = "",
         dtypes: Mapping[str, torch.dtype] | None = None,
     ) -> None:
-        """Reads values that are converted to a narrower dtype, only to check them."""
+        """Checks, without storing them, values that are converted to a narrower dtype."""
         # `read_into` reads it again: to keep all of it until it is checked might take any amount of
         # memory.
         saved = self.tensors(entry)
@@ -564,7 +560,7 @@ class StepReader:
                 self._read_file(file, sorted(found, key=lambda run: run.begin), mapped)
 
     def _runs(self, entry: str, name: str, leaf: Leaf) -> Iterator[tuple[str, _FileRun]]:
-        """Yields files, and the bytes in them that hold elements of a leaf."""
+        """Yields file names, and the byte ranges in them that hold elements of a leaf."""
         saved = self.tensors(entry)[name]
         wanted, size = place_of(leaf), saved.dtype.itemsize
         target = leaf.value.detach() if isinstance(leaf, Part) else leaf.detach()
@@ -624,7 +620,7 @@ class StepReader:
         self._files.check_sizes()
 
     def close(self) -> None:
-        """Ends the engine's threads, unless the engine was passed in."""
+        """Stops the engine's threads, unless the engine was passed in."""
         self._files.close()
 
     def __enter__(self) -> Self:

@@ -1,13 +1,14 @@
-"""Overlaps of parts of a tensor: the elements that two have in common, and how to copy them.
+"""Overlaps of parts of a tensor: their common elements, and how to copy them.
 
-A part is a run of elements of a region, and a region is slices of a full tensor along one dim. In
-the row-major order of the full tensor, a part is therefore an ascending list of contiguous runs:
-one if it is not sliced or sliced along the first dim; otherwise one per index of the dims before.
-The runs of two parts are intersected as sorted intervals (`overlap`), whatever their dims; the
-overlaps repeat with fixed strides, and are copied as a few boxes (`Copies.boxes`), not row by row.
+A part is a range of elements of a region, and a region consists of slices of a full tensor along
+one dim. In the row-major order of the full tensor, a part is therefore an ascending list of
+contiguous runs: one run if it is not sliced or sliced along the first dim; otherwise one per index
+of the preceding dims. The runs of two parts are intersected as sorted intervals (`overlap`),
+whatever their dims; the overlaps repeat with fixed strides, and are copied as a few boxes
+(`Copies.boxes`), not row by row.
 
-Read `stretches`, `overlap`, then `copy_bytes`. `missing` describes what a set of parts lacks.
-Nothing here accesses files.
+Read `stretches`, `overlap`, then `copy_bytes`. `missing` describes how a set of parts is
+incomplete. Nothing here accesses files.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class PartOffset:
 
     @property
     def sliced(self) -> Region | None:
-        """The region; None also if it covers everything."""
+        """The region, or None if it covers the full tensor."""
         region = self.region
         if region is None or region.numel == math.prod(self.shape):
             return None
@@ -55,7 +56,6 @@ class PartOffset:
 
 
 def place_of(leaf: Tensor | Part) -> PartOffset:
-    """Returns the position of a part, or of a full tensor."""
     if isinstance(leaf, Part):
         return PartOffset(tuple(leaf.shape), leaf.start, leaf.stop, leaf.region)
     return PartOffset(tuple(leaf.shape), 0, leaf.numel())
@@ -103,7 +103,7 @@ def stretches(place: PartOffset) -> ContiguousRuns:
 
 @dataclass(frozen=True)
 class Copies:
-    """Copies between two rows of elements, ascending in both; arrays of equal length."""
+    """Copies between two flat buffers, ascending in both; arrays of equal length."""
 
     # First element, or byte, of each copy.
     source: np.ndarray
@@ -119,20 +119,19 @@ class Copies:
 
     @property
     def total(self) -> int:
-        """Sum of all counts."""
         return int(self.count.sum())
 
     def scaled(self, size: int, source: int = 0) -> Copies:
-        """Converts to units of 1/`size` element, and adds `source` to the sources."""
+        """Converts to units of 1/`size` element, and shifts the sources by `source`."""
         return Copies(self.source * size + source, self.target * size, self.count * size, self.kind)
 
     def packed(self) -> tuple[Copies, Copies]:
-        """Splits copies into two steps: into a row without gaps, and out of it."""
+        """Splits copies into two steps, through a buffer without gaps."""
         row = np.cumsum(self.count) - self.count
         return replace(self, target=row), replace(self, source=row)
 
     def within(self, low: int, high: int) -> Copies:
-        """Keeps copies whose sources are between `low` and `high`, counted from `low`."""
+        """Keeps copies whose sources are between `low` and `high`, with `low` as the new origin."""
         first = int(np.searchsorted(self.source + self.count, low, "right"))
         last = int(np.searchsorted(self.source, high, "left"))
         source, count = self.source[first:last], self.count[first:last]
@@ -141,7 +140,7 @@ class Copies:
         return Copies(begin - low, target, stop - begin, self.kind[first:last])
 
     def pages(self, size: int) -> set[int]:
-        """Returns the numbers of the source pages."""
+        """Returns the page numbers of the sources."""
         first, last = self.source // size, (self.source + self.count - 1) // size
         if len(self) == 1:
             return set(range(int(first[0]), int(last[0]) + 1))
@@ -151,7 +150,7 @@ class Copies:
         return found
 
     def boxes(self) -> Iterator[tuple[int, int, int, int, int, int]]:
-        """Joins copies at regular strides."""
+        """Merges copies at regular strides into boxes."""
         for kind in np.unique(self.kind):
             chosen = np.flatnonzero(self.kind == kind)
             source, target, count = self.source[chosen], self.target[chosen], self.count[chosen]
@@ -198,7 +197,7 @@ def overlap(source: PartOffset, target: PartOffset) -> Copies:
 def copy_bytes(
     target: Tensor, source: Tensor, copies: Copies, dtype: torch.dtype | None = None
 ) -> None:
-    """Copies between two rows of bytes, box by box."""
+    """Copies between two byte buffers, box by box."""
     if dtype is None and len(copies) == 1:
         begin, at, count = int(copies.source[0]), int(copies.target[0]), int(copies.count[0])
         target[at : at + count].copy_(source[begin : begin + count])
@@ -221,7 +220,7 @@ def copy_bytes(
 
 
 def clusters(copies: Copies, gap: int, limit: int) -> list[tuple[int, int]]:
-    """Groups copies into source ranges that are read at once."""
+    """Groups copies into source ranges that are read together."""
     stops = copies.source + copies.count
     apart = np.flatnonzero(copies.source[1:] - stops[:-1] > gap) + 1
     edges = [0, *apart.tolist(), len(copies)]
@@ -233,7 +232,7 @@ def clusters(copies: Copies, gap: int, limit: int) -> list[tuple[int, int]]:
 
 
 def _unit(target: Tensor, source: Tensor, copies: Copies) -> int:
-    """Returns the largest of `UNITS` that divides all offsets and counts, in bytes."""
+    """Returns the largest of `UNITS`, in bytes, that divides all offsets and counts."""
     common = math.gcd(8, target.numel(), source.numel())
     for value in (target.storage_offset(), source.storage_offset()):
         common = math.gcd(common, value)
@@ -243,7 +242,7 @@ def _unit(target: Tensor, source: Tensor, copies: Copies) -> int:
 
 
 def missing(shape: tuple[int, ...], parts: Sequence[PartOffset]) -> str | None:
-    """Describes why parts do not cover a tensor exactly once; see the note above."""
+    """Describes why parts do not cover a tensor exactly once; None if they do."""
     whole = math.prod(shape)
     if not any(part.region for part in parts):
         return _not_once(sorted((part.start, part.stop) for part in parts), whole)
@@ -277,7 +276,7 @@ def _not_once(runs: list[tuple[int, int]], numel: int) -> str | None:
 
 
 def _reached(runs: Iterable[tuple[int, int]]) -> int:
-    """Returns the end of the gapless range that the runs cover from 0."""
+    """Returns the end of the range that the runs cover from 0 without gaps."""
     position = 0
     for start, stop in sorted(runs):
         if start > position:
@@ -291,16 +290,14 @@ def _said(region: Region) -> str:
 
 
 def region_to_json(region: Region) -> list[Any]:
-    """Returns the JSON representation of a region in the manifest."""
     return [region.dim, [list(run) for run in region.runs]]
 
 
 def region_from_json(shape: tuple[int, ...], value: Any) -> Region:
-    """Inverts `region_to_json`."""
     dim, runs = int(value[0]), tuple((int(a), int(b)) for a, b in value[1])
     edges = [0, *(edge for run in runs for edge in run)]
     if not 0 <= dim < len(shape) or edges != sorted(edges) or edges[-1] > shape[dim]:
-        raise ValueError(f"{value} is no region of a tensor {shape}")
+        raise ValueError(f"{value} is not a region of a tensor {shape}")
     return Region(shape, dim, runs)
 
 

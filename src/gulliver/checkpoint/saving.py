@@ -1,6 +1,6 @@
-"""Saves steps: the ranks' statuses, their agreement, and the result.
+"""Saves steps asynchronously.
 
-`agree_on_save` is the whole agreement; it depends on nothing but the statuses of all ranks.
+`agree_on_save` contains the agreement between ranks, which depends only on their statuses.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ log = logging.getLogger("gulliver")
 
 @dataclass(frozen=True)
 class Saved:
-    """Report on a save that succeeded."""
+    """Result of a successful save."""
 
     # Number of the step that was saved.
     step: int
@@ -61,14 +61,13 @@ class RankStatus:
 
     skips: bool
     failure: Exception | None
-    """Failure of the save before."""
+    """Failure of the previous save."""
     problem: Exception | None = None
-    """Reason why this save cannot be begun."""
+    """Reason why this save cannot start."""
     digest: str = ""
     begun: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        """Returns JSON values for the other ranks; exceptions as text."""
         return {
             "skips": self.skips,
             "failure": None if self.failure is None else text_of(self.failure),
@@ -80,11 +79,11 @@ class RankStatus:
 
 @dataclass
 class Save:
-    """A step that is being saved."""
+    """A step being saved."""
 
     step: int
     save_id: str
-    """The same on all ranks, and on no other save."""
+    """Id of this save, the same on all ranks."""
     begun: float
     snapshot: Snapshot | None = None
     engine: Engine | None = None
@@ -116,7 +115,7 @@ def agree_on_save(
     if not failures and not problems and not skips:
         if len({status["digest"] for status in every}) == 1:
             return every[0]["save_id"]
-        problems = [(0, "ranks save different states; mark what differs with PerRank")]
+        problems = [(0, "ranks save different states; mark values that differ with PerRank")]
     if failures:
         # Raised once; the next call saves again.
         raise own.failure or GulliverError(f"rank {failures[0][0]} failed: {failures[0][1]}")
@@ -144,11 +143,11 @@ BUSY = ("wait", "skip")
 ON_ERROR = ("raise", "warn")
 PAGE = 4 * 2**20
 QUEUE = 2**18
-"""Number of pages that may be queued, enough for a TiB of state."""
+"""Number of pages that may be queued, enough for 1 TiB of state."""
 MIB = 2**20
 LIMIT = "memory_limit"
 GROWTH = 32
-"""Pages by which the shadow grows at a time; early ones are used meanwhile."""
+"""Pages by which the shadow grows at a time; earlier pages are used meanwhile."""
 
 
 # [Note: ranks] `save` and `wait` are called by all ranks together, which then agree on what has
@@ -157,30 +156,30 @@ GROWTH = 32
 class AsyncCheckpointer:
     """Saves a program's state while the program continues.
 
-    Native threads copy parameters and state of torch optimizers while the next forward and backward
-    run; an optimizer step automatically waits for the tensors it changes. `save` returns when
-    everything else (averages, buffers, frozen weights) has been copied, because it may change at
-    any time. Other code that changes optimized parameters has to call `wait_copied` first.
+    Native threads copy parameters and torch optimizer state during the next forward and backward;
+    an optimizer step automatically waits for the tensors it updates. `save` returns when everything
+    else (averages, buffers, frozen weights) has been copied, because it may change at any time.
+    Other code that modifies trained parameters must call `wait_copied` first.
 
     Args:
-        folder: folder of the run; every step becomes a folder in it.
+        folder: folder of the run; every step becomes a subfolder.
         keep: number of newest steps to keep; 0 keeps all.
         mode: where the copy is held. ``shadow`` keeps a copy of the full state in host memory,
             which is allocated by the first save and reused: training only waits for a memory copy.
             ``ring`` holds only `ring_mb`: training waits if the disk is slower than a step.
             ``auto`` is ``ring`` if the copy exceeds `memory_limit` or some of the state is on disk,
             otherwise ``shadow``.
-        ring_mb: MiB of the ring.
+        ring_mb: size of the ring in MiB.
         memory_limit: bytes of host memory for a rank's copy; None for the available memory.
         on_error: reaction to a failure: ``raise`` raises it from the next call, ``warn`` logs it
             and continues.
-        when_busy: behaviour of `save` while a step is still being written: ``wait`` or ``skip``.
+        when_busy: behavior of `save` while a step is still being written: ``wait`` or ``skip``.
         group: ranks that save together; None for all.
-        engine: I/O engine; None for the best one on this machine. A given engine keeps the pool
-            size it was created with.
+        engine: I/O engine; None for the best one on this machine. A given engine keeps its pool
+            size.
         about: additional JSON values for the manifest.
         silence_s: seconds within which each rank has to start writing. A rank that ends during a
-            save is detected at once, and named.
+            save is detected immediately and named in the error.
 
     Raises:
         GulliverError: an option is unknown or out of range, or `about` is not JSON.
@@ -247,23 +246,23 @@ class AsyncCheckpointer:
 
     @property
     def stall_s(self) -> float:
-        """Seconds for which saves have stalled training so far."""
+        """Total seconds for which saves have stalled training."""
         return self._stalled + (0.0 if self._snapshot is None else self._snapshot.stall_s)
 
     def save(self, step: int, state: Mapping[str, Any]) -> bool:
         """Starts saving a step (collective).
 
         Args:
-            step: number of the step; an existing step of that number is replaced when the new one
+            step: number of the step; an existing step with this number is replaced when the new one
                 is complete.
             state: values by entry, such as ``{"model": model, "optimizer": adam, "epoch": 3}``:
-                objects that have a ``state_dict``, or tensors, numbers, text and dicts, lists and
-                tuples of them. Tensors, except `Part`s, DTensors and `PerRank` values, must be the
-                same on all ranks; each rank writes some of them.
+                objects with a ``state_dict``, or tensors, numbers, text and dicts, lists and tuples
+                of them. Tensors, except `Part`s, DTensors and `PerRank` values, must be the same on
+                all ranks; each rank writes some of them.
 
         Returns:
             Whether the save was started: False if one was in progress and ``when_busy`` is
-                ``skip``, or if it failed and ``on_error`` is ``warn``.
+            ``skip``, or if it failed and ``on_error`` is ``warn``.
 
         Raises:
             GulliverError: the previous save failed (``on_error="raise"``), the folder cannot be
@@ -277,7 +276,7 @@ class AsyncCheckpointer:
         begun = time.perf_counter()
         step = whole_number("step", step)
         if step < 0:
-            raise GulliverError(f"step {step} cannot be saved: steps count from 0")
+            raise GulliverError(f"step {step} cannot be saved: steps start at 0")
         busy = self._job is not None and not self._job.done()
         if busy and self.when_busy == "wait":
             self._join()
@@ -298,7 +297,7 @@ class AsyncCheckpointer:
         return True
 
     def _check_process(self) -> None:
-        """Rejects calls in a forked process, which lacks the threads and would hang."""
+        """Rejects calls in a forked process, which lacks the threads and would wait forever."""
         if os.getpid() != self._process:
             raise GulliverError(
                 f"this checkpointer belongs to process {self._process}, which forked this one: "
@@ -306,7 +305,7 @@ class AsyncCheckpointer:
             )
 
     def _gather(self, mine: Any, failure: Exception | None) -> list[Any]:
-        """Gathers all ranks' statuses; raises what is known if a rank is gone."""
+        """Gathers all ranks' statuses; if a rank is gone, raises the known failure."""
         if self.world_size == 1:
             return [mine]
         try:
@@ -320,7 +319,7 @@ class AsyncCheckpointer:
     def _prepare(
         self, step: int, state: Mapping[str, Any], status: RankStatus
     ) -> RankContent | None:
-        """Prepares this rank's part of the save; records failures in `status`."""
+        """Collects this rank's part of the save; records failures in `status`."""
         try:
             collected = collect(state, self.rank, self.world_size)
             self._check_limit(collected)
@@ -337,7 +336,6 @@ class AsyncCheckpointer:
             return None
 
     def _check_limit(self, collected: RankContent) -> None:
-        """Rejects a shadow that does not fit."""
         if self.mode == "shadow" and self.memory_limit is not None:
             leaves = (leaf for found in collected.tensors.values() for leaf in found.values())
             values = (leaf.value if isinstance(leaf, Part) else leaf for leaf in leaves)
@@ -349,7 +347,7 @@ class AsyncCheckpointer:
                 )
 
     def _agree(self, step: int, status: RankStatus) -> str | None:
-        """Agrees with all ranks: the save's id, None to skip it, or an error."""
+        """Agrees with all ranks; returns the save's id, or None to skip it."""
         every = self._gather(status.to_json(), status.failure)
         save_id = None
         try:
@@ -360,7 +358,7 @@ class AsyncCheckpointer:
         return save_id
 
     def _start(self, save: Save, collected: RankContent) -> None:
-        """Submits everything; later failures reach other ranks through reports."""
+        """Submits all copies and writes; later failures reach other ranks through reports."""
         self._stalled, self.saves = self.stall_s, self.saves + 1
         self._snapshot = None
         # Before anything that can fail: rank 0 has to see that this rank lives until it reports.
@@ -390,7 +388,7 @@ class AsyncCheckpointer:
             self._snapshot.release(self._snapshot.unguarded)
 
     def _choose(self, snapshot: Snapshot) -> bool:
-        """Whether this save uses a ring; records the reason, see `held`."""
+        """Whether this save uses a ring; records the reason in `held`."""
         needed, limit, on_disk = snapshot.source_bytes, self.memory_limit, snapshot.disk_bytes
         is_ring, reason = self.mode == "ring", f"because mode={self.mode!r} was given"
         if self.mode == "auto" and limit is not None and needed > limit:
@@ -447,7 +445,6 @@ class AsyncCheckpointer:
             self.folder.discard(save.step)
 
     def _write_and_report(self, save: Save, partial: Path) -> None:
-        """Writes the files and reports the result."""
         reported = False
         try:
             if save.problem is None:
@@ -509,10 +506,10 @@ class AsyncCheckpointer:
             self._snapshot.release(None)
 
     def wait(self) -> None:
-        """Waits until the step that is being saved is complete (collective).
+        """Waits until the current save is complete (collective).
 
         Raises:
-            GulliverError: it could not be saved (``on_error="raise"``).
+            GulliverError: the save failed (``on_error="raise"``).
         """
         self._check_process()
         self._join()
@@ -531,7 +528,7 @@ class AsyncCheckpointer:
             self._stalled, self._job, self._snapshot = self.stall_s, None, None
 
     def _pop_failure(self) -> Exception | None:
-        """Returns the previous failure once; logs it and returns None for ``warn``."""
+        """Returns the previous failure once; with ``warn``, logs it and returns None."""
         failure, self._failure = self._failure, None
         if failure is not None and self.on_error == "warn":
             log.warning("%s; training continues without it", failure)
@@ -539,7 +536,7 @@ class AsyncCheckpointer:
         return failure
 
     def close(self) -> None:
-        """Waits for the save in progress, and releases memory and folder (collective).
+        """Waits for the current save, then releases memory and folder (collective).
 
         Raises:
             GulliverError: the last save failed (``on_error="raise"``).
@@ -572,7 +569,7 @@ class AsyncCheckpointer:
         self.abandon()
 
     def abandon(self) -> None:
-        """Finishes this rank's save and unlocks the folder when other ranks may be gone."""
+        """Finishes this rank's save and unlocks the folder if other ranks may have died."""
         if os.getpid() == self._process:
             self._join()
             self._finalize()

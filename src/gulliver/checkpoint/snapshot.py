@@ -1,7 +1,7 @@
-"""Copies from a device into the engine's pages, on a copy stream.
+"""Copies a rank's state into the engine's pages, from a device on a copy stream.
 
 The copy stream starts after the work that was queued when the snapshot was taken. Code that will
-change a source makes its own stream wait for the copy; only the thread that calls `pump` waits
+modify a source makes its own stream wait for the copy; only the thread that calls `pump` waits
 for the device.
 """
 
@@ -35,29 +35,28 @@ from gulliver.memory.pending import storage_of
 # [Note: page-locked memory] CUDA copies into pageable memory while the caller waits. So the pool is
 # page-locked, once: every save uses it again.
 class CopyStream:
-    """Copy stream between device and host; copies run in call order."""
+    """Copies between device and host, in call order. This base class copies synchronously."""
 
     # This base class serves host memory, where every copy has ended when the call returns.
 
     def prepare(self, regions: Iterable[tuple[int, int]]) -> None:
-        """Prepares the pool's memory for asynchronous copies."""
+        """Prepares the pool's memory regions for asynchronous copies."""
 
     def begin(self) -> None:
         """Orders the copies after the work that the caller has queued."""
 
     def queue(self) -> AbstractContextManager[Any]:
-        """Returns the context in which copies are queued."""
         return nullcontext()
 
     def mark(self) -> Any:
-        """Returns an event after the copies queued so far."""
+        """Returns an event that follows the copies queued so far."""
         return None
 
     def order(self, event: Any) -> None:
         """Makes the caller's later work wait for an event."""
 
     def wait(self, event: Any) -> None:
-        """Blocks the calling thread until an event has happened."""
+        """Blocks the calling thread until an event has completed."""
 
 
 class CudaCopyStream(CopyStream):
@@ -83,30 +82,26 @@ class CudaCopyStream(CopyStream):
             self._locked.add(address)
 
     def begin(self) -> None:
-        """Orders the copies after the work on the caller's current stream."""
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
 
     def queue(self) -> AbstractContextManager[Any]:
-        """Returns the context that makes the copy stream current."""
         return torch.cuda.stream(self.stream)
 
     def mark(self) -> Any:
-        """Records an event on the copy stream."""
         event = torch.cuda.Event()
         event.record(self.stream)
         return event
 
     def order(self, event: Any) -> None:
-        """Makes the caller's current stream wait, but not the thread."""
+        """Makes the caller's current stream wait, without blocking the thread."""
         torch.cuda.current_stream(self.device).wait_event(event)
 
     def wait(self, event: Any) -> None:
-        """Blocks the calling thread until the event, without the GIL."""
         event.synchronize()
 
 
 class CopyTicket:
-    """A page filled by a copy stream and written by the engine; waits like an engine ticket."""
+    """Ticket of a page that a copy stream fills and the engine writes."""
 
     def __init__(
         self,
@@ -125,11 +120,10 @@ class CopyTicket:
 
     @property
     def checksum(self) -> int | None:
-        """Checksum of the page; None until the engine has it."""
+        """Checksum of the page; None until computed."""
         return None if self._ticket is None else self._ticket.checksum
 
     def copy(self, page: Page) -> None:
-        """Queues the copies into a page on the copy stream."""
         target, position = torch.from_numpy(page.array), 0
         with self.copy_stream.queue():
             for source, begin, count in self.sources:
@@ -156,7 +150,7 @@ class CopyTicket:
             self.copy_stream.wait(self._event)
 
     def fail(self, error: BaseException) -> None:
-        """Wakes all waiting threads with the error of the page."""
+        """Wakes all waiting threads with the page's error."""
         if not self._written.is_set():
             self._error = error
         self._issued.set()
@@ -178,7 +172,7 @@ class CopyTicket:
 
 
 def pump(engine: Engine, tickets: Sequence[CopyTicket]) -> None:
-    """Copies pages as far ahead as the pool allows, and has them written in order."""
+    """Copies pages as far ahead as the pool allows, and writes them in order."""
     copying: deque[tuple[CopyTicket, Page]] = deque()
     left = deque(tickets)
     try:
@@ -233,7 +227,7 @@ SETTLE_S = 2.0
 # it, or all has been copied, and no longer: from `submit` on it knows addresses, and `_alive` by
 # storage.
 class Snapshot:
-    """A rank's content of one step: its files, and a read lock on their sources."""
+    """A rank's content of one step: its files, and a read lock on the source tensors."""
 
     def __init__(
         self,
@@ -285,12 +279,12 @@ class Snapshot:
 
     @cached_property
     def images(self) -> dict[str, Image]:
-        """File plans by name, created on first use because many tensors take time."""
+        """File layouts by name, created on first use because many tensors take time."""
         return {file: Image(sources, {"format": "pt"}) for file, sources in self._sources.items()}
 
     @cached_property
     def parts(self) -> dict[str, dict[str, dict[str, Any]]]:
-        """JSON values of the files' parts, by entry and name, for the manifest."""
+        """Manifest entries of the files' parts, by entry and name."""
         return {
             entry: {key: part_to_json(file, leaf) for key, leaf in leaves.items()}
             for file, (entry, leaves) in self._leaves.items()
@@ -302,7 +296,7 @@ class Snapshot:
 
     @cached_property
     def source_bytes(self) -> int:
-        """Bytes of all tensors, without file headers."""
+        """Bytes of all tensors, excluding file headers."""
         return sum(s.nbytes for found in self._sources.values() for s in found.values())
 
     @cached_property
@@ -313,12 +307,11 @@ class Snapshot:
 
     @property
     def addresses(self) -> set[int]:
-        """Start addresses of the source memory."""
         self._submitted.wait()
         return self._addresses
 
     def _source(self, entry: str, key: str, leaf: Leaf) -> Tensor:
-        """Returns the memory to copy from; small tensors are queued for immediate copies."""
+        """Returns the memory to copy from; small tensors are queued for an immediate copy."""
         value = leaf.value.detach() if isinstance(leaf, Part) else leaf
         name, storage = f"{entry}: {key}", storage_of(value)
         guarded = storage in self._guarded and name not in self._caught
@@ -337,11 +330,9 @@ class Snapshot:
         return value
 
     def _is_mapped(self, value: Tensor) -> bool:
-        """Whether a tensor is in a memory-mapped file."""
         return value.is_cpu and self._mapped.hold(value.data_ptr(), value.nbytes)
 
     def pages(self, page_bytes: int) -> int:
-        """Returns the number of pages that all files have together."""
         return sum(-(-image.nbytes // page_bytes) for image in self.images.values())
 
     def submit(self, engine: Engine, folder: Path, copy_stream: CopyStream | None = None) -> None:
@@ -363,7 +354,7 @@ class Snapshot:
             self._submitted.set()
 
     def _forget_leaves(self) -> None:
-        """Drops references to tensors, except those that must stay alive."""
+        """Drops references to tensors that need not stay alive."""
         assert self.parts is not None
         assert self.source_bytes >= 0
         self._leaves.clear()
@@ -417,7 +408,7 @@ class Snapshot:
         pump(engine, self._copy_tickets)
 
     def release(self, storages: set[int] | None) -> None:
-        """Waits until the memory of these storages, or of all, has been copied."""
+        """Waits until the memory of these storages (None: all) has been copied."""
         begun = time.perf_counter()
         self._submitted.wait()
         with self._lock:
@@ -450,9 +441,10 @@ class Snapshot:
         self.copied_s = time.perf_counter() - self._begun
 
     def _compare(self, storages: Iterable[int] | None) -> None:
-        """Records changes to copied storages, None for all, before they are released.
+        """Records modifications of copied storages (None: all) before they are released.
 
-        Released storages may be written at once, so this runs while no other thread can find them.
+        Released storages may be modified immediately, so this runs while no other thread can find
+        them.
         """
         dropped = []
         with self._lock:
@@ -463,7 +455,7 @@ class Snapshot:
                 dropped.append(noted)
 
     def _end_read_lock(self, storages: Iterable[int] | None) -> None:
-        """Releases the read lock on copied storages, None for all."""
+        """Releases the read lock on copied storages (None: all)."""
         dropped = []
         with self._lock:
             for key in {*self._waiting, *self._alive} if storages is None else storages:
@@ -488,8 +480,8 @@ class Snapshot:
             self._compare(None)
         if self.violations:
             raise GulliverError(
-                f"{self.violations[0]} was changed while it was being saved, and not by the step "
-                "of its optimizer: the next saves copy it before they return; or call "
+                f"{self.violations[0]} was modified during the save, but not by its optimizer's "
+                f"step: the next saves copy it before they return; or call "
                 "wait_copied(), of the checkpointer or the booster, before changing it"
             )
         return entries
@@ -508,7 +500,7 @@ class Snapshot:
 
 
 class _Small:
-    """Small tensors, which are copied together up front."""
+    """Small tensors, which are copied together before `save` returns."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
@@ -518,7 +510,7 @@ class _Small:
         self._filled = 0
 
     def add(self, tensor: Tensor, nbytes: int) -> Tensor:
-        """Queues a tensor for copying; returns a tensor that represents the copy."""
+        """Queues a tensor for copying; returns a placeholder for the copy."""
         if not tensor.is_contiguous():
             tensor = tensor.contiguous()
         self._places[id(tensor)] = self._filled
@@ -528,27 +520,25 @@ class _Small:
         return tensor
 
     def copy(self) -> None:
-        """Copies all that were added, by native threads."""
         if self._segments:
             self._memory = torch.empty(self._filled, dtype=torch.uint8)
             gather(self._memory.data_ptr(), np.array(self._segments, dtype=np.int64))
             self._segments = []
 
     def forget(self) -> None:
-        """Drops the tensors; copies stay."""
+        """Drops the original tensors; the copies stay."""
         self._tensors, self._places = [], {}
 
     def has(self, source: Tensor) -> bool:
-        """Returns whether a tensor is copied."""
         return id(source) in self._places
 
     def address_of(self, source: Tensor) -> int:
-        """Returns the address of a tensor's copy, or of the tensor if it has none."""
+        """Returns the address of a tensor's copy, or of the tensor if it was not copied."""
         place = self._places.get(id(source))
         return source.data_ptr() if place is None else self._memory.data_ptr() + place
 
     def held(self, source: Tensor) -> Tensor:
-        """Returns the bytes of a tensor's copy, or the tensor if it has none."""
+        """Returns the bytes of a tensor's copy, or the tensor if it was not copied."""
         place = self._places.get(id(source))
         return source if place is None else self._memory[place : place + source.nbytes]
 

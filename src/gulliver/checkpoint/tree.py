@@ -1,4 +1,4 @@
-"""Nested states: tensors by name, and the rest as JSON with references to them.
+"""Splits nested states into named tensors and a JSON skeleton that refers to them.
 
 JSON instead of pickle, because loading a pickle may run arbitrary code.
 """
@@ -26,7 +26,7 @@ NAMED = {
 
 
 def as_leaf(value: Leaf) -> Leaf:
-    """Returns a tensor that holds a region as a `Part`; others unchanged."""
+    """Wraps a tensor that holds a region in a `Part`; returns other tensors unchanged."""
     is_slice = isinstance(value, Tensor) and region_of(value) is not None
     return part_of(value) if is_slice else value  # type: ignore[arg-type]
 
@@ -108,12 +108,12 @@ def join_state(tensors: Mapping[str, Any], skeleton: Any) -> Any:
 
 def _only_item(skeleton: dict[str, Any]) -> tuple[str, Any]:
     if len(skeleton) != 1:
-        raise GulliverError(f"{sorted(skeleton)} is no part of a saved state: it is another file")
+        raise GulliverError(f"{sorted(skeleton)} is not a saved state: the file has another format")
     return next(iter(skeleton.items()))
 
 
 def merge_skeletons(skeletons: Sequence[Any]) -> Any:
-    """Merges the skeletons of several ranks: dicts are joined, else the first rank wins."""
+    """Merges the ranks' skeletons: dicts are merged, otherwise the first rank's value is used."""
     # Ranks that hold other parts of a state, such as the optimizer's of other parameters, have
     # dicts with other keys.
     first = skeletons[0]
@@ -130,7 +130,6 @@ def merge_skeletons(skeletons: Sequence[Any]) -> Any:
 
 
 def names_in(skeleton: Any) -> list[str]:
-    """Lists the names of the tensors that a skeleton refers to."""
     if not isinstance(skeleton, dict):
         return []
     kind, content = _only_item(skeleton)
@@ -185,7 +184,7 @@ def local_leaf(where: str, tensor: Any, saving: bool) -> Leaf:
 
 
 def like_local(tensor: Any, local: Tensor) -> Any:
-    """Returns a DTensor placed like another, from a local tensor of any dtype."""
+    """Wraps a local tensor of any dtype in a DTensor with another's placement."""
     kind: Any = type(tensor.data)
     return kind.from_local(
         local,

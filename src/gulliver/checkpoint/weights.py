@@ -1,7 +1,7 @@
-"""One interface to steps, Hugging Face folders, safetensors files and tensors in memory.
+"""A common interface to steps, Hugging Face folders, safetensors files and in-memory tensors.
 
-Each is a `Weights`: tensors by name, read in runs of elements. `batches` splits them into runs that
-fit `BATCH`, and a `ReadBatch` is the memory that is reused for each batch.
+`Weights` has tensors by name and reads ranges of their elements. `batches` splits tensors into
+ranges that fit `BATCH`, and a `ReadBatch` is the memory that is reused for each batch.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from gulliver.io.native import default_engine
 from gulliver.memory.parts import Part, Region
 
 BATCH = 32 * 2**20
-"""Bytes that are read at once."""
+"""Bytes per batch."""
 ALIGNMENT = 64
-"""Alignment in bytes of tensors in a batch's memory, at least any dtype's size."""
+"""Alignment in bytes of tensors in a batch's memory; a multiple of any dtype's size."""
 READ = 8 * 2**20
-"""Bytes read at a time for slices."""
+"""Maximum bytes per read of scattered slices."""
 GAP = 64 * 2**10
-"""Longest gap in bytes that is read along, as that is cheaper than another read."""
+"""Longest gap in bytes to read through, which is cheaper than another read."""
 SUFFIX, INDEX = ".safetensors", ".safetensors.index.json"
 STEMS = {"model": (SUFFIX, INDEX), "diffusion_pytorch_model": (INDEX, SUFFIX)}
 """File names of weights in order of preference."""
@@ -59,14 +59,14 @@ class TensorInfo:
         return self.numel * self.dtype.itemsize
 
     def as_dtype(self, dtype: torch.dtype | None) -> TensorInfo:
-        """Returns the description after conversion of floating-point tensors."""
+        """Returns the description after converting floating-point tensors."""
         if dtype is None or not self.dtype.is_floating_point:
             return self
         return TensorInfo(dtype, self.shape)
 
 
 class Weights(ABC):
-    """Tensors by name, read piece by piece."""
+    """Tensors by name, read in parts."""
 
     # Path of the file or folder; without meaning for those in memory.
     path: Path
@@ -77,20 +77,20 @@ class Weights(ABC):
 
     @abstractmethod
     def read(self, wanted: Mapping[str, Part]) -> None:
-        """Fills parts of tensors, in host memory and of the stored dtype."""
+        """Fills parts of tensors, which are in host memory and have the stored dtype."""
 
     @property
     def sources(self) -> Mapping[str, str]:
-        """Names in the files that belong to one stored tensor."""
+        """Maps names to their source; names with the same source cannot be read in one call."""
         return {name: name for name in self.infos}
 
     def add_alias(self, name: str, kept: str) -> None:
-        """Makes the tensor `kept` known under another name too."""
+        """Adds another name for the tensor `kept`."""
         self.infos[name] = self.infos[kept]
 
     @abstractmethod
     def close(self) -> None:
-        """Closes files and ends threads."""
+        """Closes files and stops threads."""
 
     def __enter__(self) -> Self:
         return self
@@ -176,10 +176,10 @@ class FileWeights(Weights):
         content = read_json(index)
         places = content.get("weight_map") if isinstance(content, dict) else None
         if not isinstance(places, dict) or not all(isinstance(p, str) for p in places.values()):
-            raise GulliverError(f"{index} has no weight_map: it is no index of Hugging Face's")
+            raise GulliverError(f"{index} has no weight_map, so it is not a Hugging Face index")
         for name in places.values():
             if Path(name).name != name or name == "..":
-                raise GulliverError(f"{index} names {name!r}: its files must be in its folder")
+                raise GulliverError(f"{index} names {name!r}: files must be in the same folder")
         names = sorted(set(places.values()))
         self.files = [index.parent / name for name in names]
         absent = [name for name, file in zip(names, self.files, strict=True) if not file.is_file()]
@@ -194,8 +194,8 @@ class FileWeights(Weights):
         if lost:
             raise GulliverError(
                 f"{index.parent / places[lost[0]]} has no tensor {lost[0]!r}, though {index.name} "
-                f"lists it{f', as of {len(lost) - 1} more' if lost[1:] else ''}: get the files "
-                "again"
+                f"lists it{f', as of {len(lost) - 1} more' if lost[1:] else ''}: download the "
+                f"files again"
             )
 
     def _add(self, file: Path, places: Mapping[str, str] | None = None) -> None:
@@ -232,7 +232,6 @@ class FileWeights(Weights):
             self._read_scattered(name, part.value, copies)
 
     def _started(self, name: str, begin: int, into: Tensor, count: int) -> Ticket:
-        """Starts reading bytes of a tensor from `begin` into memory."""
         assert self._engine is not None
         file, slot = self._slots[name]
         if file not in self._files:
@@ -240,7 +239,7 @@ class FileWeights(Weights):
         return self._engine.read(self._files[file], slot.offset + begin, into.data_ptr(), count)
 
     def _read_scattered(self, name: str, into: Tensor, copies: Copies) -> None:
-        """Reads nearby ranges at once, gaps included, and copies the wanted parts."""
+        """Reads nearby ranges together, gaps included, and copies the wanted parts."""
         target = into.reshape(-1).view(torch.uint8)
         reads = deque(clusters(copies, GAP, READ))
         # While one is copied the next is read.
@@ -267,7 +266,7 @@ class FileWeights(Weights):
 
 
 class MemoryWeights(Weights):
-    """Tensors of this process, on any device; tied ones appear once."""
+    """Tensors of this process, on any device; tied tensors appear once."""
 
     def __init__(self, tensors: Mapping[str, Tensor], last: Iterable[str] = ()) -> None:
         self.path, self.files = Path(), []
@@ -294,7 +293,7 @@ class MemoryWeights(Weights):
 
     def read(self, wanted: Mapping[str, Part]) -> None:
         for name, part in wanted.items():
-            assert part.region is None, "tensors in memory are read as a whole"
+            assert part.region is None, "in-memory tensors are read completely"
             # Kept for the next part: flattening what is not contiguous copies it.
             if self._flat is None or self._flat[0] != name:
                 self._flat = name, self._tensors[name].reshape(-1)
@@ -332,7 +331,7 @@ def open_weights(path: Path | str, entry: str | None = "model", step: int | None
     if is_step_or_run(path):
         return StepWeights(path, entry, step)
     if step is not None:
-        raise GulliverError(f"{path} is no run: only a run has a step {step}")
+        raise GulliverError(f"{path} is not a run, so it has no step {step}")
     return FileWeights(path)
 
 
@@ -350,14 +349,13 @@ def is_step_or_run(path: Path) -> bool:
 
 
 def _named(folder: Path) -> Path | None:
-    """The weights file or index that libraries look for in a folder."""
+    """Returns a folder's weights file or index that libraries look for."""
     # Where a folder has both, each library reads one: transformers the file, diffusers the index.
     names = [f"{stem}{ending}" for stem, endings in STEMS.items() for ending in endings]
     return next((folder / name for name in names if (folder / name).is_file()), None)
 
 
 def _locate(path: Path) -> tuple[Path | None, Path | None]:
-    """Finds the single file or the index of a file's or folder's weights."""
     if path.is_file():
         return (None, path) if path.name.endswith(INDEX) else (path, None)
     if not path.is_dir():
@@ -370,11 +368,11 @@ def _locate(path: Path) -> tuple[Path | None, Path | None]:
         return (None, indices[0]) if indices else (singles[0], None)
     if indices or singles:
         found = ", ".join(file.name for file in (*indices, *singles)[:4])
-        raise GulliverError(f"{path} holds several safetensors files and no index of them: {found}")
+        raise GulliverError(f"{path} holds several safetensors files but no index: {found}")
     if any(path.glob("*.bin")):
         raise GulliverError(
-            f"{path} has pickled weights (*.bin), which may run code and are not read: get its "
-            "safetensors files"
+            f"{path} has pickled weights (*.bin), which may run code and are not read: download "
+            f"its safetensors files"
         )
     raise GulliverError(f"{path} holds no checkpoint and no safetensors file")
 
@@ -382,7 +380,7 @@ def _locate(path: Path) -> tuple[Path | None, Path | None]:
 def batches(
     infos: Mapping[str, TensorInfo], limit: int | None = None
 ) -> Iterator[list[tuple[str, int, int]]]:
-    """Splits tensors into runs of elements to be read together."""
+    """Splits tensors into ranges of elements that are read together."""
     limit = limit or BATCH
     found: list[tuple[str, int, int]] = []
     filled = 0
@@ -412,7 +410,7 @@ class ReadBatch:
         runs: list[tuple[str, int, int]],
         regions: Mapping[str, Region | None] | None = None,
     ) -> dict[str, Part]:
-        """Reads runs of elements; they are valid until the next call."""
+        """Reads ranges of elements; the result is valid until the next call."""
         regions = regions or {}
         infos = [weights.infos[name] for name, _, _ in runs]
         sizes = [(b - a) * i.dtype.itemsize for (_, a, b), i in zip(runs, infos, strict=True)]
@@ -429,7 +427,7 @@ class ReadBatch:
 
 
 def _await(tickets: Iterable[Ticket]) -> None:
-    """Waits for all reads even if one failed, as their memory is in use until then."""
+    """Waits for all reads even if one failed, because they still write to their memory."""
     failure = None
     for ticket in tickets:
         try:

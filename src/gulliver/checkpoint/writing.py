@@ -1,7 +1,7 @@
-"""Streams tensors from anywhere into new files: read, converted and written batch by batch.
+"""Streams tensors into new files: read, converted and written batch by batch.
 
 Read `write_files`. Memory is bounded by `BATCH` and the engine's pages, whatever the tensors'
-sizes. Output appears complete or not at all, including new parent folders.
+sizes. Output appears completely or not at all, including new parent folders.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ from gulliver.io.files import (
 from gulliver.io.native import default_engine
 
 PAGES = 12
-"""Pages of the writing engine, flushed while the next batch is read."""
+"""Number of pages of the writing engine, flushed while the next batch is read."""
 
 _log = logging.getLogger("gulliver")
 
 Progress = Callable[[int, int], None]
-"""Callback that receives the bytes done so far and the total."""
+"""Callback that receives the bytes written and the total."""
 DTypes = torch.dtype | Mapping[str, torch.dtype] | None
-"""Dtype for floating-point tensors: for all, by source name, or none."""
+"""Dtype of floating-point tensors: one for all, by source name, or None to keep theirs."""
 
 
 class _FileWriter:
-    """A new file, written sequentially through the engine's pages."""
+    """Writes a new file sequentially through the engine's pages."""
 
     def __init__(self, engine: Engine, path: Path, nbytes: int) -> None:
         self._engine, self.nbytes = engine, nbytes
@@ -88,7 +88,7 @@ class _FileWriter:
         self._checksums.append(int(ticket.checksum or 0))
 
     def finish(self) -> FileEntry:
-        """Waits until everything is on disk; returns the file's entry."""
+        """Waits until everything is on disk; returns the file's manifest entry."""
         self._flush()
         while self._open:
             self._finish_write(self._open.popleft())
@@ -97,7 +97,7 @@ class _FileWriter:
         return FileEntry(self.nbytes, self._engine.page_bytes, tuple(self._checksums))
 
     def close(self) -> None:
-        """Closes the file; an unfinished file is useless."""
+        """Closes the file, complete or not."""
         if self._page is not None:
             self._engine.release(self._page)
             self._page = None
@@ -139,7 +139,7 @@ def write_files(
     progress: Progress | None = None,
     called: str = "",
 ) -> dict[str, FileEntry]:
-    """Writes files sequentially; returns their entries by name.
+    """Writes files sequentially; returns their manifest entries by name.
 
     `called` names the files in messages. Writing overlaps reading.
     """
@@ -168,13 +168,13 @@ def write_files(
 
 
 def _wanted(weights: Weights, plan: FilePlan) -> dict[str, TensorInfo]:
-    """Returns a file's content by source name, in file order."""
+    """Returns a file's tensors by source name, in file order."""
     sources = (plan.sources[name] for name in plan.image.names if name is not None)
     return {source: weights.infos[source] for source in sources}
 
 
 def dtype_of(dtype: DTypes, source: str) -> torch.dtype | None:
-    """Returns the dtype that a tensor is converted to; None keeps it."""
+    """Returns the dtype to convert a tensor to; None keeps its own."""
     return dtype.get(source) if isinstance(dtype, Mapping) else dtype
 
 
@@ -223,12 +223,12 @@ def new_parents(path: Path) -> Iterator[None]:
 def clear_leftovers(folder: Path) -> None:
     """Removes hidden leftovers of killed conversions."""
     for path in remove_leftovers(folder):
-        _log.warning("removed %s, which a process that was killed had left half written", path)
+        _log.warning("removed %s, which a killed process had left incomplete", path)
 
 
 @contextmanager
 def new_folder(folder: Path, needed: int) -> Iterator[Path]:
-    """Opens a temporary folder that is renamed to `folder` if the block succeeds."""
+    """Yields a temporary folder that is renamed to `folder` if the block succeeds."""
     clear_leftovers(folder.parent)
     require_space(folder.parent, needed)
     partial = folder.with_name(f".{folder.name}.{os.getpid()}{PARTIAL}")
@@ -255,7 +255,7 @@ ENTRY, STEP = "model", 0
 # that time the disk holds the model twice. What a killed process leaves is hidden, and removed by
 # the next one.
 class PartsSaver(AsyncCheckpointer):
-    """Saves parts in the background and joins them into files; created on every rank."""
+    """Saves parts in the background and merges them into files; created on every rank."""
 
     def __init__(
         self,

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def ended(outcome: Outcome) -> int:
-    """Exit code of a run; if it is finished, rank 0 prints the path of its result."""
+    """Returns the exit code of a run; rank 0 prints the path of a finished run's result."""
     if outcome.finished and outcome.result is not None and os.environ.get("RANK", "0") == "0":
         print(outcome.result)
     return 0 if outcome.finished else STOPPED
@@ -52,7 +52,7 @@ def app_command(config: AppConfig) -> int:
 
 
 def finetune_command(config: FinetuneConfig, arguments: list[str]) -> int:
-    """Fine-tunes, starting ranks on this machine if no launcher has."""
+    """Fine-tunes, starting ranks on this machine if no launcher has done so."""
     from gulliver.comm.launcher import default_ranks, launch, under_launcher
     from gulliver.finetune.finetuner import finetune
 
@@ -63,7 +63,7 @@ def finetune_command(config: FinetuneConfig, arguments: list[str]) -> int:
 
 
 def dreambooth_command(config: DreamboothConfig, arguments: list[str]) -> int:
-    """Trains on a subject, starting ranks on this machine if no launcher has."""
+    """Trains on a subject, starting ranks on this machine if no launcher has done so."""
     from gulliver.comm.launcher import default_ranks, launch, under_launcher
     from gulliver.dreambooth.trainer import dreambooth
 
@@ -93,7 +93,6 @@ def quantize_command(config: QuantizeConfig) -> int:
 
 
 def report_drafts_command(config: ReportConfig) -> int:
-    """Measures drafts."""
     from gulliver.serve.speculative.report import report
 
     found = report(config)
@@ -102,7 +101,7 @@ def report_drafts_command(config: ReportConfig) -> int:
 
 
 def train_draft_command(config: TrainDraftConfig, arguments: list[str]) -> int:
-    """Trains a draft model, starting ranks on this machine if no launcher has."""
+    """Trains a draft model, starting ranks on this machine if no launcher has done so."""
     from gulliver.comm.launcher import default_ranks, launch, under_launcher
     from gulliver.jobs.loop import Outcome
     from gulliver.serve.speculative.train import train_draft

@@ -33,7 +33,6 @@ ALL = "all"
 
 @contextmanager
 def _bar(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Shows a progress bar of bytes on the terminal."""
     console = Console(stderr=True)
     text = TextColumn("{task.description}", markup=False)
     columns = text, BarColumn(), DownloadColumn(), SpeedColumn(), TimeRemainingColumn()
@@ -71,7 +70,7 @@ def ls(options: Ls) -> int:
 
 
 def _listing(options: Ls) -> dict[str, Any]:
-    """The output of `ls`, as plain values."""
+    """Returns the output of `ls` as plain values."""
     path = options.folder
     is_run = is_step_or_run(path) and options.step is None
     if is_run and not (path / "manifest.json").is_file():
@@ -113,9 +112,7 @@ def _list_run(path: Path) -> None:
         table.add_row(str(number), state, *rest)
     report_console().print(table)
     for partial in sorted(path.glob("step-*.partial")):
-        report_console().print(
-            f"{partial.name}: being written, or left behind by a save that was killed"
-        )
+        report_console().print(f"{partial.name}: being written, or left over from a killed save")
 
 
 def _row(folder: Path, is_newest: bool) -> tuple[str, ...]:
@@ -197,15 +194,15 @@ def verify_all(options: Verify) -> int:
     """Prints damaged files and the read speed; the exit code is 1 if anything is damaged."""
     path = options.folder
     if options.all and options.step is not None:
-        raise UsageError("--step and --all exclude each other: one step, or every step")
+        raise UsageError("--step and --all exclude each other: omit one of them")
     if not is_step_or_run(path):
         with open_weights(path, step=options.step) as weights:
             if options.json:
                 print_json({"checked": [], "broken": False})
                 return 0
             print(
-                f"{path}: {len(weights.infos)} tensors; the headers and sizes of its files are "
-                "right. It has no checksums: only steps do"
+                f"{path}: {len(weights.infos)} tensors; file headers and sizes are valid. There "
+                f"are no checksums: only steps have them"
             )
         return 0
     steps: list[Path | None] = [folder for _, folder in steps_of(path)] if options.all else [None]
@@ -246,7 +243,7 @@ def _verify_one(
         return 1 if problems else 0
     for text in texts:
         print(text)
-    verdict = "BROKEN" if problems else "every byte as it was written"
+    verdict = "BROKEN" if problems else "all bytes match their checksums"
     print(f"{folder}: {verdict}; {size_text(read)} read, {size_text(rate)}/s", flush=True)
     return 1 if problems else 0
 
@@ -296,7 +293,7 @@ def _print_names(found: Comparison, show: int) -> None:
         "only in the second": found.unexpected,
         "other shapes": [f"{n}: {list(a)} and {list(b)}" for n, (a, b) in found.shapes.items()],
         "other dtypes": [f"{n}: {_name(a)} and {_name(b)}" for n, (a, b) in found.dtypes.items()],
-        "other values that are no tensors, in": found.values,
+        "different non-tensor values in": found.values,
     }
     for what, names in lines.items():
         if names:
@@ -330,7 +327,7 @@ def _first(names: list[str], show: int) -> list[str]:
 
 
 def convert(options: Convert) -> int:
-    """Writes a folder or a file of full tensors."""
+    """Writes full tensors to a folder or a file."""
     with _bar("converting") as report:
         made = export_huggingface(
             options.source,

@@ -1,10 +1,10 @@
-"""Suggests the next command after a successful one."""
+"""`gulliver data`: from a folder of clips to a table to train on; suggestions of next commands."""
 
 from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -19,28 +19,12 @@ if TYPE_CHECKING:
     from gulliver.video.config import TrainConfig
 
 
-ANY = "17x64x64"
-"""Shape that is named where none is known."""
-
-
 def hint(*words: object) -> None:
-    """Prints a command to stderr, as it would be typed."""
+    """Prints a suggested command to stderr."""
     print("next: gulliver " + shlex.join(map(str, words)), file=sys.stderr)
 
 
-def after_scan(table: Path) -> None:
-    """Suggests the two next steps after scanning a folder."""
-    hint("data", "cut", table, "--out", "clips/clips.parquet")
-    hint("data", "score", table)
-
-
-def after_show(table: Path) -> None:
-    """Suggests training on a table."""
-    hint("train", "--data.table", table, "--data.shapes", ANY, "--out", "runs/mine")
-
-
 def after_train(config: TrainConfig) -> None:
-    """Suggests ways to inspect a trained run."""
     from gulliver.video.config import parse_shapes
 
     shape = next(iter(parse_shapes(config.data.shapes)))
@@ -57,28 +41,31 @@ def after_train(config: TrainConfig) -> None:
 #
 # Nothing here imports torch at its top: ``--help`` reads this module, and `filter` needs none.
 
-
 WORKERS = Range(0, 1024)
 SCORERS = ("sharpness", "brightness", "motion", "text_share", "phash")
-"""Scorers in the box."""
+"""Built-in scorers."""
 SHOWN = 10
-"""Most files that are named on the terminal; all of them are in the list."""
+"""Maximum number of unusable files shown on the terminal; the list file has all of them."""
+Entries = Sequence[tuple[str, str]]
+"""Files or clips, each with a reason."""
 
 
 @dataclass(frozen=True)
 class Scan(Options):
-    """Makes a table of a folder's clips: what each file holds, and which cannot be used."""
+    """Creates a table of a folder's clips: content of each file, and which files are unusable."""
 
     folder: tyro.conf.Positional[Path]
-    """Folder of clips and pictures; folders in it count."""
+    """Folder of clips and images, searched recursively."""
     out: Path | None = None
     """Table to write, .parquet or .csv; by default clips.parquet in the folder."""
     decode: bool = False
-    """Decode every frame, and not only where the header is in doubt."""
+    """Decode every frame, not only of files with suspicious headers."""
     again: bool = False
-    """Look at all files again, also those that the table has."""
+    """Scan all files again, including those already in the table."""
     workers: Annotated[int, WORKERS] = 0
-    """Threads; 0: one for each core."""
+    """Number of threads; 0: one per core."""
+    json: bool = False
+    """Print JSON."""
 
 
 @dataclass(frozen=True)
@@ -88,79 +75,83 @@ class OfTable(Options):
     table: tyro.conf.Positional[Path]
     """Table of clips, .parquet or .csv."""
     workers: Annotated[int, WORKERS] = 0
-    """Threads, processes or commands at once; 0: one for each core."""
+    """Number of threads, processes or concurrent commands; 0: one per core."""
+    json: bool = False
+    """Print JSON."""
 
 
 @dataclass(frozen=True)
 class Cut(CutSettings, OfTable):
-    """Cuts videos into clips of one scene each, upright and of a constant rate, without sound."""
+    """Cuts videos into upright, silent clips of one scene each, at a constant frame rate."""
 
     out: Path = Path("cut.parquet")
-    """Table to write; its clips lie in a folder next to it, and what is in no clip is listed."""
+    """Table to write; the clips go into a folder next to it, and unused parts are listed."""
 
 
 @dataclass(frozen=True)
 class Score(OfTable):
-    """Adds a column for each scorer; rows that have their scores are left alone."""
+    """Adds a column for each scorer; rows that already have scores are skipped."""
 
     scorers: tuple[str, ...] = SCORERS
-    """Scorers, of those in the box or of plug-ins (entry points of the group gulliver.scorers)."""
+    """Names of scorers, built in or from plug-ins (entry points of the group gulliver.scorers)."""
     out: Path | None = None
-    """Table to write; by default the one that is read."""
+    """Table to write; by default the input table."""
     again: bool = False
     """Score all rows again."""
 
 
 @dataclass(frozen=True)
 class Dedup(OfTable):
-    """Leaves out copies of clips, however coded or scaled: the best of each stays."""
+    """Removes copies of clips, even re-encoded or rescaled ones; the best of each is kept."""
 
     out: Path = Path("unique.parquet")
     """Table to write; copies are listed in a file next to it."""
     alike: Annotated[float, Range(0.5, 1)] = 0.95
-    """Least correlation of the pictures of two copies."""
+    """Minimum correlation of the images of two copies."""
 
 
 @dataclass(frozen=True)
 class Caption(OfTable):
-    """Writes captions: by a command that prints a sentence, or by a model that sees pictures."""
+    """Writes captions, by a command that prints a sentence or by an image-captioning model."""
 
     command: str | None = None
-    """Program and arguments; {path} in it stands for the clip, or the path comes last."""
+    """Program and arguments; {path} is replaced by the clip's path, which is otherwise appended."""
     model: Path | None = None
-    """Folder of a transformers model that says what is in a picture."""
+    """Folder of a transformers model that describes images."""
     prompt: str = ""
-    """What the model is asked, or the words that captions begin with."""
+    """Prompt for the model, or the beginning of its captions."""
     tokens: Annotated[int, Range(1, 4096)] = 64
-    """Most tokens of a caption of the model."""
+    """Maximum number of tokens per caption."""
     seconds: Annotated[float, Range(0, 86400, open_below=True)] = 300
-    """How long the command may take for a clip."""
+    """Time limit of the command for each clip, in seconds."""
     out: Path | None = None
-    """Table to write; by default the one that is read."""
+    """Table to write; by default the input table."""
     again: bool = False
-    """Replace the captions that are there."""
+    """Replace existing captions."""
 
 
 @dataclass(frozen=True)
 class Show(OfTable):
-    """Makes a web page of a table: histograms and pictures, in one file."""
+    """Creates a web page of a table: histograms and images, in one file."""
 
     out: Path = Path("clips.html")
     """Page to write."""
     most: Annotated[int, Range(1, 100_000)] = 200
-    """Most clips that are shown, evenly out of all."""
+    """Maximum number of clips shown, evenly spaced."""
 
 
 @dataclass(frozen=True)
 class Filter(Options):
-    """Writes the rows of a table for which a condition holds."""
+    """Writes the rows of a table that satisfy a condition."""
 
     table: tyro.conf.Positional[Path]
     """Table of clips, .parquet or .csv."""
     condition: tyro.conf.Positional[str]
-    """SQL over columns, such as 'fps >= 12 and motion > 2'."""
+    """SQL expression over columns, such as 'fps >= 12 and motion > 2'."""
     out: Path = Path("filtered.parquet")
     """Table to write."""
+    json: bool = False
+    """Print JSON."""
 
 
 def scan_folder(options: Scan) -> int:
@@ -170,35 +161,33 @@ def scan_folder(options: Scan) -> int:
     out = options.out or options.folder / "clips.parquet"
     found = scan(options.folder, out, options.decode, options.again, options.workers)
     seconds = sum(value or 0 for value in found.table.column("duration"))
-    print(f"{out}: {_many(len(found.table), 'clip')}, {seconds / 60:.1f} minutes")
-    notes = [
-        (name, note)
-        for name, note in zip(found.table.column("path"), found.table.column("note"), strict=True)
-        if note
-    ]
-    _list(f"{_many(len(notes), 'clip')} with a note (column note)", notes)
-    list_broken(out, "scan", found.broken)
-    if found.ignored:
+    named = zip(found.table.column("path"), found.table.column("note"), strict=True)
+    notes = [(name, note) for name, note in named if note]
+    noted = f"{_many(len(notes), 'clip')} with a note (column note)", notes
+    line = f"{out}: {_many(len(found.table), 'clip')}, {seconds / 60:.1f} minutes"
+    counts = {"clips": len(found.table), "seconds": seconds, "ignored": found.ignored}
+    broken = _broken(out, "scan", found.broken)
+    _report(options.json, out, line, counts, notes=noted, broken=broken)
+    if found.ignored and not options.json:
         kinds = ", ".join(f"{count} {suffix}" for suffix, count in found.ignored.most_common(8))
         print(f"{_many(found.ignored.total(), 'other file')} ignored: {kinds}")
     if len(found.table):
-        after_scan(out)
+        hint("data", "cut", out, "--out", "clips/clips.parquet")
+        hint("data", "score", out)
     return 0 if len(found.table) else 1
 
 
 def cut_scenes(options: Cut) -> int:
-    """Cuts; the exit code is 1 if there are no clips."""
     from gulliver.video.preparation.cutting import cut
     from gulliver.video.preparation.table import Table
 
     settings = part_of(options, CutSettings)
     found = cut(Table.read(options.table), options.out, settings, options.workers)
-    sources = _many(found.sources, "video")
-    print(f"{options.out}: {_many(len(found.table), 'clip')} of {sources}")
-    _list(
-        f"{_many(len(found.left_out), 'piece')} left out, listed in {found.listed}",
-        [(one.span, one.reason) for one in found.left_out],
-    )
+    heading = f"{_many(len(found.left_out), 'piece')} left out, listed in {found.listed}"
+    left = heading, [(one.span, one.reason) for one in found.left_out]
+    line = f"{options.out}: {_many(len(found.table), 'clip')} of {_many(found.sources, 'video')}"
+    counts = {"clips": len(found.table), "videos": found.sources}
+    _report(options.json, options.out, line, counts, left_out=left)
     if len(found.table):
         hint("data", "score", options.out)
     return 0 if len(found.table) else 1
@@ -210,20 +199,22 @@ def filter_rows(options: Filter) -> int:
 
     found = filter_file(options.table, options.condition, options.out)
     unknown = f", {found.unknown:,} unknown (a cell is empty)" if found.unknown else ""
-    print(f"{options.out}: {_many(len(found.table), 'row')}; {found.dropped:,} dropped{unknown}")
+    line = f"{options.out}: {_many(len(found.table), 'row')}; {found.dropped:,} dropped{unknown}"
+    counts = {"rows": len(found.table), "dropped": found.dropped, "unknown": found.unknown}
+    _report(options.json, options.out, line, counts)
     hint("data", "show", options.out)
     return 0
 
 
 def score_clips(options: Score) -> int:
-    """Scores, and prints how many rows were scored."""
     from gulliver.video.preparation.scoring import score
     from gulliver.video.preparation.table import Table
 
     table, out = Table.read(options.table), options.out or options.table
     found = score(table, options.scorers, out, options.again, options.workers)
-    _told_fresh(out, found.fresh, found.whole, len(found.table), "scored")
-    list_broken(out, "score", found.broken)
+    line = _fresh_line(out, found.fresh, found.whole, len(found.table), "scored")
+    counts = {"rows": len(found.table), "new": found.fresh, "scored": found.whole}
+    _report(options.json, out, line, counts, broken=_broken(out, "score", found.broken))
     hint("data", "dedup", out, "--out", out.with_stem("unique"))
     return 0
 
@@ -233,14 +224,12 @@ def drop_copies(options: Dedup) -> int:
     from gulliver.video.preparation.deduplication import deduplicate
     from gulliver.video.preparation.table import Table
 
-    table = Table.read(options.table)
-    found = deduplicate(table, options.out, options.alike, options.workers)
-    print(f"{options.out}: {_many(len(found.table), 'clip')}")
-    _list(
-        f"{_many(len(found.pairs), 'copy', 'copies')} left out, listed in {found.listed}",
-        [(pair.dropped, f"copy of {pair.kept}") for pair in found.pairs],
-    )
-    list_broken(options.out, "dedup", found.broken)
+    found = deduplicate(Table.read(options.table), options.out, options.alike, options.workers)
+    heading = f"{_many(len(found.pairs), 'copy', 'copies')} left out, listed in {found.listed}"
+    copies = heading, [(pair.dropped, f"copy of {pair.kept}") for pair in found.pairs]
+    line, counts = f"{options.out}: {_many(len(found.table), 'clip')}", {"clips": len(found.table)}
+    broken = _broken(options.out, "dedup", found.broken)
+    _report(options.json, options.out, line, counts, copies=copies, broken=broken)
     hint("data", "filter", options.out, "fps >= 12 and motion > 2")
     return 0
 
@@ -251,43 +240,35 @@ def caption_clips(options: Caption) -> int:
     from gulliver.video.preparation.table import Table
 
     table, out = Table.read(options.table), options.out or options.table
-    found = caption(
-        table,
-        out,
-        options.command,
-        options.model,
-        options.prompt,
-        options.tokens,
-        options.seconds,
-        options.again,
-        options.workers,
-    )
+    settings = options.command, options.model, options.prompt, options.tokens, options.seconds
+    found = caption(table, out, *settings, options.again, options.workers)
     done = found.fresh - len(found.broken)
-    _told_fresh(out, found.fresh, done, len(found.table), "captioned")
-    list_broken(out, "caption", found.broken)
+    line = _fresh_line(out, found.fresh, done, len(found.table), "captioned")
+    counts = {"rows": len(found.table), "new": found.fresh, "captioned": done}
+    _report(options.json, out, line, counts, broken=_broken(out, "caption", found.broken))
     hint("data", "show", out)
     return 0
 
 
 def show_clips(options: Show) -> int:
-    """Writes the page."""
     from gulliver.video.preparation.pages import show
     from gulliver.video.preparation.table import Table
 
     table = Table.read(options.table)
     shown = show(table, options.out, options.most, options.workers)
-    print(f"{options.out}: {shown:,} of {_many(len(table), 'clip')}, open it in a browser")
-    after_show(options.table)
+    line = f"{options.out}: {shown:,} of {_many(len(table), 'clip')}, open it in a browser"
+    _report(options.json, options.out, line, {"clips": len(table), "shown": shown})
+    hint("train", "--data.table", options.table, "--data.shapes", "17x64x64", "--out", "runs/mine")
     return 0
 
 
-def _told_fresh(out: Path, fresh: int, whole: int, rows: int, done: str) -> None:
+def _fresh_line(out: Path, fresh: int, whole: int, rows: int, done: str) -> str:
     before = f" ({rows - fresh:,} had it before: --again replaces)" if fresh < rows else ""
-    print(f"{out}: {whole:,} of {_many(rows, 'clip')} {done}{before}")
+    return f"{out}: {whole:,} of {_many(rows, 'clip')} {done}{before}"
 
 
 def encode_clips(options: EncodeConfig, arguments: list[str]) -> int:
-    """Encodes, starting ranks on this machine if no launcher has."""
+    """Encodes, starting ranks on this machine if no launcher has done so."""
     from gulliver.comm.launcher import default_ranks, launch, under_launcher
     from gulliver.video.preparation.encoding import check_encode, encode
 
@@ -303,22 +284,32 @@ def encode_clips(options: EncodeConfig, arguments: list[str]) -> int:
     return code
 
 
-def list_broken(table: Path, step: str, broken: Sequence[tuple[str, str]]) -> None:
-    """Prints the first unusable files of a step, and the file that lists all of them."""
+def _broken(table: Path, step: str, broken: Entries) -> tuple[str, Entries]:
+    """The unusable files of a step, with a heading that names the file that lists them."""
     from gulliver.video.preparation.table import broken_path
 
-    listed = f"{_many(len(broken), 'file')} that {step} cannot use, listed in {broken_path(table)}"
-    _list(listed, broken)
+    heading = f"{_many(len(broken), 'file')} that {step} cannot use, listed in {broken_path(table)}"
+    return heading, broken
 
 
-def _list(what: str, found: Sequence[tuple[str, str]]) -> None:
-    if not found:
+def _report(
+    as_json: bool, out: Path, line: str, counts: Mapping[str, object], **lists: tuple[str, Entries]
+) -> None:
+    """Prints the result of a step: a line and the start of each list, or everything as JSON."""
+    from gulliver.jobs.display import print_json
+
+    if as_json:
+        plain = {k: [{"name": a, "reason": b} for a, b in v] for k, (_, v) in lists.items()}
+        print_json({"out": out, **counts, **plain})
         return
-    print(f"{what}:")
-    for name, reason in found[:SHOWN]:
-        print(f"  {name}: {reason}")
-    if len(found) > SHOWN:
-        print(f"  and {len(found) - SHOWN:,} more")
+    print(line)
+    for heading, entries in lists.values():
+        if entries:
+            print(f"{heading}:")
+        for name, reason in entries[:SHOWN]:
+            print(f"  {name}: {reason}")
+        if len(entries) > SHOWN:
+            print(f"  and {len(entries) - SHOWN:,} more")
 
 
 def _many(count: int, name: str, several: str | None = None) -> str:

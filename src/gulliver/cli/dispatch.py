@@ -18,9 +18,9 @@ from gulliver import __version__
 from gulliver.errors import GulliverError, UsageError, nearest, usage_errors
 
 FAILED, USAGE = 1, 2
-"""Exit codes; 0 is success, 128 and more a signal: 130 Ctrl+C, 141 a closed pipe, 143 SIGTERM."""
+"""Exit codes. 0 is success, and 128 or more a signal: 130 Ctrl+C, 141 closed pipe, 143 SIGTERM."""
 STOPPED = 143
-"""Exit code where a signal has ended a run before its result was there."""
+"""Exit code of a run that a signal stopped before its result was complete."""
 
 
 WHAT = {
@@ -29,7 +29,7 @@ WHAT = {
     "train": "train a text-to-video model",
     "train-autoencoder": "train a video autoencoder",
     "generate": "make clips from sentences",
-    "evaluate": "measure how well a model shows the moving digits",
+    "evaluate": "measure how well a model generates the moving digits",
     "app": "make clips in the browser, watch a training run",
     "demo": "train, generate and evaluate, and show the result",
     "data": "prepare a folder of clips for training",
@@ -37,11 +37,11 @@ WHAT = {
     "data cut": "cut videos into clips of one scene each",
     "data score": "add a column for each scorer",
     "data dedup": "drop copies of clips",
-    "data filter": "keep the rows for which a condition holds",
+    "data filter": "keep the rows that satisfy a condition",
     "data caption": "write captions by a command or a model",
     "data show": "make a web page of a table",
-    "data encode": "keep the latents of clips for training",
-    "chat": "talk with a language model, or continue texts",
+    "data encode": "store the latents of clips for training",
+    "chat": "chat with a language model, or continue texts",
     "serve": "serve a language model over OpenAI's API, or measure a server",
     "serve start": "serve a language model over OpenAI's API",
     "serve bench": "send requests to a server and measure latency and throughput",
@@ -49,11 +49,11 @@ WHAT = {
     "speculate": "train a draft for speculative decoding, or measure drafts",
     "speculate train": "train a draft for a language model",
     "speculate report": "measure acceptance, cost and speed-up of drafts",
-    "plan": "find the fastest plan of a model on a cluster, or what fits",
+    "plan": "find the fastest plan of a model on a cluster, and its memory",
     "plan search": "find the fastest ways to run a model on a cluster",
     "plan memory": "predict where a model's state is kept under a memory limit",
     "plan show": "summarize a plan.yaml",
-    "plan data": "draw the steps of data-centric training",
+    "plan data": "plan the steps of data-centric training",
     "fp8": "predict which layers of a model FP8 speeds up",
     "models": "list the public video models and the memory they take",
     "embedding": "plan embedding tables larger than a device",
@@ -67,15 +67,15 @@ WHAT = {
     "jobs stop": "stop a job or the scheduler",
     "jobs scheduler": "run the scheduler in the foreground",
     "checkpoint": "list, verify, compare and convert checkpoints",
-    "checkpoint ls": "list the steps of a run, or what a step or file holds",
+    "checkpoint ls": "list the steps of a run, or the contents of a step or file",
     "checkpoint verify": "check every byte of a step",
     "checkpoint diff": "compare two checkpoints",
     "checkpoint convert": "write a Hugging Face folder or a safetensors file",
     "probe": "measure the machine, its disk and its links",
     "doctor": "show versions, devices, kernels, I/O engine and disk speed",
-    "capabilities": "show what may be combined",
+    "capabilities": "show the supported combinations of features",
 }
-"""Every command, and those that have commands of their own."""
+"""Description of every command and command group."""
 PLACES = {
     "finetune": "finetune.config:FinetuneConfig cli.apps:finetune_command"
     " finetune.config:check_finetune",
@@ -126,17 +126,17 @@ PLACES = {
     "doctor": "cli.options:DoctorConfig cli.probe:doctor_command",
     "capabilities": "cli.options:CapabilitiesConfig cli.plan:capabilities_command",
 }
-"""Options, function and perhaps a check of the options of each command, as module:name."""
+"""Options class, function and optional check of each command, as module:name."""
 LAUNCHING = (
     *("finetune", "dreambooth", "train", "train-autoencoder", "generate"),
     *("data encode", "speculate train"),
 )
-"""Commands whose functions take the arguments, too, to start ranks with them."""
+"""Commands whose functions also receive the arguments, to start ranks with them."""
 USUAL = {"serve": "start", "plan": "search", "embedding": "plan"}
-"""Command that is meant where a group is given none."""
+"""Default command of a group."""
 TOP = {name: what for name, what in WHAT.items() if " " not in name}
 OLD_NAMES = {"precision": "fp8"}
-"""Present name of each command that was renamed."""
+"""New name of each renamed command."""
 SHELLS = {
     "bash": """_gulliver() {
     COMPREPLY=($(gulliver __complete "${COMP_WORDS[@]:1:COMP_CWORD}" 2>/dev/null))
@@ -154,7 +154,7 @@ compdef _gulliver gulliver""",
 end
 complete -c gulliver -a '(__gulliver)'""",
 }
-"""Completion scripts, which ask ``gulliver __complete`` for the words that may come next."""
+"""Completion scripts, which ask ``gulliver __complete`` for the possible next words."""
 OTHERS = {
     "completion": "print a completion script: gulliver completion bash|zsh|fish",
     "help": "show the help of a command: gulliver help plan memory",
@@ -202,7 +202,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _find(words: list[str]) -> tuple[str, list[str]]:
-    """The command at the beginning of the words, and the remaining words."""
+    """Splits the words into the command and its arguments."""
     name, rest = OLD_NAMES.get(words[0], words[0]), words[1:]
     if name not in TOP:
         raise UsageError(f"unknown command {name!r}: {nearest(name, [*TOP, *OTHERS])}")

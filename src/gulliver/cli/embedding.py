@@ -21,32 +21,32 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EmbeddingConfig(Options):
-    """Says how tables lie over ranks, and what that takes in bytes and seconds."""
+    """Predicts how tables are distributed over ranks, with bytes and seconds."""
 
     tables: tyro.conf.Positional[tuple[str, ...]] = ("criteo-1tb",)
-    """Data set, criteo-1tb or criteo-kaggle, or tables as NAME=ROWS."""
+    """Dataset, criteo-1tb or criteo-kaggle, or tables as NAME=ROWS."""
     dim: Annotated[int, AT_LEAST_1] = 128
-    """Width of a row."""
+    """Embedding dimension."""
     cluster: str = "h100x1"
-    """Machines: h100x8, a described name, or a file of gulliver probe's form."""
+    """Machines: h100x8, a described name, or a file written by gulliver probe."""
     batch_size: Annotated[int, AT_LEAST_1] = 16384
-    """Global batch size: samples of a step, all ranks together."""
+    """Global batch size: samples per step over all ranks."""
     ids: Annotated[float, Range(0, open_below=True)] = 1.0
-    """Ids of a sample in each table."""
+    """Ids per sample in each table."""
     cached_share: Annotated[float, Range(0, 1, open_below=True)] = 0.01
-    """Share of the rows that is on the device."""
+    """Fraction of the rows that is cached on the device."""
     hit_rate: Annotated[float, SHARE] = 0.9
-    """Share of the uses that find their row there; benchmarks.embedding measures it."""
+    """Fraction of lookups that hit the cache; benchmarks.embedding measures it."""
     optimizer: Literal["sgd", "adagrad", "row-wise adagrad", "sparse adam"] = "sgd"
-    """Optimizer of the rows; its state lies next to them."""
+    """Optimizer of the rows, whose state is stored with them."""
     host_memory: str | None = None
-    """Host memory, or disk, for the rows of each rank, such as 900GiB; by default any."""
+    """Host memory, or disk, for each rank's rows, such as 900GiB; by default unlimited."""
     json: bool = False
     """Print JSON, in seconds and bytes."""
 
 
 def embedding_command(config: EmbeddingConfig) -> int:
-    """Plans, and prints the plan by table and by rank."""
+    """Plans the tables, and prints the plan by table and by rank."""
     from gulliver.embedding.planning import TablesJob, plan_tables
     from gulliver.hardware.probe import named_cluster
     from gulliver.jobs.display import print_json
@@ -76,7 +76,6 @@ def embedding_command(config: EmbeddingConfig) -> int:
 
 
 def _tables(given: tuple[str, ...]) -> dict[str, int]:
-    """Parses tables given by the user."""
     from gulliver.embedding.planning import DATA_SETS
 
     found: dict[str, int] = {}
@@ -85,12 +84,12 @@ def _tables(given: tuple[str, ...]) -> dict[str, int]:
         if text in DATA_SETS:
             found |= {f"{text}-{n + 1}": count for n, count in enumerate(DATA_SETS[text])}
         elif name in found:
-            raise UsageError(f"table {name!r} is given twice: give each a name of its own")
+            raise UsageError(f"table {name!r} is given twice: use unique names")
         elif equals and name and rows.replace("_", "").isdigit():
             found[name] = int(rows)
         else:
             known = ", ".join(DATA_SETS)
-            raise UsageError(f"table {text!r}: give NAME=ROWS, or a data set: {known}")
+            raise UsageError(f"table {text!r}: use NAME=ROWS, or a dataset: {known}")
     return found
 
 
@@ -132,7 +131,7 @@ def _show(plan: TablesPlan, cluster: str) -> None:
     parts = ", ".join(f"{name} {1e3 * s:.2f}" for name, s in plan.parts.items())
     console.print(
         f"slowest rank {1e3 * slowest:.2f} ms a step ({parts}); no placement is below "
-        f"{1e3 * plan.bound:.2f} ms. What is fetched can travel behind compute (LookAhead)."
+        f"{1e3 * plan.bound:.2f} ms. LookAhead can overlap fetching with compute."
     )
 
 

@@ -1,4 +1,4 @@
-"""``gulliver jobs submit, list, logs, why, stop, scheduler``: real jobs on slots that they share.
+"""``gulliver jobs submit, list, logs, why, stop, scheduler``: jobs that share slots.
 
 Nothing here imports torch at its top: ``--help`` reads this module.
 """
@@ -31,7 +31,7 @@ NO_SCHEDULER = "no scheduler runs: the next submission, or gulliver jobs schedul
 
 @dataclass(frozen=True)
 class Submit(SchedulerOptions, Submission):
-    """Submits a training script; starts a scheduler where the folder has none."""
+    """Submits a training script; starts a scheduler if the folder has none."""
 
     script: tyro.conf.Positional[str] = tyro.MISSING
     arguments: tyro.conf.Positional[tuple[str, ...]] = ()
@@ -42,31 +42,31 @@ class Submit(SchedulerOptions, Submission):
 
 @dataclass(frozen=True)
 class Listing(JobsFolder):
-    """Lists jobs: what they hold, how far they are, and when they should end."""
+    """Lists jobs: their slots, progress, and expected end."""
 
     json: bool = False
     """Print JSON."""
     html: Path | None = None
-    """File to draw the schedule as it happened into."""
+    """HTML file for a chart of the actual schedule."""
 
 
 @dataclass(frozen=True)
 class Logs(JobsFolder):
-    """Prints what a job has printed."""
+    """Prints the output of a job."""
 
     job: tyro.conf.Positional[str] = tyro.MISSING
     """Name of the job."""
     rank: Annotated[int, AT_LEAST_0] = 0
     """Rank."""
     attempt: Annotated[int | None, AT_LEAST_1] = None
-    """Number of the attempt; the last by default."""
+    """Number of the attempt; by default the last."""
     curve: bool = False
-    """Print the steps that count, a JSON line each: samples, loss, batch, attempt."""
+    """Print the completed steps, one JSON line each: samples, loss, batch, attempt."""
 
 
 @dataclass(frozen=True)
 class JobDecision(JobsFolder):
-    """Says why a job waits, runs or shrank, and when it should end."""
+    """Explains why a job waits, runs or shrank, and when it should end."""
 
     job: tyro.conf.Positional[str] = tyro.MISSING
     """Name of the job."""
@@ -74,7 +74,7 @@ class JobDecision(JobsFolder):
 
 @dataclass(frozen=True)
 class Stop(JobsFolder):
-    """Asks a job to save and end; without a job, the scheduler: its jobs wait for the next one."""
+    """Stops a job after saving it; without a job, stops the scheduler and all its jobs."""
 
     job: tyro.conf.Positional[str | None] = None
     """Name of the job."""
@@ -82,7 +82,7 @@ class Stop(JobsFolder):
 
 @dataclass(frozen=True)
 class Scheduler(SchedulerOptions):
-    """Schedules in the foreground, until Ctrl+C or SIGTERM: for a service or a batch system."""
+    """Runs the scheduler in the foreground until Ctrl+C or SIGTERM, for services."""
 
     idle: Annotated[float, AT_LEAST_1] = 60.0
 
@@ -107,8 +107,8 @@ def submit(config: Submit) -> int:
         _check_same(config, about)
     if submission.slots > about.get("slots", submission.slots):
         raise UsageError(
-            f"job {submission.name!r} asks for {submission.slots} slots and the cluster has "
-            f"{about['slots']}: lower its slots, or take a larger cluster"
+            f"job {submission.name!r} asks for {submission.slots} slots, but the cluster has "
+            f"{about['slots']}: reduce its slots, or use a larger cluster"
         )
     spool.submit(submission)
     # The one that was there may have ended just before, with nothing to do.
@@ -242,7 +242,6 @@ def explain(config: JobDecision) -> int:
 
 
 def stop(config: Stop) -> int:
-    """Stops a job, or the scheduler."""
     from gulliver.schedule.live.daemon import has_scheduler, stop_scheduler
     from gulliver.schedule.live.history import read_history
 
@@ -263,7 +262,6 @@ def stop(config: Stop) -> int:
 
 
 def run(config: Scheduler) -> int:
-    """Schedules in the foreground."""
     from gulliver.schedule.live.daemon import serve
 
     serve(part_of(config, SchedulerOptions))
@@ -277,41 +275,40 @@ def run(config: Scheduler) -> int:
 
 @dataclass(frozen=True)
 class Simulate(Options):
-    """Simulates jobs that share a cluster: when each ends, why it waits, and how good that is."""
+    """Simulates jobs on a shared cluster: when each ends, why it waits, and how good that is."""
 
     trace: tyro.conf.Positional[str] = "steady"
-    """CSV or JSON file of jobs, or a drawn trace: steady, heavy-tail, bursts, fixed-batch,
+    """CSV or JSON file of jobs, or a generated trace: steady, heavy-tail, bursts, fixed-batch,
     artifact."""
     policy: str = "rollout"
     """Policy: fifo, srpt, tiresias, pollux or rollout."""
     compare: bool = False
     """Simulate all other policies too."""
     slots: Annotated[int | None, Range(1, 4096)] = None
-    """Slots of the cluster; by default those that a drawn trace is meant for."""
+    """Slots of the cluster; by default those for which a generated trace is designed."""
     node_slots: Annotated[int | None, Range(1, 4096)] = None
-    """Slots of a node; by default all are of one."""
+    """Slots per node; by default all are on one node."""
     across: Annotated[float, Range(1, 1e6)] = 1.0
-    """Times that a byte takes longer between two nodes than within one."""
+    """Ratio of transfer times between nodes and within a node."""
     hardware: str | None = None
-    """Described cluster, or its file, that slots, nodes and across are taken from."""
+    """Described cluster, or its file, that determines slots, nodes and transfer times."""
     quota: tuple[str, ...] = ()
-    """Slots that tenants have a right to, as TENANT=SLOTS."""
+    """Guaranteed slots of tenants, as TENANT=SLOTS."""
     why: str | None = None
     """Job to explain: why it waits or shrank, and when it should end."""
     at: Annotated[float | None, AT_LEAST_0] = None
-    """Second at which it is explained; by default that of its arrival."""
+    """Time in seconds at which to explain it; by default the job's arrival."""
     seed: Annotated[int, SEED] = 0
-    """Seed of a drawn trace, and of policies that draw."""
+    """Seed of a generated trace, and of randomized policies."""
     html: Path | None = None
-    """File to draw the schedules into."""
+    """HTML file for a chart of the schedules."""
     save: Path | None = None
-    """CSV file to write the trace into."""
+    """CSV file to write the trace to."""
     json: bool = False
     """Print JSON."""
 
 
 def simulate_jobs(config: Simulate) -> int:
-    """Simulates, and prints a table, an explanation or JSON."""
     from gulliver.jobs.display import working
     from gulliver.schedule.policies import POLICIES, make_policy
     from gulliver.schedule.report import why
@@ -319,7 +316,7 @@ def simulate_jobs(config: Simulate) -> int:
     from gulliver.schedule.traces import write_trace
 
     if config.at is not None and config.why is None:
-        raise UsageError("--at says when a job is explained: name it with --why JOB")
+        raise UsageError("--at sets the time of an explanation: name the job with --why JOB")
     if config.why is not None and (config.compare or config.json or config.html):
         raise UsageError("--why explains one job: omit --compare, --json and --html")
     jobs, cluster = _trace(config)
@@ -359,7 +356,9 @@ def _trace(config: Simulate) -> tuple[tuple[Job, ...], JobCluster]:
     else:
         jobs = read_trace(config.trace)
         if config.slots is None and config.hardware is None:
-            raise UsageError("--slots is missing: a file of jobs does not say how many there are")
+            raise UsageError(
+                "--slots is missing: a file of jobs does not contain the number of slots"
+            )
         slots = config.slots or 1
     return jobs, _cluster(config, slots, quotas)
 
@@ -369,10 +368,12 @@ def _cluster(config: Simulate, slots: int, quotas: dict[str, int]) -> JobCluster
 
     if config.hardware is None:
         if config.across != 1.0 and config.node_slots is None:
-            raise UsageError("--across is of nodes: say how many slots a node has, --node-slots")
+            raise UsageError("--across needs nodes: set --node-slots")
         return JobCluster(slots, quotas, config.node_slots, config.across)
     if config.node_slots is not None or config.across != 1.0 or config.slots is not None:
-        raise UsageError("--hardware says slots and nodes: leave --slots and the like away")
+        raise UsageError(
+            "--hardware determines slots and nodes: omit --slots, --node-slots and --across"
+        )
     from gulliver.hardware.cluster import Cluster, described
 
     path = Path(config.hardware)

@@ -1,7 +1,7 @@
-"""The autoencoders of ``gulliver models``: sizes, and the predicted memory to decode a clip.
+"""``gulliver models``: sizes and predicted memory of public video models and autoencoders.
 
-The decoder is traced with fake tensors, for the whole clip and for one chunk of a stream. Classes
-of diffusers, which is optional, are listed with the values of the table.
+Autoencoders are traced with fake tensors, for a full clip and for one chunk of a stream. Classes of
+diffusers, which is optional, are listed with tabulated values.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from gulliver.options import size_text
 
 @dataclass(frozen=True)
 class CoderNeeds:
-    """Sizes of an autoencoder; bytes are those of weights and activations."""
+    """Sizes of an autoencoder: bytes of weights and activations."""
 
     release: str
     # Frames, rows and columns of pixels that a latent stands for.
@@ -72,7 +72,7 @@ def coder_needs(name: str, config: ModelsConfig) -> CoderNeeds:
 
 
 class _Decoding(nn.Module):
-    """A decoder that saves nothing for backward."""
+    """A decoder without saved tensors for backward."""
 
     def __init__(self, decoder: nn.Module) -> None:
         super().__init__()
@@ -80,7 +80,6 @@ class _Decoding(nn.Module):
 
     @torch.no_grad()
     def forward(self, latents: Tensor) -> Tensor:
-        """Decodes."""
         return self.decoder(latents)
 
 
@@ -96,7 +95,7 @@ def _decode_peak(
 
 
 def show_coders(found: Mapping[str, CoderNeeds], config: ModelsConfig, room: int) -> None:
-    """Prints a line for each autoencoder."""
+    """Prints a row for each autoencoder."""
     rows = []
 
     def shown(nbytes: int | None) -> str:
@@ -116,7 +115,6 @@ def show_coders(found: Mapping[str, CoderNeeds], config: ModelsConfig, room: int
 
 
 def _print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], footer: str) -> None:
-    """Prints a table with two columns of text, and a footer."""
     console = report_console()
     table = Table()
     for place, name in enumerate(columns):
@@ -137,13 +135,13 @@ def _print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], footer: 
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 COUNTS = ("depth", "depth_single_blocks")
-"""Fields that count blocks."""
+"""Configuration fields that count blocks."""
 BLOCKS = ("blocks", "spatial_blocks", "temporal_blocks", "double_blocks", "single_blocks")
 
 
 @dataclass(frozen=True)
 class Needs:
-    """Memory of a model for a clip, in bytes."""
+    """Memory that a model needs for a clip, in bytes."""
 
     parameters: int
     # Video tokens of a clip.
@@ -157,7 +155,7 @@ class Needs:
 
 
 def models_command(config: ModelsConfig) -> int:
-    """Prints a line for each model."""
+    """Prints a row for each model."""
     known = (*CONFIGURATIONS, *AUTOENCODERS)
     for name in config.names:
         if name not in known:
@@ -186,7 +184,7 @@ def models_command(config: ModelsConfig) -> int:
 
 
 def clip_of(name: str, config: ModelsConfig) -> tuple[int, int, int]:
-    """Frames, height and width in pixels: as requested, or the model's usual ones."""
+    """Returns frames, height and width in pixels: as requested, or the model's defaults."""
     usual = CONFIGURATIONS[name].clip
     asked = (config.frames, config.height, config.width)
     clip = tuple(u if a is None else a for u, a in zip(usual, asked, strict=True))
@@ -194,8 +192,8 @@ def clip_of(name: str, config: ModelsConfig) -> tuple[int, int, int]:
     if fixed is not None and CONFIGURATIONS[name].latent(*clip) != fixed:
         if config.names:
             raise UsageError(
-                f"{name} takes clips of {'x'.join(map(str, usual))} alone: leave --frames, "
-                "--height and --width out"
+                f"{name} takes clips of {'x'.join(map(str, usual))} only: omit --frames, --height "
+                f"and --width"
             )
         return usual
     frames, height, width = clip
@@ -230,7 +228,7 @@ def _peak(
     train: bool,
     again: bool = False,
 ) -> int:
-    """Peak bytes of activations, from models with one or two blocks of each kind."""
+    """Peak bytes of activations, extrapolated from models with one and two blocks of each kind."""
     whole = _fields(name)
 
     def followed(counts: Mapping[str, int]) -> int:
@@ -254,7 +252,7 @@ def _peak(
 
 
 def _fields(name: str) -> dict[str, int]:
-    """Numbers of blocks, by configuration field."""
+    """Returns the numbers of blocks by configuration field."""
     with torch.device("meta"):
         model = build(name)
     return {key: int(getattr(model, key)) for key in COUNTS if hasattr(model, key)}
@@ -269,7 +267,7 @@ def _recompute(model: nn.Module) -> None:
 def inputs_of(
     name: str, clip: tuple[int, int, int], batch: int, dtype: torch.dtype
 ) -> dict[str, Any]:
-    """Arguments of a model for clips of a size, on meta."""
+    """Creates a model's arguments for a clip of a given size, on meta."""
     with torch.device("meta"):
         model: Any = build(name)
 
@@ -312,7 +310,7 @@ def inputs_of(
 
 
 def tokens_of(name: str, clip: tuple[int, int, int]) -> int:
-    """Video tokens of a clip."""
+    """Number of a clip's video tokens."""
     configuration = CONFIGURATIONS[name]
     frames, height, width = configuration.latent(*clip)
     patch = configuration.fields.get("patch_size", 2)

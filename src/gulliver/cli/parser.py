@@ -1,4 +1,4 @@
-"""Reads the arguments of a command into its options, through tyro. Nothing here imports torch.
+"""Parses a command's arguments into its options with tyro. Nothing here imports torch.
 
 tyro parses a view of the options dataclass, with the same fields but our help texts. Before that,
 old spellings are replaced (`RENAMED`), positionals may be given by name, and ``--config`` replaces
@@ -37,9 +37,9 @@ from gulliver.options import (
 
 METAVARS = {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH"}
 SHORT = {name: short for short, name in DTYPES.items()}
-"""Names of dtypes in help."""
+"""Dtype names shown in help."""
 FEW = 10
-"""Most options of a command whose help does not mention ``--config``."""
+"""Maximum number of options of a command whose help omits ``--config``."""
 
 
 class Printed(Exception):
@@ -64,7 +64,7 @@ def parse(kind: type[Options], arguments: list[str], prog: str) -> Any:
     """
     if "--out=" in arguments or ("--out", "") in pairwise(arguments):
         # As a path it would be the current folder.
-        raise UsageError("--out is empty: name a folder or file, . is the current folder")
+        raise UsageError("--out is empty: pass a folder or file (. is the current folder)")
     arguments = respelled(kind, arguments)
     end = arguments.index("--") if "--" in arguments else len(arguments)
     file, options = _taken(arguments[:end], "--config")
@@ -130,7 +130,7 @@ def respelled(kind: type, arguments: list[str]) -> list[str]:
 
 @cache
 def _old_flags(kind: type, prefix: str = "--") -> Mapping[str, tuple[str, type]]:
-    """Current flag and its dataclass, by old flag."""
+    """Maps old flags to current ones and their dataclasses."""
     hints, found = field_hints(kind), {}
     hidden = [name for name, hint in hints.items() if _has(hint, tyro.conf.Suppress)]
     for old, new in renamed_fields(kind, hidden).items():
@@ -143,12 +143,12 @@ def _old_flags(kind: type, prefix: str = "--") -> Mapping[str, tuple[str, type]]
 
 
 def _as_choice(value: str, option: Option | None) -> str:
-    """The spelling of a dtype that an option accepts, such as bf16 for bfloat16."""
+    """Returns the spelling of a dtype that an option accepts, such as bf16 for bfloat16."""
     return value if option is None else alternative_dtype(value, choices_of(option.hint))
 
 
 def _taken(arguments: list[str], flag: str) -> tuple[str | None, list[str]]:
-    """Removes an option and its value from arguments; ``--a b`` and ``--a=b`` are accepted."""
+    """Extracts an option's value, in the form ``--a b`` or ``--a=b``, from the arguments."""
     for place, word in enumerate(arguments):
         if word == flag and place + 1 < len(arguments):
             return arguments[place + 1], arguments[:place] + arguments[place + 2 :]
@@ -160,7 +160,7 @@ def _taken(arguments: list[str], flag: str) -> tuple[str | None, list[str]]:
 
 
 def _defaults(kind: type, file: str | None) -> Any:
-    """Options from a file, with the dataclass's defaults for the others."""
+    """Returns options read from a file, with defaults for the rest."""
     fields = dataclasses.fields(kind)  # type: ignore[arg-type]
     values = {f.name: tyro.MISSING for f in fields if _is_required(f)}
     if file is not None:
@@ -181,7 +181,7 @@ def _read(file: Path) -> Any:
     import yaml
 
     class Loader(yaml.SafeLoader):
-        """YAML that reads 1e-4 as a number; PyYAML reads it as text."""
+        """YAML loader that parses 1e-4 as a number; PyYAML's parses it as text."""
 
     number = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+")
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+0123456789"))
@@ -197,13 +197,13 @@ def _read(file: Path) -> Any:
 
 
 def _has(hint: Any, marker: Any) -> bool:
-    """Whether an annotation has a marker of tyro's."""
+    """Whether an annotation has a tyro marker."""
     (mark,) = marker[int].__metadata__
     return mark in getattr(hint, "__metadata__", ())
 
 
 def choices_of(hint: Any) -> tuple[Any, ...]:
-    """Choices of an option, also within a union."""
+    """Returns the choices of an option, also within a union."""
     hint = bare(hint)
     if typing.get_origin(hint) is Literal:
         return typing.get_args(hint)
@@ -213,7 +213,7 @@ def choices_of(hint: Any) -> tuple[Any, ...]:
 
 
 def _metavar(hint: Any) -> str | None:
-    """Placeholder of a value in help; None leaves it to tyro."""
+    """Returns the placeholder of a value in help; None for tyro's default."""
     inner = bare(hint)
     if typing.get_origin(inner) in (types.UnionType, typing.Union):
         parts = [part for part in typing.get_args(inner) if part is not type(None)]
@@ -227,7 +227,7 @@ def _metavar(hint: Any) -> str | None:
 
 
 def _hint(label: str) -> str:
-    """Default shown in help; empty for switches and if the text states it."""
+    """Formats the default for help; empty for switches, or if the help text has it."""
     return {"None": "", "False": "", "": "", "''": "", "True": "(default: on)"}.get(
         label, f"(default: {SHORT.get(label, label)})"
     )
@@ -247,7 +247,7 @@ def _texts(kind: type) -> Mapping[str, str]:
 
 
 def _field(kind: type, field: dataclasses.Field[Any], hint: Any) -> tuple[str, Any, Any]:
-    """A field for tyro, with our metavar and help."""
+    """Creates a tyro field with our metavar and help."""
     inner, positional = bare(hint), _has(hint, tyro.conf.Positional)
     default = dataclasses.field(default=field.default)
     if dataclasses.is_dataclass(inner):
@@ -277,7 +277,7 @@ _GROUPED: dict[type, dict[str, str]] = {}
 
 @cache
 def _view(kind: type, top: bool) -> type:
-    """The dataclass that tyro parses; `Options.GROUPS` become boxes in help."""
+    """Creates the dataclass that tyro parses; `Options.GROUPS` become boxes in help."""
     hints, groups = field_hints(kind), getattr(kind, "GROUPS", {})
     boxes: dict[str, list[Any]] = {"": []}
     group, where = "", {}
@@ -287,9 +287,9 @@ def _view(kind: type, top: bool) -> type:
         boxes.setdefault(group, []).append(_field(kind, field, hints[field.name]))
     fields = boxes.pop("")
     if top and len(list(options_of(kind))) > FEW:
-        text = "Read options from a YAML or JSON file; those on the command line replace them."
+        text = "Read options from a YAML or JSON file; command-line options override them."
         fields.append(_extra("config", Path | None, None, text, "FILE"))
-        text = "Print all options as YAML for --config, and do nothing else."
+        text = "Print all options as YAML for --config and exit."
         fields.append(_extra("print_config", bool, False, text, None))
     for name, members in boxes.items():
         box = dataclasses.make_dataclass(name, members)
@@ -308,7 +308,6 @@ def _extra(name: str, hint: Any, default: Any, text: str, metavar: str | None) -
 
 
 def _viewed(options: Any, top: bool = True) -> Any:
-    """Converts options to an instance of their view."""
     kind = type(options)
     view = _view(kind, top)
     values: dict[str, Any] = {}
@@ -322,7 +321,6 @@ def _viewed(options: Any, top: bool = True) -> Any:
 
 
 def _options(kind: type, parsed: Any) -> Any:
-    """Converts a parsed view to options."""
     values = {}
     for name, group in _GROUPED[type(parsed)].items():
         value = getattr(getattr(parsed, group) if group else parsed, name)

@@ -1,7 +1,7 @@
-"""``gulliver plan MODEL``: the fastest grids of a model on a cluster, explained.
+"""``gulliver plan``: the fastest grids of a model on a cluster, and related reports.
 
-The search is in `gulliver.planner.search`; models are looked up in `plan_models.py`, and results
-formatted in `plan_text.py`.
+The search is in `gulliver.planner.search`; `plan_models.py` builds the models, and `plan_text.py`
+formats the results.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def answer_of(options: Search, progress: Callable[[str], None] = lambda part: No
         cluster = named_cluster(options.cluster)
         other = changed_cluster(cluster, options.what_if) if options.what_if else None
     if options.inference and (options.host_memory or options.disk):
-        raise UsageError("--host-memory and --disk are for training: leave them out of --inference")
+        raise UsageError("--host-memory and --disk need training: omit them with --inference")
     subject, found = _searched(options, cluster, progress)
     progress("comparing with other clusters and limits")
     samples = options.batch_size
@@ -104,7 +104,7 @@ def _searched(
 
 
 def plain(answer: Answer) -> dict[str, Any]:
-    """Converts a result to plain values, in seconds and bytes."""
+    """Converts an answer to plain values, in seconds and bytes."""
     found = answer.found
     analysis = found.facts.analysis
     return {
@@ -163,7 +163,6 @@ KINDS = ("parameters", "gradients", "optimizer_state", "activations")
 
 
 def show_command(options: Show) -> int:
-    """Prints a plan from a file."""
     plan = Plan.load(options.file)
     print_json(plan.to_values()) if options.json else print(plan.summary())
     return 0
@@ -194,7 +193,6 @@ def _memory_plan(options: Memory) -> Plan:
 
 
 def plugin_of(options: Memory) -> Plugin:
-    """Creates the plugin for the options."""
     precision = None if options.dtype == "fp32" else options.dtype
     limits = options.memory_limit, options.host_memory, options.disk
     if options.tp_size * options.sp_size * options.pp_size == 1:
@@ -207,12 +205,13 @@ def plugin_of(options: Memory) -> Plugin:
         )
     if options.step_in_backward:
         raise UsageError(
-            "--step-in-backward is of whole models: leave it out with --tp-size, --sp-size "
+            "--step-in-backward needs an unsharded model: omit it with --tp-size, --sp-size "
             "or --pp-size"
         )
     if options.activations not in ("keep", "recompute"):
         raise UsageError(
-            f"--activations {options.activations} is of whole models: take keep or recompute with "
+            f"--activations {options.activations} needs an unsharded model: use keep or recompute "
+            f"with "
             "--tp-size, --sp-size or --pp-size"
         )
     return HybridParallelPlugin(
@@ -230,11 +229,11 @@ def plugin_of(options: Memory) -> Plugin:
 
 
 def show(plan: Plan, options: Memory) -> None:
-    """Prints the residency of each kind of state, then time and limit."""
+    """Prints the residency of each kind of state, then the predicted time and the limit."""
     console = report_console()
     moved, memory, zero = plan.predicted.moved, plan.memory, plan.zero
     assert moved is not None, "the plan has tiers"
-    assert zero is not None, "the plan is of ZeRO"
+    assert zero is not None, "the plan uses ZeRO"
     assert zero.tiers is not None, "the plan has tiers"
     tokens = options.batch_size * options.seq_length
     console.print(

@@ -1,4 +1,4 @@
-"""Costs for ``gulliver plan data``: a table of seconds, or costs saved by a run."""
+"""``gulliver plan data``: plans data-centric steps from a table of costs or a run's costs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from gulliver.options import byte_size, size_text
 
 @dataclass(frozen=True)
 class LoadedCosts:
-    """Costs from a file, and lines that describe them."""
+    """Costs loaded from a file, and lines that describe them."""
 
     costs: Any
     # Origin of the costs, and settings used with them.
@@ -40,17 +40,16 @@ class LoadedCosts:
     shapes: tuple[Any, ...]
 
     def drawn(self, options: PlanData) -> list[Any]:
-        """Samples shapes known to the file, if the user gives none."""
+        """Draws shapes that the file covers, if the user passes none."""
         if isinstance(self.costs, TableCosts):
             return draw_shapes(self.costs, options.distribution, options.count, options.seed)
         if not self.shapes:
-            raise UsageError(f"{options.costs} does not say which shapes there are: give --shapes")
+            raise UsageError(f"{options.costs} does not list the shapes: pass --shapes")
         return draw_samples(
             self.costs, self.shapes, options.distribution, options.count, options.seed
         )
 
     def named(self, text: str) -> Any:
-        """Parses a line of --shapes."""
         if isinstance(self.costs, TableCosts):
             return text
         named = {str(shape): shape for shape in self.shapes}
@@ -63,21 +62,20 @@ class LoadedCosts:
             return SampleShape.clip(frames, rows, columns)
         hint = f": {nearest(text, named)}" if named else ""
         raise UsageError(
-            f"--shapes: {text!r} is no shape: write one that the costs know, a number of tokens, "
+            f"--shapes: {text!r} is not a shape: use one with known costs, a number of tokens, "
             f"or latent frames x rows x columns such as 16x30x40{hint}"
         )
 
 
 def load_costs(options: PlanData) -> LoadedCosts:
-    """Reads the costs for a command."""
     return _samples(options) if holds_samples(options.costs) else _table(options)
 
 
 def _table(options: PlanData) -> LoadedCosts:
     if options.memory_limit is not None:
         raise UsageError(
-            f"--memory-limit {options.memory_limit} is for costs that a run has kept: the table "
-            f"{options.costs} says itself how many tokens fit"
+            f"--memory-limit {options.memory_limit} needs costs saved by a run: the table "
+            f"{options.costs} itself determines how many tokens fit"
         )
     if options.cluster != "here":
         raise UsageError(
@@ -115,7 +113,7 @@ MORE = "a quarter more memory"
 
 
 def plan_data(options: PlanData) -> int:
-    """Plans an epoch; prints its first steps, its shares, and the gain of other settings."""
+    """Plans an epoch; prints its first steps, its utilization, and the gain of other settings."""
     with working(f"planning the steps of {options.costs}"):
         values, lines = _planned(options)
     if options.json:
@@ -126,7 +124,7 @@ def plan_data(options: PlanData) -> int:
 
 
 def _planned(options: PlanData) -> tuple[dict[str, Any], list[str]]:
-    """The output, as plain values and as lines."""
+    """Returns the output as plain values and as lines."""
     loaded = load_costs(options)
     shapes = _shapes(options, loaded)
     settings = _settings(options)
@@ -150,7 +148,7 @@ def _planned(options: PlanData) -> tuple[dict[str, Any], list[str]]:
 def gains(
     options: PlanData, loaded: LoadedCosts, shapes: Sequence[Any], speed: float
 ) -> list[tuple[float, str]]:
-    """Describes the gain of each change of a setting in samples per second, largest first."""
+    """Lists the gain of each change of a setting in samples per second, largest first."""
     settings, budget, costs = _settings(options), _budget(options), loaded.costs
     tried: dict[str, tuple[Any, Budget, dict[str, Any]]] = {}
     for name in ("intra", "inter"):
@@ -209,7 +207,7 @@ def _budget(options: PlanData, times: int = 1) -> Budget:
     if options.seconds is not None:
         given.append(Seconds(times * options.seconds))
     if len(given) != 1:
-        raise UsageError("give one budget of a step: --samples, --tokens or --seconds")
+        raise UsageError("set one budget per step: --samples, --tokens or --seconds")
     return given[0]
 
 
@@ -222,10 +220,10 @@ def _shapes(options: PlanData, loaded: LoadedCosts) -> list[Any]:
         text = data.decode("utf-8-sig")  # editors on Windows begin with a byte order mark
     except UnicodeDecodeError as error:
         raise UsageError(
-            f"--shapes {options.shapes} is no text in UTF-8 ({error.reason} at byte {error.start}):"
-            " write a shape on each line"
+            f"--shapes {options.shapes} is no text in UTF-8 ({error.reason} at byte "
+            f"{error.start}): use one shape per line"
         ) from None
     found = [line.strip() for line in text.splitlines() if line.strip()]
     if not found:
-        raise UsageError(f"{options.shapes} names no shapes: write one on each line")
+        raise UsageError(f"{options.shapes} has no shapes: use one shape per line")
     return [loaded.named(line) for line in found]

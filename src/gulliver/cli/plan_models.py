@@ -1,6 +1,6 @@
-"""Finds models by what the user gives: a folder, a file, a public name, or a function.
+"""Builds the model to plan from a folder, a file, a public name, or a function.
 
-All are built on meta: nothing of a model's size is allocated, and nothing is downloaded.
+All models are built on meta: no weights are allocated or downloaded.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 PUBLIC: dict[str, dict[str, Any]] = json.loads(
     Path(__file__).with_name("plan_models.json").read_text(encoding="utf-8")
 )
-"""Public models by name, as their config.json has them."""
+"""Configurations (config.json) of public models by name."""
 TEXT_LENGTH = 77
-"""Tokens of a caption of Stable Diffusion."""
+"""Tokens of a Stable Diffusion caption."""
 TOKENS = 2048
-"""Tokens of a sample of a model of language, unless others are asked for."""
+"""Default number of tokens per sample of a language model."""
 LANGUAGE = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForMaskedLM")
 
 
 @dataclass(frozen=True)
 class Subject:
-    """The subject of a search."""
+    """Model to plan for, with a sample."""
 
     model: nn.Module
     # One sample or a few, as the model takes them.
@@ -71,7 +71,7 @@ def subject_of(options: Search) -> Subject:
     """Builds the requested model and a sample for it."""
     name = options.model
     if name in CONFIGURATIONS:
-        _refuse(options, "is a model of video", "seq_length")
+        _refuse(options, "is a video model", "seq_length")
         return _video(options)
     if name.lower() in PUBLIC:
         return _configured(PUBLIC[name.lower()], name.lower(), options)
@@ -81,29 +81,30 @@ def subject_of(options: Search) -> Subject:
     if path.is_dir() or path.suffix == ".json":
         file = path / "config.json" if path.is_dir() else path
         if not file.is_file():
-            raise UsageError(f"there is no {file}: name a folder with a config.json")
+            raise UsageError(f"{file} does not exist: pass a folder with a config.json")
         values = read_json(file)
         if not isinstance(values, Mapping):
-            raise UsageError(f"{file} is no configuration: it has fields such as model_type")
+            raise UsageError(
+                f"{file} is not a model configuration: it needs fields such as model_type"
+            )
         return _configured(values, Path(name).name, options)
     if re.fullmatch(r"[\w.]+:\w*", name):
         return _made(name, options)
     raise UsageError(
-        f"there is no model {name!r}: {hint}; or name a "
-        "Hugging Face folder, a config.json, or module:function"
+        f"there is no model {name!r}: {hint}; or pass a Hugging Face folder, a config.json, or "
+        f"module:function"
     )
 
 
 def _refuse(options: Search, why: str, *names: str) -> None:
-    """Rejects options that have no effect on such a model."""
+    """Rejects options that have no effect on this kind of model."""
     for name in names:
         if getattr(options, name) is not None:
             flag = "--" + name.replace("_", "-")
-            raise UsageError(f"{flag} has no effect: {options.model} {why}; leave it out")
+            raise UsageError(f"{flag} has no effect: {options.model} {why}; omit it")
 
 
 def _video(options: Search) -> Subject:
-    """Builds a public video model and a clip for it."""
     name = options.model
     frames, height, width = CONFIGURATIONS[name].clip
     clip = (options.frames or frames, *(_size(options.size) or (height, width)))
@@ -123,7 +124,7 @@ def _size(text: str | None) -> tuple[int, int] | None:
         return None
     found = re.fullmatch(r"(\d+)x(\d+)", text)
     if found is None or not all(8 <= int(side) < 65536 for side in found.groups()):
-        raise UsageError(f"--size {text} is no size: give rows x columns, such as 720x1280")
+        raise UsageError(f"--size {text} is not a size: use rows x columns, such as 720x1280")
     rows, columns = found.groups()
     return int(rows), int(columns)
 
@@ -163,7 +164,7 @@ def _configured(values: Mapping[str, Any], name: str, options: Search) -> Subjec
 def _sample_of(
     model: Any, name: str, options: Search
 ) -> tuple[dict[str, Any], str, int, tuple[str, ...]] | None:
-    """A sample for a transformers model, its description, its number of tokens, and notes."""
+    """Returns a transformers model's sample, its description, its number of tokens, and notes."""
     config = model.config
     _refuse(options, "takes no clips", "frames")
     seq = options.seq_length or TOKENS
@@ -172,7 +173,7 @@ def _sample_of(
     text, vision = (getattr(config, f"{part}_config", None) for part in ("text", "vision"))
     if "return_loss" in takes and text is not None and vision is not None:
         most = getattr(text, "max_position_embeddings", seq)
-        _refuse(options, "takes pictures of the size that it is made for", "size")
+        _refuse(options, "accepts only images of its own size", "size")
         pixels, sample = _pixels(vision, options)
         ids = ids[:, :most]
         batch: dict[str, Any] = {"input_ids": ids, "pixel_values": pixels}
@@ -187,27 +188,25 @@ def _sample_of(
         batch = {main: sound, last: ids}
         return batch, f"{shape[2]} frames of sound and {ids.shape[1]} tokens", 0, ()
     if getattr(config, "image_size", None) and not getattr(config, "vocab_size", None):
-        _refuse(
-            options, "takes pictures alone, of the size that it is made for", "seq_length", "size"
-        )
+        _refuse(options, "accepts only images, of its own size", "seq_length", "size")
         pixels, sample = _pixels(config, options)
         return {"pixel_values": pixels}, sample, 0, ()
     if main != "input_ids" or "input_ids" not in takes:
         return None
-    _refuse(options, "is planned for text alone", "size")
+    _refuse(options, "is planned for text only", "size")
     batch = {"input_ids": ids}
     if type(model).__name__.endswith(LANGUAGE) and not options.inference:
         batch["labels"] = ids
     elif config.is_encoder_decoder:
         batch["decoder_input_ids"] = ids
     most = getattr(config, "max_position_embeddings", None) or seq
-    notes = [f"the model is made for {most} tokens, not {seq}"] * (seq > most)
-    notes += [f"{name} is planned for text alone: give module:function for pictures"] * bool(vision)
+    notes = [f"the model accepts at most {most} tokens, not {seq}"] * (seq > most)
+    notes += [f"{name} is planned for text only: use module:function for images"] * bool(vision)
     return batch, f"{seq} tokens", seq, tuple(notes)
 
 
 def _pixels(config: Any, options: Search) -> tuple[torch.Tensor, str]:
-    """An image of the size that a model expects."""
+    """Creates an image of the size that a model expects."""
     side = config.image_size
     rows, columns = (side, side) if isinstance(side, int) else side
     shape = (1, config.num_channels, rows, columns)
@@ -216,7 +215,7 @@ def _pixels(config: Any, options: Search) -> tuple[torch.Tensor, str]:
 
 
 def cached_elements(model: nn.Module, batch: Mapping[str, Any]) -> int:
-    """Elements of the keys and values that a transformers model on meta caches for a batch."""
+    """Number of key and value elements that a transformers model on meta caches for a batch."""
     if not getattr(model, "can_generate", lambda: False)():
         return 0
     try:
@@ -228,7 +227,7 @@ def cached_elements(model: nn.Module, batch: Mapping[str, Any]) -> int:
 
 
 def _cached(value: Any) -> Iterator[torch.Tensor]:
-    """Yields the tensors of a cache with any kind of layers."""
+    """Yields the tensors of a cache, whatever its layers."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, list | tuple):
@@ -244,7 +243,9 @@ def _cached(value: Any) -> Iterator[torch.Tensor]:
 def _unet(values: Mapping[str, Any], name: str, options: Search) -> Subject:
     """Builds a UNet of diffusers, and a latent image with its caption."""
     if values["_class_name"] != "UNet2DConditionModel":
-        raise UsageError(f"{name} is a {values['_class_name']}: of diffusers, UNets are planned")
+        raise UsageError(
+            f"{name} is a {values['_class_name']}: of diffusers models, only UNets are supported"
+        )
     try:
         from diffusers import UNet2DConditionModel
     except ImportError:
@@ -252,7 +253,7 @@ def _unet(values: Mapping[str, Any], name: str, options: Search) -> Subject:
     with torch.device("meta"):
         model: Any = UNet2DConditionModel.from_config(dict(values))
     config: Any = model.config
-    _refuse(options, "is a model of pictures", "seq_length", "frames")
+    _refuse(options, "is an image model", "seq_length", "frames")
     side = config.sample_size
     rows, columns = (n // 8 for n in _size(options.size) or (8 * side, 8 * side))
     dtype = DTYPES[options.dtype]
@@ -273,14 +274,14 @@ def _unet(values: Mapping[str, Any], name: str, options: Search) -> Subject:
 
 
 def _made(place: str, options: Search) -> Subject:
-    """The model and example batch that a user's function returns."""
+    """Returns the model and example batch of a user's function."""
     module, function = place.split(":")
     if not function:
         raise UsageError(
-            f"{place} names no function: give {place}FUNCTION, which returns a model and an "
+            f"{place} has no function: use {place}FUNCTION, which returns a model and an "
             "example batch"
         )
-    _refuse(options, "gives its own example batch", "seq_length", "frames", "size")
+    _refuse(options, "has its own example batch", "seq_length", "frames", "size")
     sys.path.insert(0, "")
     try:
         make = getattr(import_module(module), function)
@@ -312,14 +313,14 @@ def trained_part(subject: Subject, options: Search) -> torch.optim.Optimizer | N
     model = subject.model
     if options.inference:
         if options.lora:
-            raise UsageError("--lora trains, and --inference does not: leave one out")
+            raise UsageError("--lora trains, but --inference does not: omit one of them")
         model.eval().requires_grad_(False)
         return None
     if options.lora:
         adapt(model, options.lora)
     trained = [p for p in model.parameters() if p.requires_grad]
     if not trained:
-        raise UsageError(f"{subject.name} has no parameter that learns: give --inference")
+        raise UsageError(f"{subject.name} has no trainable parameters: use --inference")
     return OPTIMIZERS[options.optimizer](trained)
 
 
@@ -341,7 +342,7 @@ def adapt(model: nn.Module, rank: int) -> None:
 def model_of(folder: Path) -> nn.Module:
     """Builds a folder's model on meta, by transformers or from the tensor names in its files."""
     if not folder.is_dir():
-        raise UsageError(f"--model {folder} is no folder: name one with a config.json")
+        raise UsageError(f"--model {folder} is not a folder: pass one with a config.json")
     file = folder / "config.json"
     model = built(read_json(file)) if file.is_file() else None
     if model is None:
@@ -350,7 +351,6 @@ def model_of(folder: Path) -> nn.Module:
 
 
 def built(values: Mapping[str, Any]) -> nn.Module | None:
-    """Builds the model of a configuration; None if transformers cannot."""
     try:
         import transformers
 
@@ -364,7 +364,7 @@ def built(values: Mapping[str, Any]) -> nn.Module | None:
 
 
 def _named(folder: Path) -> nn.Module:
-    """Modules with a meta parameter for each tensor in the folder's files."""
+    """Creates modules with a meta parameter for each tensor in the folder's files."""
     model = nn.Module()
     with open_weights(folder) as weights:
         for name, info in weights.infos.items():

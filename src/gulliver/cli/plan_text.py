@@ -1,4 +1,4 @@
-"""``gulliver plan --why MODULE``: explains the choice for a module and its alternatives."""
+"""Formats the results of ``gulliver plan``, including ``--why MODULE``."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from gulliver.planner.search.score import Scored
 
 SIZES = (1, 2, 4, 8, 16)
 ADDED_UP = ("row", "vocabulary")
-"""Kinds of modules whose outputs tensor ranks add up."""
+"""Kinds of modules whose outputs are summed over tensor ranks."""
 
 
 NOT_BEST = "not among the best"
-"""Where no grid with so many tensor ranks is among those that were found."""
+"""Label of a number of tensor ranks that none of the best grids has."""
 
 
 @dataclass(frozen=True)
 class TensorChoice:
-    """A way to shard a module over ranks."""
+    """A way to shard a module over tensor ranks."""
 
     tensor: int
     # What they do with it.
@@ -52,7 +52,7 @@ class TensorChoice:
 
 @dataclass(frozen=True)
 class ModuleDecision:
-    """Decision about a module."""
+    """Chosen sharding of a module, and its alternatives."""
 
     path: str
     kind: str
@@ -72,7 +72,7 @@ class ModuleDecision:
 
 
 def why_module(found: Found, path: str) -> ModuleDecision:
-    """Explains the choice of the fastest grid for a module."""
+    """Explains how the fastest grid shards a module."""
     facts = found.facts
     costs = facts.analysis.module(path)
     module = facts.model.get_submodule(path)
@@ -103,7 +103,7 @@ def _choice(found: Found, path: str, size: int) -> TensorChoice:
         return TensorChoice(size, "", refused=str(error))
     placed = tensor.modules.get(path) if size > 1 else None
     inside = [p for p in tensor.modules if p.startswith(f"{path}.")] if size > 1 else []
-    how = placed.style if placed else f"{len(inside)} modules in it are cut" if inside else "whole"
+    how = placed.style if placed else f"{len(inside)} submodules sharded" if inside else "whole"
     analysis, n = facts.analysis, facts.samples
     seconds = analysis.seconds(facts.device, None, path) / n
     cut = bool(inside or (placed and placed.dims))
@@ -144,22 +144,21 @@ class Answer:
 
 
 WIDTH = 50
-"""Characters of a step's timeline."""
+"""Width of a step's timeline in characters."""
 NOT_COUNTED = (
     "input",
-    "what kernels work with inside",
-    "fragments of the allocator",
+    "workspace of kernels",
+    "allocator fragmentation",
     "text encoders and autoencoders",
 )
-GENERATED = "the tokens that are generated: seconds are those of one forward, the prompt's"
-CACHE = "keys and values, which are not known"
+GENERATED = "token generation: seconds are those of one forward, the prefill"
+CACHE = "keys and values, whose size is unknown"
 SAMPLES = (1, 8, 64)
-"""Numbers of samples that the memory of inference is printed for."""
+"""Batch sizes for which inference memory is printed."""
 HOUR, TRILLION = 3600.0, 1e12
 
 
 def show_answer(answer: Answer, options: Search) -> None:
-    """Prints a result."""
     console = report_console()
     found = answer.found
     for line in lines_of(answer, options):
@@ -181,7 +180,7 @@ def show_answer(answer: Answer, options: Search) -> None:
 
 
 def _refusals(found: Found) -> list[str]:
-    """Reasons for excluding meshes, each with the first mesh that it excludes."""
+    """Lists reasons for excluding meshes, each with the first mesh it excludes."""
     first: dict[str, str] = {}
     for mesh, why in found.refused.items():
         first.setdefault(why, mesh)
@@ -189,7 +188,7 @@ def _refusals(found: Found) -> list[str]:
 
 
 def lines_of(answer: Answer, options: Search) -> list[str]:
-    """Describes the model, the costs of a step, and the origin of the figures."""
+    """Describes the model, the costs of a step, and the source of the numbers."""
     found, subject = answer.found, answer.subject
     facts, cluster = found.facts, found.cluster
     flops = facts.analysis.flops / facts.samples
@@ -237,7 +236,7 @@ def _above_device(found: Found) -> str:
 
 
 def not_counted(found: Found) -> list[str]:
-    """Costs that a search does not include."""
+    """Lists costs that the search does not include."""
     if found.facts.trained:
         return list(NOT_COUNTED)
     return [*NOT_COUNTED, GENERATED, *([] if found.facts.cached else [CACHE])]
@@ -269,19 +268,19 @@ def _grids(best: Sequence[Scored]) -> Table:
 
 
 def _moved(best: Scored) -> list[str]:
-    """Bytes of a rank by memory tier, and the traffic of a step between tiers."""
+    """Describes a rank's bytes by memory tier, and the traffic of a step between tiers."""
     moved = best.moved
     if moved is None:
         return []
     lines = [
-        f"off-load: {size_text(moved.stays.total)} of state stay, {size_text(moved.leaves.total)} "
+        f"offload: {size_text(moved.stays.total)} of state stay, {size_text(moved.leaves.total)} "
         f"come and go; a step reads {size_text(moved.read)} and writes {size_text(moved.written)}, "
         f"{moved.bottleneck}; least limit {size_at_least(moved.minimum)}, which {moved.decides} "
         "needs"
     ]
     if moved.on_disk.total:
         lines.append(
-            f"  {size_text(moved.on_disk.total)} of it lie on the disk at times; a step reads "
+            f"  {size_text(moved.on_disk.total)} of it are on disk at times; a step reads "
             f"{size_text(moved.disk_read)} from there and writes {size_text(moved.disk_written)}"
         )
     return lines
@@ -292,7 +291,6 @@ def _memory(best: Scored) -> str:
 
 
 def _kinds(best: Scored) -> str:
-    """Bytes of a rank by kind, as text."""
     return ", ".join(
         f"{kind.replace('_', ' ')} {size_text(count)}"
         for kind, count in best.bytes_by_kind.items()
@@ -301,7 +299,7 @@ def _kinds(best: Scored) -> str:
 
 
 def timeline(best: Scored) -> list[str]:
-    """A step of the best grid: one bar per kind of time, in sequence."""
+    """Draws a step of the best grid: one bar per kind of time, in sequence."""
     lines, begun, step = [], 0.0, best.seconds.step or 1.0
     for kind, seconds in best.seconds_by_kind.items():
         start, end = round(WIDTH * begun / step), round(WIDTH * (begun + seconds) / step)
@@ -314,7 +312,7 @@ def timeline(best: Scored) -> list[str]:
         for kind in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "sends")
     )
     text = seconds_text(max(0.0, hidden - best.seconds.exposed))
-    return [*lines, f"{'':>10}  of messages {text} more are hidden behind compute"]
+    return [*lines, f"{'':>10}  {text} more of communication is hidden behind compute"]
 
 
 def _prices(prices: Sequence[Price], found: Found) -> list[str]:
@@ -336,19 +334,19 @@ def _after(answer: Answer, options: Search) -> list[str]:
     found, need = answer.found, answer.minimum_resources
     lines = [
         f"least memory on these ranks: {size_at_least(need.bytes)} ({need.grid})",
-        f"fewest of such ranks that fit it: {need.ranks or 'more than were looked at'}"
+        f"smallest number of ranks that fits: {need.ranks or 'more than were searched'}"
         + (
-            f", or fewer: {need.unlooked[0]} to {need.unlooked[1]} were not looked at"
+            f", or fewer: {need.unlooked[0]} to {need.unlooked[1]} were not searched"
             if need.unlooked
             else ""
         ),
     ]
     if need.offloaded is not None:
         text = f"{size_at_least(need.offloaded.bytes)} ({need.offloaded})"
-        lines.insert(1, f"least memory where what does not fit leaves: {text}")
+        lines.insert(1, f"least memory with offloading: {text}")
     if found.unlooked:
         lines.append(
-            f"off-load: {found.unlooked:,} more grids, of a higher bound, were not replayed"
+            f"offload: {found.unlooked:,} more grids with a higher bound were not replayed"
         )
     if answer.changed is not None:
         lines += _changes(found, answer.changed)
@@ -358,7 +356,7 @@ def _after(answer: Answer, options: Search) -> list[str]:
 
 
 def _inference(found: Found, sample: str) -> str:
-    """The model, its keys and values, for several batch sizes."""
+    """Describes the memory of the model and its KV cache for several batch sizes."""
     facts = found.facts
     model = facts.item * facts.parameters
     sizes = ", ".join(f"{n}: {size_text(model + n * facts.cached)}" for n in SAMPLES)
@@ -403,7 +401,7 @@ def _show_why(console: Console, why: ModuleDecision) -> None:
         f"and {size_text(why.saved)} kept for a sample; {again} of {blocks} blocks are recomputed"
     )
     table = Table()
-    for name in ("tp", "what is done with it", "compute", "its sums", "whole step"):
+    for name in ("tp", "how it is sharded", "compute", "its sums", "whole step"):
         table.add_column(name, justify="left" if name[0] == "w" else "right", overflow="fold")
     for choice in why.choices:
         mark = " *" if choice.tensor == why.chosen else ""

@@ -23,7 +23,7 @@ from gulliver.precision.fp8.layers import COPIES
 
 @dataclass(frozen=True)
 class LayerSize:
-    """Layers of one size."""
+    """All layers of one size."""
 
     inputs: int
     outputs: int

@@ -1,4 +1,4 @@
-"""``gulliver probe``: measures a machine, and stores the result until something changes."""
+"""``gulliver probe``: measures a machine and stores the result; ``gulliver doctor``."""
 
 from __future__ import annotations
 
@@ -44,18 +44,18 @@ from gulliver.precision.wire.formats import NAMES, wire_format
 from gulliver.precision.wire.packing import PackRates, pack_rates
 
 BUSY = 0.5
-"""Relative spread above which the machine was busy."""
+"""Relative spread of measurements above which the machine counts as busy."""
 ONE_RANK = "link probing needs several ranks: torchrun --nproc-per-node 4 -m gulliver probe"
 
 
 class Progress(Protocol):
-    """Receives the current measurement, and the finished fraction if known."""
+    """Callback with the current measurement, and the finished fraction if known."""
 
     def __call__(self, what: str, share: float | None = None) -> None: ...
 
 
 def probe_command(config: ProbeConfig) -> int:
-    """Measures the machine, or shows an earlier measurement."""
+    """Measures the machine, or prints stored results."""
     return probe(config.out, config.folder, config.again, config.mib, config.json)
 
 
@@ -111,7 +111,7 @@ def _bars(console: Console) -> Iterator[Progress]:
 def measured_disk(
     world: World, folder: Path, mib: int = 256, progress: Progress = lambda what, share=None: None
 ) -> Disk:
-    """Measures the disk of a folder on rank 0; the result is the same on all ranks (collective)."""
+    """Measures a folder's disk on rank 0; all ranks get the result (collective)."""
     disk, refusal = broadcast_object(_disk(folder, mib, progress) if world.is_main else None)
     if refusal is not None:
         raise GulliverError(refusal)
@@ -121,7 +121,7 @@ def measured_disk(
 def measured_cluster(
     world: World, disk: Disk | None = None, progress: Progress = lambda what, share=None: None
 ) -> Cluster:
-    """Measures device and links; the result is the same on all ranks (collective)."""
+    """Measures device and links; all ranks get the same result (collective)."""
     # All ranks at once: as in a step, they share the machine.
     devices: list[Device] = gather_objects(probe_device(world.device, progress))
     axes, order = (), None
@@ -150,7 +150,7 @@ def measured_packing(world: World) -> dict[str, PackRates]:
 
 
 def show(cluster: Cluster, packing: Mapping[str, PackRates] | None = None) -> None:
-    """Prints a cluster as a table; spreads are interquartile ranges or largest fit errors."""
+    """Prints a cluster as a table; spreads are interquartile ranges or maximum fit errors."""
     table = Table(title=cluster.name, title_justify="left")
     table.add_column("what")
     table.add_column("rate", justify="right")
@@ -194,8 +194,8 @@ def show(cluster: Cluster, packing: Mapping[str, PackRates] | None = None) -> No
     report_console().print(table)
     if max((curve.spread or 0.0 for curve in _curves(cluster)), default=0.0) > BUSY:
         report_console().print(
-            f"quartiles lie more than {100 * BUSY:.0f} % apart: the machine was busy, so probe it "
-            "--again when it is quiet"
+            f"quartiles lie more than {100 * BUSY:.0f} % apart: the machine was busy; use --again "
+            f"when it is idle"
         )
     if cluster.rank_order is not None:
         report_console().print(f"order of ranks along the axes: {list(cluster.rank_order)}")
@@ -214,7 +214,7 @@ def _curves(cluster: Cluster) -> list[Curve]:
 def _with_collectives(
     axes: tuple[Axis, ...], order: tuple[int, ...] | None, device: torch.device, progress: Progress
 ) -> tuple[Axis, ...]:
-    """Measures the collectives along each axis, and along all axes at once."""
+    """Measures the collectives along each axis, and along all axes together."""
     named = make_axes({axis.name: axis.size for axis in axes}, order)
 
     def measured(torus: Torus) -> Along:
@@ -236,7 +236,7 @@ def _with_collectives(
 def _operations(
     torus: Torus, device: torch.device
 ) -> dict[str, Callable[[int], Callable[[], object]]]:
-    """Returns, for each collective, a function of bytes that prepares one run along a torus."""
+    """Returns, for each collective, a function that prepares a run with a number of bytes."""
 
     def tensors(count: int) -> tuple[torch.Tensor, torch.Tensor]:
         whole = torch.ones(count // 4, device=device)
@@ -344,9 +344,13 @@ def doctor_command(config: DoctorConfig) -> int:
 def check_folder(folder: Path) -> None:
     """Rejects a path that is not a folder, before anything is measured."""
     if not folder.exists():
-        raise GulliverError(f"{folder} does not exist: --folder names a folder on the disk to test")
+        raise GulliverError(
+            f"{folder} does not exist: --folder must be a folder on the disk to test"
+        )
     if not folder.is_dir():
-        raise GulliverError(f"{folder} is not a folder: --folder names one on the disk to test")
+        raise GulliverError(
+            f"{folder} is not a folder: --folder must be a folder on the disk to test"
+        )
 
 
 def machine() -> Iterator[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""``gulliver serve``: an OpenAI-compatible server, and a load generator for any such server.
+"""``gulliver serve``, ``gulliver serve bench`` and ``gulliver chat``.
 
 Nothing here imports torch at its top: ``--help`` reads this module.
 """
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Start(ModelOptions, EngineOptions, ServerOptions):
-    """Serves a language model to clients of OpenAI's interface, until Ctrl+C or SIGTERM.
+    """Serves a language model through the OpenAI API, until Ctrl+C or SIGTERM.
 
-    `gulliver serve bench --help`: a generator of load for any such server.
+    `gulliver serve bench --help`: a load generator for any such server.
     """
 
     model: tyro.conf.Positional[Path] = tyro.MISSING
@@ -38,7 +38,7 @@ class Start(ModelOptions, EngineOptions, ServerOptions):
 
 @dataclass(frozen=True)
 class Bench(Load):
-    """Sends requests to any server of OpenAI's interface, and says how long answers take."""
+    """Sends requests to any server with the OpenAI API, and measures latency and throughput."""
 
     url: str = tyro.MISSING
     prompt: tuple[str, ...] = ()
@@ -77,28 +77,30 @@ def start_command(config: Start) -> int:
 
 
 def _say(config: Start, model: LLM, server: Server, options: ServerOptions) -> None:
-    """Prints the server's address and its chosen settings."""
+    """Prints the server's address and settings."""
     facts = model.engine.runner.facts
     tokens = facts.blocks * facts.block_size
-    size = "for all of them, in at most half of the free memory"
+    size = "for all sequences, in at most half of the free memory"
     if config.kv_cache is not None or config.cache_tokens is not None:
         size = "as given"
     body = options.body_limit(facts.longest)
     chosen = "as given" if config.body_bytes else "by the context"
     lines = [
         f"gulliver: {server.limits.name} at {server.url}",
-        f"  at most {facts.longest:,} tokens of prompt and answer ({facts.what}), "
-        f"{config.sequences} answers at a time, {config.queue} waiting",
+        f"  at most {facts.longest:,} tokens of prompt and completion ({facts.what}), "
+        f"{config.sequences} concurrent sequences, {config.queue} waiting",
         f"  cache of {tokens:,} tokens ({size}); bodies of at most {size_text(body)} ({chosen})",
     ]
     if config.ranks > 1:
         lines.append(f"  {config.ranks} ranks: {config.pp_size} stages of {config.tp_size}")
     if config.speculation is not None:
-        lines.append(f"  drafts by {config.speculation}, verified where that is predicted to pay")
+        lines.append(f"  drafts by {config.speculation}, verified if predicted to be faster")
     if getattr(model.tokenizer, "chat_template", None) is None:
-        lines.append("  no chat template: /v1/chat/completions refuses, /v1/completions answers")
+        lines.append("  no chat template: only /v1/completions is available")
     if options.host not in ("127.0.0.1", "localhost", "::1") and options.key is None:
-        lines.append("  whoever reaches this address may ask: --api-key lets in who knows it")
+        lines.append(
+            "  anyone who can reach this address may send requests; --api-key requires a key"
+        )
     print("\n".join(lines), file=sys.stderr, flush=True)
 
 
@@ -134,7 +136,7 @@ def _prompts(file: Path) -> tuple[str, ...]:
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"--prompt-file {file}: {error}") from None
     if not found:
-        raise UsageError(f"--prompt-file {file} has no prompt: write one a line")
+        raise UsageError(f"--prompt-file {file} has no prompt: write one per line")
     return found
 
 
@@ -145,28 +147,28 @@ def _prompts(file: Path) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class ChatConfig(ModelOptions):
-    """Talks with a language model, by its chat template; answers come as they are made."""
+    """Chats with a language model, using its chat template; replies are streamed."""
 
     folder: tyro.conf.Positional[Path] = tyro.MISSING
     """Hugging Face folder of the model with its tokenizer, or a GGUF file."""
     prompt: tuple[str, ...] = ()
-    """Message to answer; several are answered in turn, without a terminal."""
+    """Message to reply to; several are replied to in turn, without a terminal."""
     system: str = ""
-    """What the model is told before the first message."""
+    """System prompt."""
     plain: bool = False
-    """Continue each text as it is: no chat template, no history."""
+    """Continue each text without a chat template or history."""
     max_tokens: Annotated[int, Range(1, 2**20)] = 256
-    """Most tokens of an answer."""
+    """Maximum number of tokens of a reply."""
     temperature: Annotated[float, Range(0, 100)] = 0.7
-    """0 takes the likeliest token, 1 the model's own distribution."""
+    """Sampling temperature; 0 is greedy, 1 the model's own distribution."""
     top_p: Annotated[float, Range(0.001, 1)] = 1.0
-    """Draw among the fewest tokens that have this probability together."""
+    """Nucleus sampling: sample from the fewest tokens with this total probability."""
     seed: Annotated[int | None, SEED] = None
-    """Seed of what is drawn; a new one each time by default."""
+    """Sampling seed; by default a new one each time."""
 
 
 def chat_command(config: ChatConfig) -> int:
-    """Replies to messages until there are no more."""
+    """Replies to messages until the input ends."""
     from gulliver.serve.llm import LLM
     from gulliver.serve.requests import chat_tokens
 
@@ -187,7 +189,7 @@ def chat_command(config: ChatConfig) -> int:
 
 
 def _typed() -> Iterator[str]:
-    """Lines that the user types, until the input ends."""
+    """Yields the lines that the user types."""
     while True:
         try:
             line = input("> " if sys.stdin.isatty() else "")

@@ -1,4 +1,4 @@
-"""The video commands. Each is a call into the library; their options are in `options.py`."""
+"""The video commands; their options are in `options.py`."""
 
 from __future__ import annotations
 
@@ -41,11 +41,10 @@ from gulliver.video.sources import check_start, with_encoded
 from gulliver.video.training import check_ranks
 
 CONDITION_FRAMES = 5
-"""Default number of conditioning frames, from the end of a clip."""
+"""Default number of conditioning frames at the end of a clip."""
 
 
 def check_train(config: TrainConfig) -> None:
-    """Rejects invalid options."""
     config = with_encoded(config)
     check_config(config)
     check_start(config)
@@ -54,7 +53,7 @@ def check_train(config: TrainConfig) -> None:
 
 
 def train_command(config: TrainConfig, arguments: list[str]) -> int:
-    """Trains, starting ranks on this machine if no launcher has."""
+    """Trains, starting ranks on this machine if no launcher has done so."""
     ranks = config.ranks or max(default_ranks(), config.ranks_of_a_model)
     if not under_launcher() and ranks > 1:
         code = launch("gulliver.cli", arguments, ranks)
@@ -66,7 +65,7 @@ def train_command(config: TrainConfig, arguments: list[str]) -> int:
 
 
 def train_autoencoder_command(config: TrainAutoencoderConfig, arguments: list[str]) -> int:
-    """Trains a video autoencoder, starting ranks on this machine if no launcher has."""
+    """Trains a video autoencoder, starting ranks on this machine if no launcher has done so."""
     ranks = config.ranks or max(default_ranks(), config.share_ranks)
     if not under_launcher() and ranks % config.share_ranks:
         raise UsageError(
@@ -89,10 +88,10 @@ def train_autoencoder_command(config: TrainAutoencoderConfig, arguments: list[st
 def _read(
     config: GenerateConfig, arguments: list[str]
 ) -> tuple[list[str], list[Request], Any, int]:
-    """Reads and checks the request: prompts, requests, the clip to extend, ranks."""
+    """Reads and checks prompts, requests, the clip to extend, and ranks."""
     if config.model is not None and _asked(config, arguments, "run"):
         raise UsageError(
-            f"--run {config.run} and --model {config.model} exclude each other: name one of them"
+            f"--run {config.run} and --model {config.model} exclude each other: omit one of them"
         )
     prompts = _prompts(config)
     # The autoencoders and patches of all public models divide 16.
@@ -101,7 +100,7 @@ def _read(
     check_clip(bucket.frames, bucket.height, bucket.width, config.scale)
     check_output(config.out, config.frames, config.fps)
     if read_strategy(config.step_cache) is None and config.cache_check:
-        raise UsageError("--cache-check needs --step-cache: add one, such as first-block")
+        raise UsageError("--cache-check needs --step-cache, such as first-block")
     guided, image_guided = config.guidance != 1, config.guidance_image != 1
     ranks = 1
     if not under_launcher():
@@ -147,11 +146,13 @@ def _loaded(
             load_adapter(model, config.adapter)
         return _with_own(config, arguments, model), model
     if config.adapter is not None:
-        raise UsageError(f"--adapter {config.adapter} is of a --run: leave --model out")
+        raise UsageError(f"--adapter {config.adapter} needs a --run: omit --model")
     if config.autoencoder is None or config.text_encoder is None:
         parts = {"--autoencoder": config.autoencoder, "--text-encoder": config.text_encoder}
         missing = " and ".join(name for name, path in parts.items() if path is None)
-        raise UsageError(f"--model {config.model} needs {missing}: name what it was trained with")
+        raise UsageError(
+            f"--model {config.model} needs {missing}: pass the models it was trained with"
+        )
     paths = config.model, config.autoencoder, config.text_encoder, config.clip
     fps = config.fps if _asked(config, arguments, "fps") else None
     pipeline = VideoPipeline.load(*paths, device=device, fps=fps, texts=config.texts)
@@ -162,7 +163,7 @@ def _loaded(
 def _with_own(
     config: GenerateConfig, arguments: list[str], pipeline: VideoPipeline
 ) -> GenerateConfig:
-    """Uses the settings of the run or the release as defaults."""
+    """Uses the settings of the run or the public model as defaults."""
     own = {"fps": pipeline.fps}
     own |= {name: getattr(pipeline.sampling, name) for name in ("steps", "guidance", "batch_size")}
     asked = {name: value for name, value in own.items() if not _asked(config, arguments, name)}
@@ -181,13 +182,13 @@ def _asked(config: GenerateConfig, arguments: list[str], name: str) -> bool:
 def _requests(
     config: GenerateConfig, prompts: list[str], bucket: Bucket, clip: Any
 ) -> list[Request]:
-    """Builds the requests from the user's inputs, and rejects impossible ones."""
     if config.condition_frames is not None and config.extend is None and config.loops == 1:
-        raise UsageError(
-            "--condition-frames is for --extend, the clip whose last they are, and for --loops"
-        )
+        raise UsageError("--condition-frames needs --extend or --loops")
     if clip is not None and config.image is not None:
-        raise UsageError("--image and --extend exclude each other: a clip begins or goes on")
+        raise UsageError(
+            "--image and --extend exclude each other: the first sets a first frame, the second "
+            "continues a clip"
+        )
     condition, given = config.condition_frames, None
     if clip is not None:
         condition = condition or CONDITION_FRAMES
@@ -196,8 +197,8 @@ def _requests(
         given = read_frames(config.image, 2)
         if given.shape[1] > 1:
             raise UsageError(
-                f"--image {config.image} is a clip: name a picture, or go on from the clip with "
-                "--extend, or place its frames with --reference and --mask-strategy"
+                f"--image {config.image} is a clip: pass an image, continue the clip with "
+                f"--extend, or place its frames with --reference and --mask-strategy"
             )
     request = Request(
         prompt="",
@@ -217,15 +218,12 @@ def _requests(
 
 
 def _request(config: GenerateConfig, request: Request, read: Callable[..., Any]) -> Request:
-    """Adds references and the prompt's JSON to a request, and checks it."""
+    """Adds references and the prompt's JSON settings to a request, and validates it."""
     prompt = read_prompt(request.prompt)
     paths = prompt.references or config.reference
     strategy = prompt.mask_strategy or config.mask_strategy
     if config.extend is not None and (paths or strategy or config.condition_edit):
-        raise UsageError(
-            "--extend excludes --reference, --mask-strategy and --condition-edit: a clip begins or "
-            "goes on"
-        )
+        raise UsageError("--extend excludes --reference, --mask-strategy and --condition-edit")
     references = tuple(map(read, paths))
     request = replace(request, prompt=prompt.text, references=references, mask_strategy=strategy)
     check_request(request, config)
@@ -239,7 +237,7 @@ def _made(
     clip: Any,
     show: bool,
 ) -> tuple[list[Any], Counts]:
-    """Generates the clips in order; counts the calls saved by a cache."""
+    """Generates the clips in order; counts the model calls that a cache saves."""
     for request in requests:
         model.check(request, config)
         for remark in model.remarks(request) if show else ():
@@ -258,7 +256,7 @@ def _cached(
     clips: list[Any],
     counts: Counts,
 ) -> list[str]:
-    """Describes the calls saved by a cache and, if requested, its error."""
+    """Describes the calls that a cache saved and, if requested, its error."""
     if read_strategy(config.step_cache) is None:
         return []
     lines = [f"cache {config.step_cache}: {counts}"]
@@ -278,7 +276,7 @@ def _extended(
     request: Request,
     counts: Counts,
 ) -> Any:
-    """Continues a clip by the loops of a request; counts are summed over the calls."""
+    """Continues a clip by the loops of a request; adds the calls to `counts`."""
     overlap = config.condition_frames or CONDITION_FRAMES
     for loop, sentence in enumerate(loop_prompts(request.prompt, request.loops)):
         seed, negative = loop_seed(request.seed, loop), request.negative_prompt
@@ -293,13 +291,13 @@ def _prompts(config: GenerateConfig) -> list[str]:
         prompts += read_prompts(config.prompt_file)
     if not prompts:
         raise UsageError(
-            "nothing to show: give --prompt 'the digit 3 moving left', or --prompt-file FILE"
+            "nothing to generate: pass --prompt 'the digit 3 moving left', or --prompt-file FILE"
         )
     return prompts
 
 
 def _sides(aspect_ratio: str, resolution: int, step: int = 8) -> tuple[int, int]:
-    """Chooses height and width, multiples of a step, for about resolution**2 pixels at a ratio."""
+    """Returns height and width, multiples of `step`, for about resolution**2 pixels at a ratio."""
     try:
         width, height = (int(part) for part in aspect_ratio.split(":"))
         if not 1 <= min(width, height) <= max(width, height) <= 1000:

@@ -1,4 +1,4 @@
-"""Process worlds, and collectives between their ranks."""
+"""The world of processes, and collectives between its ranks."""
 
 from typing import TYPE_CHECKING
 

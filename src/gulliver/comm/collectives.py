@@ -1,4 +1,4 @@
-"""Collectives between ranks: point-to-point messages over gloo, else those of the backend."""
+"""Collectives: point-to-point messages over gloo, otherwise those of the backend."""
 
 from __future__ import annotations
 
@@ -57,17 +57,16 @@ from gulliver.precision.wire.packing import pack, unpack
 Op = Literal["sum", "mean", "max"]
 REDUCTIONS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 Group = dist.ProcessGroup | Torus | None
-"""Participating ranks; None is the whole world."""
+"""Participating ranks; None for all ranks."""
 
 
 class Handle:
-    """A collective in flight; after `wait` its result may be read."""
+    """A collective in flight; its result may be read after `wait`."""
 
     def __init__(self, *works: Any, finish: Callable[[], Any] | None = None) -> None:
         self._works, self._finish = works, finish
 
     def wait(self) -> None:
-        """Waits for the result."""
         works, finish = self._works, self._finish
         self._works, self._finish = (), None
         for work in works:
@@ -76,19 +75,17 @@ class Handle:
             finish()
 
     def is_completed(self) -> bool:
-        """Whether `wait` would return soon; it must still be called."""
         return all(work.is_completed() for work in self._works)
 
 
 def group_size(group: Group = None) -> int:
-    """Ranks of a group; None is the whole world."""
     if isinstance(group, Torus):
         return group.size
     return dist.get_world_size(group) if dist.is_initialized() else 1
 
 
 def group_rank(group: Group = None) -> int:
-    """This process's rank in a group."""
+    """Returns this process's rank in a group."""
     if isinstance(group, Torus):
         return group.rank
     return dist.get_rank(group) if dist.is_initialized() else 0
@@ -105,21 +102,21 @@ def all_reduce(
     error: Tensor | None = None,
     finish: Callable[[], None] | None = None,
 ) -> Handle:
-    """Replaces `tensor` on every rank by the reduction over all ranks.
+    """Reduces `tensor` over all ranks, in place on every rank.
 
     Args:
-        tensor: contiguous, of any shape.
+        tensor: contiguous tensor of any shape.
         op: sum, mean or max.
-        group: None for the whole world.
-        async_op: return at once; the result may be read after `Handle.wait`.
-        any_order: allows gloo's own ring for large tensors on more than two ranks. It uses less CPU
-            time, but the order of summation depends on an element's position: results are equal on
-            all ranks and in all runs, but change if the tensor is split differently.
+        group: None for all ranks.
+        async_op: return immediately; the result may be read after `Handle.wait`.
+        any_order: allow gloo's own ring for large tensors on more than two ranks. It uses less CPU
+            time. Results are reproducible and equal on all ranks, but their rounding changes if the
+            tensor is split differently.
         wire: wire format of the elements.
-        purpose: purpose, the same on all ranks; over gloo a difference is reported.
-        error: rounding error of the last packing, in the tensor's size; added first, then set to
-            this packing's error. Unused without packing.
-        finish: callback on a background thread as soon as the result is there; packing only.
+        purpose: what the collective is for, the same on all ranks; gloo reports differences.
+        error: rounding error of the previous compression, added to the tensor and then replaced by
+            this one's. Unused without compression.
+        finish: callback on a background thread when the result is complete; compression only.
     """
     _check(tensor, op)
     _check_sum(tensor.dtype)
@@ -158,7 +155,7 @@ def all_reduce(
 def backend_all_reduce(
     tensor: Tensor, op: Op = "sum", group: dist.ProcessGroup | None = None, async_op: bool = False
 ) -> Handle:
-    """Runs the backend's all-reduce, whose order of addition is its own over gloo."""
+    """Runs the backend's all-reduce, whose order of summation is unspecified over gloo."""
     count_sent(2 * tensor.nbytes * (1 - 1 / group_size(group)))
     work = dist.all_reduce(tensor, REDUCTIONS[op], group=group, async_op=True)
     return _finished(Handle(work, finish=_mean(tensor, op, group_size(group))), async_op)
@@ -175,20 +172,20 @@ def reduce_scatter(
     wire: WireFormat = IDENTITY,
     error: Tensor | None = None,
 ) -> Handle:
-    """Writes this rank's shard of the reduction of `input` to `output`.
+    """Reduces `input` over all ranks and writes this rank's shard of the result to `output`.
 
-    Over gloo, terms are added in rank order; packed ones start with this rank's own term.
+    Over gloo, terms are added in rank order; with compression, this rank's own term is first.
 
     Args:
-        output: flat, 1 / size of the input; it may be this rank's part of the input itself.
-        input: flat; part r of it goes to rank r.
+        output: flat tensor, 1 / size of the input; may be this rank's part of the input.
+        input: flat tensor, whose part r goes to rank r.
         op: sum, mean or max.
-        group: None for the whole world.
-        async_op: return at once; the result may be read after `Handle.wait`.
-        accumulate_dtype: dtype of the sum and of `output`, if wider than that of `input`.
-        purpose: purpose, the same on all ranks; over gloo a difference is reported.
+        group: None for all ranks.
+        async_op: return immediately; the result may be read after `Handle.wait`.
+        accumulate_dtype: dtype of the sum and of `output`; may be wider than that of `input`.
+        purpose: what the collective is for, the same on all ranks; gloo reports differences.
         wire: wire format of the elements.
-        error: the same as in `all_reduce`, of the size of the input, to which it is added.
+        error: rounding error, as in `all_reduce`, with the size of the input.
     """
     _check(output, op)
     _check(input, op)
@@ -236,18 +233,18 @@ def all_gather(
     """Concatenates the inputs of all ranks in `output`.
 
     Args:
-        output: flat, as large as all inputs together; it may contain this rank's input in its
-            place.
-        input: flat, of one size on all ranks.
-        group: None for the whole world.
-        async_op: return at once; the result may be read after `Handle.wait`.
-        purpose: purpose, the same on all ranks; over gloo a difference is reported.
-        wire: wire format of the elements. With packing, all ranks get bitwise equal, rounded
-            results, including for their own part, whose exact values remain only in `input`.
-        add: whether packed elements are added to what `output` holds, which may be narrower.
+        output: flat tensor, as large as all inputs together; may contain this rank's input in its
+            position.
+        input: flat tensor of the same size on all ranks.
+        group: None for all ranks.
+        async_op: return immediately; the result may be read after `Handle.wait`.
+        purpose: what the collective is for, the same on all ranks; gloo reports differences.
+        wire: wire format of the elements. With compression, all ranks get bitwise equal, rounded
+            results, even for their own part.
+        add: add compressed elements to the content of `output`, which may have a narrower dtype.
 
     Raises:
-        GulliverError: sizes or dtypes do not match; `add` without packing.
+        GulliverError: sizes or dtypes do not match, or `add` is used without compression.
     """
     _check(output, "sum")
     _check(input, "sum")
@@ -257,7 +254,7 @@ def all_gather(
         wire = wire.of(input)
     _check_parts(input, output, size, input.dtype if add else None)
     if add and (wire is IDENTITY or size == 1):
-        raise GulliverError("an all-gather can add to its output only in a wire format")
+        raise GulliverError("all_gather(add=True) needs a wire format")
     if size == 1:
         if output.data_ptr() != input.data_ptr():
             output.copy_(input)
@@ -281,13 +278,13 @@ def all_gather(
 
 
 def barrier(group: Group = None) -> None:
-    """Returns when all ranks have called it."""
+    """Waits until all ranks have called it."""
     if group_size(group) > 1:
         dist.barrier(_plain(group)[0])
 
 
 def broadcast_object(value: Any, src: int = 0, group: Group = None) -> Any:
-    """The value that rank `src` of the group passed."""
+    """Returns the value that rank `src` of the group passed."""
     if group_size(group) == 1:
         return value
     box = [value]
@@ -297,7 +294,7 @@ def broadcast_object(value: Any, src: int = 0, group: Group = None) -> Any:
 
 
 def gather_objects(value: Any, group: Group = None) -> list[Any]:
-    """Gathers the objects of all ranks in rank order."""
+    """Returns the objects of all ranks, in rank order."""
     if group_size(group) == 1:
         return [value]
     values: list[Any] = [None] * group_size(group)
@@ -309,7 +306,7 @@ def gather_objects(value: Any, group: Group = None) -> list[Any]:
 def broadcast(
     tensor: Tensor, src: int = 0, group: Group = None, wire: WireFormat = IDENTITY
 ) -> None:
-    """Replaces `tensor` on every rank with the one of rank `src` of the group."""
+    """Broadcasts `tensor` from rank `src` of the group, in place."""
     # Packed in a wire format all ranks get the same bits, rank `src` too.
     _check(tensor, "sum")
     check_wire(wire)
@@ -326,7 +323,6 @@ def broadcast(
 
 
 def _packer(wire: WireFormat, op: str, group: Group, whole: Tensor, purpose: Purpose) -> Packer:
-    """Returns the packed exchange of tensors, along the axes of a torus or directly."""
     check_packed(op, wire)
     rank_groups = _rank_groups(group)
     gloo = sends_directly(rank_groups[0].process_group, whole)
@@ -334,12 +330,11 @@ def _packer(wire: WireFormat, op: str, group: Group, whole: Tensor, purpose: Pur
 
 
 def _rank_groups(group: Group) -> tuple[RankGroup, ...]:
-    """Rank groups of a collective: one per axis of a torus, else one."""
     return group.rank_groups if isinstance(group, Torus) else (rank_group_of(group),)
 
 
 def _plain(group: Group, rank: int = 0) -> tuple[dist.ProcessGroup | None, int]:
-    """Torch's process group for a group, and its number for a rank."""
+    """Returns a group's process group, and the world rank of its rank `rank`."""
     if not isinstance(group, Torus):
         return group, rank
     rank_group = group.flat
@@ -349,7 +344,6 @@ def _plain(group: Group, rank: int = 0) -> tuple[dist.ProcessGroup | None, int]:
 def _sent(
     collectives: list[Steps], rank_groups: tuple[RankGroup, ...], async_op: bool, here: bool = False
 ) -> Handle:
-    """Starts collectives made of point-to-point steps."""
     axes = len(rank_groups)
     if not async_op and len(collectives) == 1 and (here or axes > 1):
         # There is nothing else to do meanwhile, and a thread would cost tens of microseconds.
@@ -361,7 +355,6 @@ def _sent(
 
 
 def _chained_handle(tensors: list[Tensor], steps: Callable[[], None]) -> Handle:
-    """Starts the backend's collectives axis by axis."""
     return Handle(*run_chained(tensors, steps))
 
 
@@ -395,7 +388,7 @@ def _check_sum(dtype: torch.dtype) -> None:
 
 
 def _backend_is_cheaper(tensor: Tensor, op: Op, size: int, any_order: bool) -> bool:
-    """Whether gloo's own all-reduce is cheaper and its order of addition is acceptable."""
+    """Whether gloo's own all-reduce is cheaper and its order of summation is acceptable."""
     # It receives, adds and sends in one thread in C++, where a reduce-scatter and an all-gather of
     # ours wake Python for each message: at 128 KiB and 1 MiB it takes about half the processor's
     # time, which counts where the core that communicates computes too. Two terms have one sum in
@@ -425,12 +418,13 @@ def _exchanged(
 def _check_parts(part: Tensor, whole: Tensor, size: int, dtype: torch.dtype | None = None) -> None:
     if part.numel() * size != whole.numel() or part.dtype != (dtype or whole.dtype):
         raise GulliverError(
-            f"{size} parts of {part.numel()} {part.dtype} do not make {whole.numel()} {whole.dtype}"
+            f"{size} parts of {part.numel()} {part.dtype} do not add up to {whole.numel()} "
+            f"{whole.dtype}"
         )
 
 
 def any_rank(flag: bool, device: torch.device) -> bool:
-    """Whether any rank of the world passed True."""
+    """Whether any rank of the world passes True (collective)."""
     votes = torch.tensor([float(flag)], device=device)
     all_reduce(votes, op="max")
     return bool(votes.item())
@@ -446,12 +440,12 @@ def raise_on_any_rank(function: Callable[[], T], group: dist.ProcessGroup | None
     """Calls a function on every rank; raises on all ranks if it failed on any of them.
 
     Args:
-        function: function to call; it must not communicate.
-        group: ranks that call it; None for the world.
+        function: function that does not communicate.
+        group: ranks that call it; None for all ranks.
 
     Raises:
-        Exception: the error of this rank.
-        GulliverError: the error of another rank.
+        Exception: this rank's error.
+        GulliverError: another rank's error.
     """
     failure: Exception | None = None
     value: T | None = None
@@ -480,14 +474,14 @@ def raise_on_any_rank(function: Callable[[], T], group: dist.ProcessGroup | None
 
 MOST_AXES = 3
 MARGIN = 0.05
-"""Share of the seconds by which a torus must be faster to be taken."""
+"""Relative gain in predicted time that makes a torus worthwhile."""
 NAMES = {2: ("outer", "inner"), 3: ("outer", "middle", "inner")}
-"""Names of axes that do not come from the cluster."""
+"""Default axis names, by number of axes."""
 
 
 @dataclass(frozen=True)
 class ChosenAxes:
-    """The chosen torus, if any, and the predictions behind the choice."""
+    """The chosen torus, or None, and the predictions behind the choice."""
 
     axes: dict[str, int]  # Name and size of each axis, outer to inner; empty for all ranks at once
     # Ranks in the order of their places on the axes; None for 0, 1, 2 ...
@@ -506,13 +500,13 @@ class ChosenAxes:
 def choose_axes(
     cluster: Cluster, collectives: Sequence[tuple[str, int]], size: int | None = None
 ) -> ChosenAxes:
-    """Chooses the axes of collectives (collective; rank 0 decides).
+    """Chooses the axes that collectives should use (collective; rank 0 decides).
 
     Args:
-        cluster: links of the ranks, measured or described.
+        cluster: links between the ranks, measured or described.
         collectives: names ("all_reduce", "reduce_scatter", "all_gather") and bytes of each full
-            tensor, such as `gulliver.hardware.costs.zero_collectives` lists for a step.
-        size: expected number of ranks; None for that of the cluster.
+            tensor; `gulliver.hardware.costs.zero_collectives` lists those of a step.
+        size: expected number of ranks; None for the cluster's.
 
     Raises:
         GulliverError: the cluster has another number of ranks.
@@ -535,7 +529,7 @@ def choose_axes(
 
 
 def tori(ranks: int, axes: int = MOST_AXES) -> Iterator[tuple[int, ...]]:
-    """Ordered factorisations of a number into two or more factors above 1."""
+    """Yields ordered factorizations of a number into two or more factors above 1."""
     for first in range(2, ranks // 2 + 1):
         if ranks % first == 0:
             yield first, ranks // first

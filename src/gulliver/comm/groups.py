@@ -1,4 +1,4 @@
-"""Ordered ranks, with their process group."""
+"""Rank groups: ranks in order, with their process group."""
 
 from __future__ import annotations
 
@@ -31,7 +31,6 @@ class RankGroup:
     _origin: RankGroup | None = field(default=None, compare=False, repr=False)
 
     def packed(self, wire: WireFormat) -> RankGroup:
-        """The same ranks with another wire format for activations."""
         return self if wire == self.wire else replace(self, wire=wire, _origin=self)
 
     @property
@@ -39,14 +38,12 @@ class RankGroup:
         return len(self.ranks)
 
     def group_order(self) -> list[int]:
-        """Ranks of this group in the order of the process group."""
+        """Returns this group's ranks in the order of the process group."""
         members = dist.get_process_group_ranks(self.process_group or dist.group.WORLD)
         return [self.ranks.index(member) for member in members]
 
 
 class _Place(NamedTuple):
-    """This process's position in a group."""
-
     rank: int
     ranks: tuple[int, ...]
     gloo: bool
@@ -71,7 +68,6 @@ def _place(group: dist.ProcessGroup | None) -> _Place:
 
 
 def rank_group_of(group: dist.ProcessGroup | None) -> RankGroup:
-    """The ranks of a group, in its order."""
     place = _place(group)
     if group is None and place.world is not None:
         return place.world
@@ -79,12 +75,11 @@ def rank_group_of(group: dist.ProcessGroup | None) -> RankGroup:
 
 
 def sends_directly(group: dist.ProcessGroup | None, tensor: Tensor) -> bool:
-    """Whether tensors like this one use our point-to-point collectives (gloo on CPU)."""
+    """Whether such tensors use our point-to-point collectives (gloo on the CPU)."""
     return tensor.device.type == "cpu" and _place(group).gloo
 
 
 ALONE = RankGroup()
-"""A rank group of one rank."""
 
 
 # Process groups that are made once and shared by all who want the same ranks for the same use.
@@ -107,7 +102,7 @@ Key = tuple[str, tuple[int, ...]]
 # are never in the way of those of the other.
 @dataclass
 class _Shared:
-    """A process group with its users, or torch's placeholder on ranks outside it."""
+    """A process group and its users, or torch's placeholder on ranks outside the group."""
 
     group: Any
     # Rank groups of this process that were given it; those that are gone are empty.
@@ -129,11 +124,11 @@ _made: WeakKeyDictionary[Any, dict[Key, _Shared]] = WeakKeyDictionary()
 
 
 def shared_rank_group(rows: Sequence[Sequence[int]], use: str) -> RankGroup:
-    """Returns this rank's row with its group; called by every rank with the same rows.
+    """Returns the row with this rank, as a rank group (collective; equal rows on all ranks).
 
     Args:
-        rows: rows of world ranks in order; one row has this rank.
-        use: purpose; rows of the same ranks share a group per purpose.
+        rows: rows of world ranks, in order; one contains this rank.
+        use: purpose; equal rows with the same purpose share a process group.
     """
     me = dist.get_rank()
     # Every rank makes the groups of all ranks: that is what torch asks for.
@@ -147,7 +142,7 @@ def shared_rank_group(rows: Sequence[Sequence[int]], use: str) -> RankGroup:
 
 
 def lasting_group(rank_group: RankGroup) -> dist.ProcessGroup:
-    """The process group of a rank group, even of one rank; it lives as long as the world."""
+    """Returns a process group, even for one rank, that lives as long as the world."""
     groups = _made.setdefault(dist.group.WORLD, {})
     for shared in groups.values():
         if rank_group.process_group is not None and shared.group is rank_group.process_group:
@@ -163,7 +158,7 @@ def lasting_group(rank_group: RankGroup) -> dist.ProcessGroup:
 
 
 def host_rank_group(group: dist.ProcessGroup | None, use: str) -> RankGroup:
-    """A rank group with a gloo group, as NCCL cannot send host memory (collective)."""
+    """Returns the ranks with a gloo group, as NCCL cannot send host memory (collective)."""
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return ALONE
     found = rank_group_of(group)
@@ -179,7 +174,7 @@ def host_rank_group(group: dist.ProcessGroup | None, use: str) -> RankGroup:
 
 
 def return_rank_group(rank_group: RankGroup) -> None:
-    """Returns a rank group of `host_rank_group` (collective)."""
+    """Releases a rank group of `host_rank_group` (collective)."""
     # What was made for it goes once none of them uses it any more.
     groups = _made.get(dist.group.WORLD, {}) if dist.is_initialized() else {}
     mine = rank_group.process_group
@@ -194,7 +189,7 @@ def return_rank_group(rank_group: RankGroup) -> None:
 
 
 def release_groups() -> None:
-    """Destroys groups that no rank uses or has requested since the last call (collective)."""
+    """Destroys groups that no rank has used since the last call (collective)."""
     if not dist.is_initialized():
         return
     groups = _made.get(dist.group.WORLD, {})

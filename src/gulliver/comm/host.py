@@ -1,8 +1,8 @@
-"""Collectives of ranks on one host, which read each other's memory instead of sending it.
+"""Collectives of ranks on one host, which read each other's memory directly.
 
-Over a loopback network each element is copied four times, and threads wake on both sides. Here the
-extension `gulliver.comm._host` copies it once, directly from the other rank's tensor.
-`open_host_team` checks which groups may do this; all others exchange messages.
+Loopback sockets copy each element four times and wake threads on both sides. The extension
+`gulliver.comm._host` copies it once, from the other rank's tensor. `open_host_team` checks which
+groups can do this; other groups exchange messages.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from gulliver.comm.watchdog import PATIENCE_S, Purpose, count_sent, flight_recor
 
 _LOG = logging.getLogger("gulliver")
 SWITCH = "GULLIVER_SHARED_MEMORY"
-"""Environment variable; ``off`` makes ranks on one host use messages like all others."""
+"""Environment variable; ``off`` makes ranks on one host exchange messages."""
 INTERFACE = 1
 SMALL_BYTES = 32 << 10
-"""Up to this size an all-reduce takes all terms to every rank, which saves an exchange."""
+"""Maximum size of an all-reduce in which every rank reads all terms, which saves an exchange."""
 _DTYPES = {
     (torch.float32, torch.float32): 0,
     (torch.float64, torch.float64): 1,
     (torch.bfloat16, torch.float32): 2,
 }
-"""Numbers of what the extension adds: the dtype that is read, and that of the sum."""
+"""Codes of the extension's reductions, by dtype of the terms and of the sum."""
 _GATHER, _SUM = 0, 1
 
 _teams: WeakKeyDictionary[Any, HostTeam | None] = WeakKeyDictionary()
@@ -52,7 +52,7 @@ class HostWork:
         self._team, self._number = team, number
 
     def wait(self) -> None:
-        """Returns when no rank needs the tensors any more; raises if the ranks disagree."""
+        """Returns once no rank needs the tensors; raises if the ranks disagree."""
         native, waited = self._team.native, PATIENCE_S
         if not native.wait(self._number, PATIENCE_S):
             flight_recorder.waiting += 1
@@ -61,18 +61,17 @@ class HostWork:
                     flight_recorder.check()
                     waited += PATIENCE_S
                     if waited > flight_recorder.timeout_s:
-                        raise RuntimeError("a collective timed out: not all peers came to it")
+                        raise RuntimeError("a collective timed out: not all ranks called it")
             finally:
                 flight_recorder.waiting -= 1
         self._team.let_go()
 
     def is_completed(self) -> bool:
-        """Whether `wait` would return at once."""
         return self._team.native.complete(self._number)
 
 
 class HostTeam:
-    """Ranks of a group that read each other's memory directly."""
+    """A group of ranks that read each other's memory directly."""
 
     def __init__(self, native: Any, rank_group: RankGroup, group: Any) -> None:
         self.native, self.rank, self.size = native, rank_group.rank, rank_group.size
@@ -82,35 +81,31 @@ class HostTeam:
         self._lock = threading.Lock()
 
     def let_go(self) -> None:
-        """Drops tensors that no rank needs any more, before references to them are counted."""
+        """Drops references to tensors that no rank needs any more."""
         with self._lock:
             while self._read and self.native.complete(self._read[0][0]):
                 self._read.popleft()
 
     def takes(self, output: Tensor, input: Tensor, op: str) -> bool:
-        """Whether a reduction of these dtypes is supported here."""
         cpu = input.device.type == "cpu"
         return cpu and op != "max" and (input.dtype, output.dtype) in _DTYPES
 
     def reduce_scatter(self, output: Tensor, input: Tensor, op: str, purpose: Purpose) -> HostWork:
-        """Adds up this rank's part of the inputs, in the order of the ranks."""
         count_sent(input.nbytes * (1 - 1 / self.size))
         return self._sum(output.detach(), input.detach(), op, self._tag(purpose))
 
     def all_gather(
         self, output: Tensor, input: Tensor, purpose: Purpose, here: bool = False
     ) -> HostWork:
-        """Copies the inputs of all ranks, of any dtype."""
         count_sent(input.nbytes * (self.size - 1))
         return self._gather(output.detach(), input.detach(), self._tag(purpose), here=here)
 
     def all_reduce(
         self, tensor: Tensor, op: str, purpose: Purpose, now: bool
     ) -> list[HostWork] | None:
-        """Replaces a tensor by the reduction; returns the operations to wait for.
+        """Reduces a tensor in place; returns the operations to wait for, or None if unsupported.
 
-        None if not supported here: small tensors only with `now`, others if ranks divide them
-            evenly.
+        Small tensors are supported only with `now`, others only if the ranks divide them evenly.
         """
         tensor = tensor.detach()
         if now and tensor.nbytes <= SMALL_BYTES:
@@ -129,7 +124,7 @@ class HostTeam:
         return [self._gather(flat, part, tag, follows=True)]
 
     def drain(self, until: float) -> bool:
-        """Waits for all operations in flight; returns whether they ended before the deadline."""
+        """Waits for all operations in flight, up to a deadline; returns whether they ended."""
         number = self._read[-1][0] if self._read else None
         try:
             return number is None or self.native.wait(number, max(0.0, until - time.monotonic()))
@@ -137,7 +132,7 @@ class HostTeam:
             return True
 
     def _tag(self, purpose: Purpose) -> int:
-        """The next tag of the group; ranks that run another operation have another one."""
+        """Returns the group's next tag, which depends on the operation, to detect differences."""
         return flight_recorder.next_tag(self._group(), 1, purpose)
 
     def _sum(self, output: Tensor, input: Tensor, op: str, tag: int) -> HostWork:
@@ -167,15 +162,14 @@ class HostTeam:
 
 
 def host_team(group: Any) -> HostTeam | None:
-    """The opened team of a group, if any; never that of a torus."""
     return _teams.get(group or dist.group.WORLD) if _teams else None
 
 
 def open_host_team(group: dist.ProcessGroup | None) -> str:
-    """Lets ranks of a group read each other's memory (collective).
+    """Opens the host team of a group (collective).
 
     Returns:
-        Why they exchange messages instead; empty on success.
+        The reason why it cannot be opened; empty on success.
     """
     key = group or dist.group.WORLD
     if key is None or not sends_directly(group, torch.empty(0)):
@@ -214,19 +208,19 @@ def open_host_team(group: dist.ProcessGroup | None) -> str:
 
 
 def log_host_team(group: dist.ProcessGroup | None) -> None:
-    """Opens a group's team; its first rank logs why there is none."""
+    """Opens a group's host team; the first rank logs the reason if that fails."""
     problem = open_host_team(group)
     if problem and rank_group_of(group).rank == 0:
         _LOG.info("ranks exchange messages, and not shared memory: %s", problem)
 
 
 def drain_host_teams(until: float) -> bool:
-    """Waits until no rank needs this one's memory; returns whether that was before the deadline."""
+    """Waits up to a deadline until no rank needs this rank's memory; False if one does."""
     return all(team.drain(until) for team in list(_teams.values()) if team is not None)
 
 
 def close_host_teams(seconds: float) -> None:
-    """Closes all teams when the world ends, after at most this many seconds."""
+    """Closes all teams when the world ends, waiting at most `seconds`."""
     drain_host_teams(time.monotonic() + seconds)
     _teams.clear()
 
@@ -247,7 +241,6 @@ def _load() -> tuple[Any, str]:
 
 
 def _make_page(native: Any, rank_group: RankGroup) -> str:
-    """Creates the file of the shared page; empty if that is impossible."""
     folder = "/dev/shm" if Path("/dev/shm").is_dir() else None
     try:
         handle, name = tempfile.mkstemp(prefix="gulliver-", dir=folder)

@@ -1,7 +1,7 @@
-"""Rendezvous of the ranks of one machine, over a store that listens on localhost only.
+"""Launches the ranks of one machine, with a rendezvous store that listens on localhost only.
 
-torch's own rendezvous creates a store that listens on all interfaces, where any host on the network
-may read and write it. Gloo's and NCCL's listeners follow the interface that the environment names.
+Torch's own rendezvous store listens on all interfaces, so any host on the network may read and
+write it. Gloo and NCCL listen on the interface that environment variables name.
 """
 
 from __future__ import annotations
@@ -47,16 +47,13 @@ class LocalRendezvous(RendezvousHandler):
             )
 
     def get_backend(self) -> str:
-        """The name of the backend."""
         return BACKEND
 
     @property
     def use_agent_store(self) -> bool:
-        """Makes ranks use the agent's store instead of their own."""
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Returns a rendezvous of one agent, on this machine."""
         assert self._store is not None
         return RendezvousInfo(self._store, 0, 1, RendezvousStoreInfo(LOCALHOST, self._port))
 
@@ -73,24 +70,22 @@ class LocalRendezvous(RendezvousHandler):
         return self._run_id
 
     def shutdown(self) -> bool:
-        """Releases the store."""
         self._store = None
         return True
 
 
 def make_rendezvous(parameters: RendezvousParameters) -> LocalRendezvous:
-    """Factory for the agent; see `register`."""
     return LocalRendezvous(parameters.run_id)
 
 
 def register() -> str:
-    """Registers the rendezvous with torch's agents and returns its name."""
+    """Registers the rendezvous handler with torch; returns its name."""
     rendezvous_handler_registry.register(BACKEND, make_rendezvous)
     return BACKEND
 
 
 def listen_on_localhost() -> None:
-    """Restricts the backends of later ranks to the loopback interface."""
+    """Restricts the backends of launched ranks to the loopback interface."""
     # ``GLOO_SOCKET_IFNAME`` and ``NCCL_SOCKET_IFNAME`` that are set already are left alone.
     for _, name in socket.if_nameindex():
         if name in ("lo", "lo0"):
@@ -103,18 +98,16 @@ def listen_on_localhost() -> None:
 
 
 def default_ranks() -> int:
-    """One rank per GPU, or one."""
     import torch
 
     return max(1, torch.cuda.device_count())
 
 
 _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)
-"""Signals that end a rank without another rank's failure."""
+"""Signals that other processes send, or crashes, so that a rank leaves no error message."""
 
 
 def under_launcher() -> bool:
-    """Whether a launcher started this process as a rank."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
@@ -157,6 +150,6 @@ def launch(module: str, arguments: list[str], ranks: int) -> int:
             return failure.exitcode
         name = signal.Signals(-failure.exitcode).name
         raise GulliverError(
-            f"rank {rank} was killed by {name}: the other ranks were ended"
+            f"rank {rank} was killed by {name}; the other ranks were stopped"
         ) from None
     return 0

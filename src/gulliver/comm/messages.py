@@ -1,7 +1,6 @@
-"""Wire formats: encodings of tensor elements in messages between ranks.
+"""Messages between ranks, with the wire formats that encode their elements.
 
-Every collective, exchange and message takes one. `gulliver.precision.wire` defines them and packs
-elements; `packed.py` reduces and gathers packed elements.
+`gulliver.precision.wire` defines the formats; `packed.py` has the collectives of packed elements.
 """
 
 from __future__ import annotations
@@ -23,13 +22,12 @@ from gulliver.precision.wire.packing import pack, unpack
 
 
 def check_wire(wire: WireFormat) -> None:
-    """Rejects unknown wire formats."""
     if wire is not IDENTITY:
         wire_format(wire)
 
 
 def with_wire(purpose: Purpose, wire: WireFormat) -> Purpose:
-    """Adds the format to a purpose, so that ranks with different formats never match."""
+    """Adds the wire format to a purpose, so that messages of different formats never match."""
     if wire.name == "identity":
         return purpose
     text = f"{purpose.text or 'shares a tensor'}, packed as {wire.name} in {wire.block}s"
@@ -37,7 +35,7 @@ def with_wire(purpose: Purpose, wire: WireFormat) -> Purpose:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """Views a contiguous tensor as bytes, as backends do not support every dtype."""
+    """Views a contiguous tensor as bytes, as backends do not support all dtypes."""
     assert tensor.is_contiguous(), "gloo would read the storage from its start"
     return tensor.detach().view(-1).view(torch.uint8)
 
@@ -49,7 +47,7 @@ _buffers: dict[tuple[int, torch.dtype], list[Tensor]] = {}
 _lock = threading.Lock()
 _kept_bytes = 0
 KEPT_BYTES = 128 << 20
-"""Receive buffers kept for reuse, as fresh memory is slow to touch."""
+"""Maximum bytes of receive buffers kept for reuse, as touching fresh memory is slow."""
 
 
 class Messages:
@@ -65,7 +63,6 @@ class Messages:
         self._works, self._keep, self._finish, self.arriving = works, keep, finish, arriving
 
     def wait(self) -> Any:
-        """Waits for all messages; returns the received tensors. Sent ones may then be reused."""
         for work in self._works:
             work.wait()
         finish, self._finish = self._finish, None
@@ -76,7 +73,6 @@ class Messages:
 
 
 def receive(tensor: Tensor, peer: int, group: dist.ProcessGroup | None, tag: int) -> Any:
-    """Starts a receive from a rank of the world."""
     # Not by `dist.irecv`, which makes a dozen calls to find the same two arguments.
     found = group or dist.group.WORLD
     assert found is not None, "the world is initialized"
@@ -84,7 +80,6 @@ def receive(tensor: Tensor, peer: int, group: dist.ProcessGroup | None, tag: int
 
 
 def send(tensor: Tensor, peer: int, group: dist.ProcessGroup | None, tag: int) -> Any:
-    """Starts a send to a rank of the world."""
     count_sent(tensor.nbytes)
     found = group or dist.group.WORLD
     assert found is not None, "the world is initialized"
@@ -97,7 +92,6 @@ def exchange_parts(
     group: dist.ProcessGroup | None,
     tag: int,
 ) -> Messages:
-    """Posts one message to and from each of some world ranks."""
     incoming, outgoing = list(incoming), list(outgoing)
     # Receives first: a send that meets no receive fills buffers, and the pair takes turns.
     works = [receive(tensor, peer, group, tag) for peer, tensor in incoming]
@@ -106,12 +100,10 @@ def exchange_parts(
 
 
 def others(rank: int, size: int) -> list[int]:
-    """The other ranks, starting after this one, so that ranks send to different peers."""
     return [(rank + step) % size for step in range(1, size)]
 
 
 def acquire_buffer(numel: int, dtype: torch.dtype) -> Tensor:
-    """A flat, uninitialized buffer."""
     global _kept_bytes
     with _lock:
         free = _buffers.get((numel, dtype))
@@ -123,7 +115,7 @@ def acquire_buffer(numel: int, dtype: torch.dtype) -> Tensor:
 
 
 def release_buffer(buffer: Tensor) -> None:
-    """Returns a buffer of `acquire_buffer`; least recently used ones are freed above a limit."""
+    """Returns a buffer to the pool, which frees the least recently used above a limit."""
     global _kept_bytes
     key = (buffer.numel(), buffer.dtype)
     with _lock:
@@ -141,7 +133,7 @@ def release_buffer(buffer: Tensor) -> None:
 
 
 def _content(tensor: Tensor) -> Tensor:
-    """The bytes to send for a tensor; an empty one is sent as one element."""
+    """Returns the bytes to send; an empty tensor is sent as one element."""
     return as_bytes(tensor if tensor.numel() else tensor.new_zeros(1))
 
 
@@ -150,9 +142,9 @@ def _content(tensor: Tensor) -> Tensor:
 
 EXCHANGE_TAG = 300
 PACKED_CODE = 1900
-"""First code of messages in wire formats; collectives have those below."""
+"""First purpose code of messages in wire formats; collectives use lower codes."""
 Addressed = Iterable[tuple[int, Tensor]]
-"""World ranks, each with the contiguous tensor to send or receive, of any dtype."""
+"""World ranks, each with a contiguous tensor to send or receive."""
 
 
 # [Note: gloo and NCCL] Everything goes through `torch.distributed.batch_isend_irecv`. Over gloo its
@@ -170,10 +162,12 @@ def operations(
     tag: int,
     wire: WireFormat = IDENTITY,
 ) -> list[dist.P2POp]:
-    """Returns torch's operations, receives first, for schedules that post them."""
+    """Returns torch's point-to-point operations, receives first, for schedules that post them."""
     check_wire(wire)
     if wire.name != "identity":
-        raise GulliverError(f"operations are not packed as {wire}: post the bytes of PackedTensors")
+        raise GulliverError(
+            f"operations cannot be packed as {wire}: post the bytes of PackedTensors"
+        )
     outgoing = list(outgoing)
     count_sent(sum(tensor.nbytes for _, tensor in outgoing))
     # Both sides know the sizes, so a message without content is sent by neither.
@@ -192,7 +186,7 @@ def post(
     tag: int,
     wire: WireFormat = IDENTITY,
 ) -> Messages:
-    """Posts receives and sends; arguments as for `operations`."""
+    """Starts receives and sends; arguments as for `operations`."""
     check_wire(wire)
     kept = list(incoming), list(outgoing)
     if wire.name == "identity":
@@ -207,7 +201,7 @@ def post(
 
 
 class PackedTensors:
-    """Bytes of tensors sent or received in a wire format."""
+    """Packed buffers of tensors to send or receive in a wire format."""
 
     # Both ends know shape and dtype of every tensor, so both find the same bytes; whole numbers,
     # and what would not become smaller, travel as they are.
@@ -217,16 +211,14 @@ class PackedTensors:
         self._arriving: list[tuple[Tensor, Tensor, WireFormat]] = []
 
     def tag(self, tag: int) -> int:
-        """The tag of a message; tags of other formats never match."""
         return (1 + PACKED_CODE + self.wire.code) * TAGS + tag
 
     def sending(self, tensor: Tensor) -> Tensor:
-        """Packs a tensor to be sent."""
         wire = self.wire.of(tensor)
         return tensor if wire is IDENTITY else pack(tensor, wire)
 
     def receiving(self, tensor: Tensor) -> Tensor:
-        """Returns the receive buffer of a packed tensor; `unpack` writes the tensor."""
+        """Returns a receive buffer; `unpack` writes its content to the tensor."""
         wire = self.wire.of(tensor)
         if wire is IDENTITY:
             return tensor
@@ -235,7 +227,6 @@ class PackedTensors:
         return packed
 
     def unpack(self) -> None:
-        """Unpacks all received buffers into their tensors."""
         arriving, self._arriving = self._arriving, []
         for packed, tensor, wire in arriving:
             unpack(packed, wire, tensor.numel(), out=tensor)
@@ -244,7 +235,6 @@ class PackedTensors:
 def shift(
     rank_group: RankGroup, outgoing: Tensor, incoming: Tensor, tag: int, wire: WireFormat = IDENTITY
 ) -> Messages:
-    """Starts a send to the next rank and a receive from the previous one."""
     check_wire(wire)
     _note(rank_group, wire)
     before, after = (
@@ -262,7 +252,7 @@ def exchange(
     counts: Sequence[int],
     wire: WireFormat = IDENTITY,
 ) -> list[Tensor]:
-    """All-to-all of parts of any sizes, known at both ends."""
+    """All-to-all of tensors with any sizes, which both ends know."""
     check_wire(wire)
     own = outgoing[rank_group.rank]
     if rank_group.size == 1:
@@ -278,7 +268,6 @@ def exchange(
 
 
 def _note(rank_group: RankGroup, wire: WireFormat) -> None:
-    """Records an exchange, so that ranks with another wire format are reported."""
     # Over NCCL nothing has tags, and formats are agreed upon when a model is boosted.
     flight_recorder.note_exchange(rank_group.process_group, with_wire(ANY, wire))
 
@@ -286,7 +275,6 @@ def _note(rank_group: RankGroup, wire: WireFormat) -> None:
 def gather_integers(
     rank_group: RankGroup, values: Sequence[int], device: torch.device
 ) -> list[list[int]]:
-    """Gathers equally many integers from every rank."""
     own = torch.tensor(values, dtype=torch.int64, device=device)
     if rank_group.size == 1:
         return [list(values)]

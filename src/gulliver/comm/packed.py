@@ -1,19 +1,19 @@
-"""Collectives of packed elements: all-reduce, reduce-scatter and all-gather in a wire format.
+"""Collectives in a wire format: all-reduce, reduce-scatter and all-gather of packed elements.
 
-Packed elements cannot be summed on the way. So every rank sends each part directly to its owner,
-which unpacks the terms, adds them in float32 or wider to its own unpacked term, and packs the sum
-again if others need it. All ranks, including the owner, use the packed result, so results are
+Packed elements cannot be summed in transit. So every rank sends each part directly to its owner,
+which unpacks the terms, adds them in float32 or wider to its own exact term, and packs the sum
+again if other ranks need it. All ranks, including the owner, use the packed sum, so results are
 bitwise equal.
 
-| | packed | error at most, of one format's bound |
+| | packed | maximum error, in the format's error bounds |
 |---|---|---|
-| all-gather | once | one of each part |
-| reduce-scatter | once for each axis | one of each term |
-| all-reduce | twice for each axis | one of each term, and one of the sum |
+| all-gather | once | one bound per part |
+| reduce-scatter | once per axis | one bound per term |
+| all-reduce | twice per axis | one bound per term, and one for the sum |
 
-Each is a generator, as in `steps.py`, made of one exchange: over gloo point-to-point messages,
-over other backends their all-to-all. Over a torus it runs axis by axis, and sums along one axis are
-packed again for the next.
+Each is a generator, as in `steps.py`. Exchanges are point-to-point messages over gloo, and an
+all-to-all over other backends. Over a torus, collectives run axis by axis, and the sums along one
+axis are packed again for the next.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ Lengths = Sequence[int]
 # later ones (Seide et al., 1-bit SGD, 2014; Karimireddy et al., 2019, arXiv 1901.09847). That is of
 # the terms: what the sums of an all-reduce lose on their way back is not made up for.
 class Packer:
-    """Packs and unpacks for one collective."""
+    """Packs, exchanges and unpacks the elements of one collective."""
 
     def __init__(
         self, wire: WireFormat, rank_groups: Sequence[RankGroup], purpose: Purpose, gloo: bool
@@ -66,7 +66,6 @@ class Packer:
         }
 
     def buffer(self, numel: int, like: Tensor) -> Tensor:
-        """Allocates bytes for packed elements."""
         count = packed_bytes(numel, self.wire)
         if like.device.type == "cpu":
             return acquire_buffer(count, torch.uint8)
@@ -78,7 +77,6 @@ class Packer:
     def exchange(
         self, depth: int, way: str, outgoing: Sequence[Tensor], counts: Lengths
     ) -> tuple[Any, list[Tensor]]:
-        """Starts the exchange of bytes with each rank of an axis."""
         group = self.rank_groups[depth]
         if self.gloo:
             order = others(group.rank, group.size)
@@ -108,7 +106,6 @@ class Packer:
         return Messages([work], sent), [parts[order.index(p)] for p in range(group.size)]
 
     def release_buffers(self, *lists: Sequence[Tensor]) -> None:
-        """Releases buffers after they were sent and read."""
         for buffer in itertools.chain(*lists):
             if buffer.device.type == "cpu" and buffer.numel() and self.gloo:
                 release_buffer(buffer)
@@ -117,8 +114,6 @@ class Packer:
 def run_packed(
     steps: Steps, packer: Packer, tensors: Sequence[Tensor], finish: Callable[[], None] | None
 ) -> list[Any]:
-    """Starts a collective and returns its handle."""
-
     def whole() -> Steps:
         yield from steps
         if finish is not None:
@@ -130,7 +125,6 @@ def run_packed(
 
 
 def packed_all_gather(output: Tensor, input: Tensor, packer: Packer, add: bool = False) -> Steps:
-    """All-gathers packed parts, including this rank's, and writes or adds them."""
     numel = input.numel()
     held, made = packer.pack(input), list[Tensor]()
     blocks = [held]
@@ -159,7 +153,6 @@ def packed_all_gather(output: Tensor, input: Tensor, packer: Packer, add: bool =
 def packed_reduce_scatter(
     output: Tensor, input: Tensor, mean: bool, packer: Packer, error: Tensor | None
 ) -> Steps:
-    """Reduce-scatters packed terms."""
     groups, numel = packer.rank_groups, output.numel()
     parts = input.view(*(group.size for group in groups), numel)
     if error is not None:
@@ -177,7 +170,6 @@ def packed_reduce_scatter(
 
 
 def packed_all_reduce(tensor: Tensor, mean: bool, packer: Packer, error: Tensor | None) -> Steps:
-    """All-reduces packed terms in place."""
     flat = tensor.view(-1)
     if error is not None:
         flat.add_(error)
@@ -187,7 +179,7 @@ def packed_all_reduce(tensor: Tensor, mean: bool, packer: Packer, error: Tensor 
 def _all_reduced(
     flat: Tensor, mean: bool, packer: Packer, depth: int, error: Tensor | None
 ) -> Steps:
-    """Reduces along one axis, all-reduces the shard along outer ones, and gathers."""
+    """Reduce-scatters along one axis, all-reduces along the outer axes, then all-gathers."""
     group = packer.rank_groups[depth]
     lengths = _cut(flat.numel(), group.size, packer.wire.block)
     parts = flat.split(lengths)
@@ -239,20 +231,18 @@ def _added_up(
 
 
 def check_packed(op: str, wire: WireFormat) -> None:
-    """Rejects reductions other than sums and means."""
     if op not in ("sum", "mean"):
         raise GulliverError(
-            f"a reduction by {op!r} cannot be packed as {wire}: use sum, mean, or wire identity"
+            f"a reduction by {op!r} cannot be packed as {wire}: use sum or mean, or wire identity"
         )
 
 
 def _wide(term: Tensor) -> Tensor:
-    """Returns a copy of a term in the dtype of the sum."""
     wide = torch.float64 if term.dtype == torch.float64 else torch.float32
     return term.to(wide, copy=True).contiguous()
 
 
 def _cut(numel: int, count: int, block: int) -> list[int]:
-    """Lengths of the ranks' parts in full blocks; the last may be shorter or empty."""
+    """Returns the lengths of the ranks' parts, in full blocks; the last may be shorter or empty."""
     each = -(-numel // (count * block)) * block
     return [max(0, min(each, numel - number * each)) for number in range(count)]

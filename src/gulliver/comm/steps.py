@@ -1,9 +1,8 @@
 """Runs collectives over gloo in background threads while Python computes.
 
 A collective is a generator: it posts messages, yields them, and resumes when they have arrived;
-    then it uses them, and may post the next ones. Posting copies into sockets, and the next step
-    adds; both release the GIL, so they take no time from the training thread as long as there is a
-    free core.
+    then it uses them, and may post more. Copies into sockets and additions release the GIL, so they
+    do not slow down the training thread while a core is free.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from gulliver.comm.messages import (
 from gulliver.comm.watchdog import ANY, Purpose, flight_recorder, wait_for
 
 THREADS = 8
-"""Maximum number of multi-axis collectives in flight; more are queued."""
+"""Maximum number of multi-axis collectives in flight; further ones are queued."""
 
 
 # [Note: two lanes] A collective waits only for its own messages, and collectives are begun in the
@@ -50,41 +49,35 @@ THREADS = 8
 class Arriving(Protocol):
     """Messages in flight."""
 
-    def wait(self) -> None:
-        """Returns when all have arrived."""
+    def wait(self) -> None: ...
 
 
 Steps = Generator[Arriving, None, None]
-"""A collective: it yields messages to wait for."""
+"""A collective, which yields messages to wait for."""
 
 
 class PendingCollective:
-    """A collective that is in flight, done or failed."""
+    """A collective that is in flight, finished or failed."""
 
     def __init__(self) -> None:
         self._done = threading.Event()
         self._error: BaseException | None = None
 
     def wait(self) -> None:
-        """Returns when the last step has been finished."""
         wait_for(self._done)
         if self._error is not None:
             raise self._error
 
     def is_completed(self) -> bool:
-        """Whether `wait` would return at once."""
         return self._done.is_set()
 
     def end(self, error: BaseException | None = None) -> None:
-        """Marks the collective as ended; called by the thread that finishes it."""
         self._error = error
         _under_way.discard(self)
         self._done.set()
 
 
 class _Threads:
-    """The threads of this process."""
-
     def __init__(self) -> None:
         self.begun: SimpleQueue[tuple[Steps, PendingCollective]] = SimpleQueue()
         self.apart: SimpleQueue[tuple[Steps, PendingCollective]] = SimpleQueue()
@@ -94,7 +87,6 @@ class _Threads:
         _serve("finish", self._arriving, self._finish)
 
     def drive(self, steps: Steps, exchange: PendingCollective) -> None:
-        """Submits a collective to its own thread; threads start on demand."""
         with self._lock:
             self._driven += 1
             more = self._drivers < min(THREADS, self._driven)
@@ -142,13 +134,12 @@ def start(steps: Steps, apart: bool = False) -> PendingCollective:
 
 
 def drive(steps: Steps) -> None:
-    """Runs a collective to its end in this thread."""
     for messages in steps:
         messages.wait()
 
 
 def drain(until: float) -> bool:
-    """Waits for all collectives in flight; returns whether they ended in time."""
+    """Waits for all collectives in flight, up to a deadline; returns whether they ended."""
     every = [e._done.wait(max(0.0, until - time.monotonic())) for e in list(_under_way)]
     return all(every)
 
@@ -189,13 +180,13 @@ def _serve(name: str, queue: SimpleQueue[Any], work: Callable[..., None]) -> Non
 
 
 ROW_BYTES = 32 << 10
-"""Rows from this size on are sent in place."""
+"""Minimum bytes of a row that is sent without a copy."""
 DIRECT_BYTES = 32 << 10
-"""Extra bytes per rank allowed for a direct all-reduce, which saves one exchange."""
+"""Extra bytes per rank that a direct all-reduce may send, because it saves an exchange."""
 TINY_BYTES = 2 << 10
-"""Size up to which every axis sends directly; shards need one more exchange."""
+"""Maximum bytes of an all-reduce that sends directly along every axis."""
 SEGMENTS, LEAST_SEGMENT, MOST_SEGMENT = 8, 512 << 10, 4 << 20
-"""Number of segments of a tensor, with their minimum and maximum bytes."""
+"""Number of segments of a tensor, and their minimum and maximum bytes."""
 
 
 # [Note: who owns what] Rank r owns part r, whether the way was flat or along axes. Seen as
@@ -227,13 +218,11 @@ class AxisExchange:
         self._group = self.rank_group.process_group or dist.group.WORLD
 
     def receive(self, peer: int, block: Tensor) -> None:
-        """Posts the receive of a block, which must be contiguous."""
         for number, piece in enumerate(_pieces(block)):
             rank = self.rank_group.ranks[peer]
             self.receives.append(receive(piece, rank, self._group, self.tag + number))
 
     def send(self, peers: Iterable[int], block: Tensor) -> None:
-        """Sends a block to several ranks of the rank group."""
         pieces = _pieces(block)
         self.keep += pieces
         for peer in peers:
@@ -242,12 +231,10 @@ class AxisExchange:
                 self.sends.append(send(piece, rank, self._group, self.tag + number))
 
     def arrivals(self) -> Messages:
-        """The pending receives."""
         works, self.receives = self.receives, []
         return Messages(works)
 
     def departures(self) -> Messages:
-        """The pending sends; each may be waited for only once."""
         works, self.sends = self.sends, []
         return Messages(works, self.keep)
 
@@ -255,7 +242,6 @@ class AxisExchange:
 def segmented_reduce_scatter(
     output: Tensor, input: Tensor, op: str, rank_groups: Sequence[RankGroup], purpose: Purpose = ANY
 ) -> list[Steps]:
-    """Segmented reduce-scatter along rank groups, outer to inner."""
     return [
         reduce_scatter_steps(output, input, op, rank_groups, _tags(rank_groups, purpose), segment)
         for segment in _segments(output.numel(), input.nbytes, rank_groups)
@@ -265,7 +251,6 @@ def segmented_reduce_scatter(
 def segmented_all_gather(
     output: Tensor, input: Tensor, rank_groups: Sequence[RankGroup], purpose: Purpose = ANY
 ) -> list[Steps]:
-    """Segmented all-gather along rank groups, outer to inner."""
     return [
         all_gather_steps(output, input, rank_groups, _tags(rank_groups, purpose), segment)
         for segment in _segments(input.numel(), output.nbytes, rank_groups)
@@ -275,7 +260,6 @@ def segmented_all_gather(
 def segmented_all_reduce(
     tensor: Tensor, op: str, rank_groups: Sequence[RankGroup], purpose: Purpose = ANY
 ) -> list[Steps]:
-    """Segmented in-place all-reduce along rank groups, outer to inner."""
     flat = tensor.view(-1)
     return [
         all_reduce_steps(
@@ -297,7 +281,7 @@ def reduce_scatter_steps(
     tags: Sequence[int],
     segment: tuple[int, int],
 ) -> Steps:
-    """Processes one segment, an interval of each part, from the inner to the outer axis."""
+    """Reduce-scatters one segment of each part, along the inner axis first."""
     sizes, length = [rank_group.size for rank_group in rank_groups], segment[1] - segment[0]
     stages: list[tuple[AxisExchange, Tensor]] = []
     dtype = input.dtype
@@ -340,7 +324,7 @@ def all_gather_steps(
     tags: Sequence[int],
     segment: tuple[int, int],
 ) -> Steps:
-    """Processes one segment, an interval of each part, from the outer to the inner axis."""
+    """All-gathers one segment of each part, along the outer axis first."""
     stages: list[tuple[AxisExchange, Tensor, dict[int, Tensor]]] = []
     for depth, rank_group in enumerate(rank_groups):
         exchange = AxisExchange(rank_group, tags[depth])
@@ -378,7 +362,7 @@ def all_reduce_steps(
     tags: Sequence[int],
     segment: tuple[int, int],
 ) -> Steps:
-    """Processes one segment: reduces inner to outer, and returns the sums outer to inner."""
+    """All-reduces one segment: reduces inner to outer, then gathers outer to inner."""
     levels: list[_Level] = []
     mine = segment
     for depth in reversed(range(len(rank_groups))):
@@ -410,7 +394,7 @@ def all_reduce_steps(
 
 
 class _Level:
-    """One axis of an all-reduce: the interval that each rank reduces."""
+    """One axis of an all-reduce, with the interval that each rank reduces."""
 
     def __init__(
         self,
@@ -429,25 +413,21 @@ class _Level:
         self.slots = buffer.view(rank_group.size - 1, 1, length)
 
     def post(self) -> None:
-        """Posts all receives."""
         for peer in self.out.peers:
             self.out.receive(peer, self.slots[_slot(peer, self.rank_group.rank)])
             if not self.whole:
                 self.back.receive(peer, self._part(peer))
 
     def scatter(self) -> Messages:
-        """Sends each rank its interval."""
         for peer in self.out.peers:
             self.out.send([peer], self._part(peer))
         return self.out.arrivals()
 
     def add_up(self, op: str) -> None:
-        """Adds the received terms to this rank's."""
         own = self._part(self.rank_group.rank)
         add_up(own, own, self.slots, self.rank_group.rank, op)
 
     def gather(self) -> Messages:
-        """Sends the finished interval to all ranks."""
         if not self.whole:
             self.back.send(self.back.peers, self._part(self.rank_group.rank))
         return self.back.arrivals()
@@ -458,7 +438,6 @@ class _Level:
 
 
 def add_up(total: Tensor, own: Tensor, slots: Tensor, rank: int, op: str) -> None:
-    """Adds up the terms of all ranks in rank order."""
     if not total.numel():
         return
     add: Callable[..., Any] = torch.maximum if op == "max" else torch.add
@@ -480,7 +459,6 @@ def add_up(total: Tensor, own: Tensor, slots: Tensor, rank: int, op: str) -> Non
 
 
 def _along(parts: Tensor, rank_groups: Sequence[RankGroup], depth: int) -> Tensor:
-    """The blocks sent along an axis in an all-gather: ``[rows, ranks, length]``."""
     # The outer axes are gathered by then, hence the rows; along the inner ones it is this rank's.
     sizes = [rank_group.size for rank_group in rank_groups]
     inner = 0
@@ -494,7 +472,7 @@ _CONTIGUOUS = torch.contiguous_format
 
 
 def _pieces(block: Tensor) -> list[Tensor]:
-    """The contiguous pieces of a block ``[rows, length]``; see the note above."""
+    """Splits a block ``[rows, length]`` into contiguous pieces; see the note above."""
     if not block.numel():
         return []
     if block.shape[0] > 1 and block.shape[1] * block.element_size() >= ROW_BYTES:
@@ -503,7 +481,6 @@ def _pieces(block: Tensor) -> list[Tensor]:
 
 
 def _pieces_are_views(block: Tensor) -> bool:
-    """Whether the pieces of a block are views of it."""
     return block.shape[1] * block.element_size() >= ROW_BYTES or block.is_contiguous()
 
 
@@ -512,12 +489,11 @@ def _slot(peer: int, rank: int) -> int:
 
 
 def _scratch(slots: Tensor, dtype: torch.dtype) -> Tensor:
-    """The buffer for a sum that will be sent."""
     return slots[0] if slots.dtype == dtype else torch.empty_like(slots[0], dtype=dtype)
 
 
 def _tags(rank_groups: Sequence[RankGroup], purpose: Purpose = ANY) -> list[int]:
-    """The first tag of each rank group, followed by one per row."""
+    """Returns the first tag of each rank group; one more tag per row follows."""
     found, rows = [], 1
     for rank_group in rank_groups:
         found.append(flight_recorder.next_tag(rank_group.process_group, rows, purpose))
@@ -534,7 +510,7 @@ def _cut(interval: tuple[int, int], count: int) -> list[tuple[int, int]]:
 
 
 def _segments(length: int, nbytes: int, rank_groups: Sequence[RankGroup]) -> list[tuple[int, int]]:
-    """Intervals of a part that are sent one at a time."""
+    """Splits a part into segments, which are sent one at a time."""
     if len(rank_groups) == 1 or not nbytes:
         return [(0, length)]
     wanted = min(max(nbytes // SEGMENTS, LEAST_SEGMENT), MOST_SEGMENT)

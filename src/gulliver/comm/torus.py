@@ -3,9 +3,8 @@
     axes = make_axes({"node": 2, "local": 4})          # outer to inner, slow to fast
     reduce_scatter(part, whole, group=axes.torus())    # like group=None, but axis by axis
 
-Along an axis, each rank belongs to one rank group. A torus is the set of all ranks along some axes;
-its ranks are numbered outer axis first, so that rank (o, i) is o * inner + i. Every collective that
-takes a group takes a torus.
+Each rank is in one rank group per axis. A torus consists of the ranks along several axes, numbered
+in row-major order: rank (o, i) is o * inner + i. Collectives accept a torus as their group.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from gulliver.errors import GulliverError, nearest
 
 @dataclass(frozen=True, eq=False)
 class Axes:
-    """Named axes over all ranks of the world."""
+    """Named axes over all ranks."""
 
     sizes: Mapping[str, int]  # Outer to inner
     # Ranks of the world by their place along each axis; None in a world of one.
@@ -39,7 +38,7 @@ class Axes:
 
     @cached_property
     def mesh(self) -> DeviceMesh | None:
-        """Torch's mesh of the same names; None in a world of one rank."""
+        """Torch's mesh with the same names; None in a world of one rank."""
         if self.ranks is None:
             return None
         groups: list[Any] = [self.group(name) for name in self.sizes]
@@ -48,25 +47,23 @@ class Axes:
         )
 
     def group(self, name: str) -> dist.ProcessGroup | None:
-        """The ranks along one axis, including this one; None in a world of one rank."""
+        """Returns the process group along an axis; None in a world of one rank."""
         self._check((name,))
         return lasting_group(self.rank_group(name)) if self.ranks is not None else None
 
     def torus(self, *names: str, flat: bool = False) -> Torus:
-        """The ranks along some axes, by default all (collective).
+        """Returns the ranks along some axes, by default all (collective).
 
-        With `flat` the collectives go over all these ranks at once instead of axis by axis.
+        With `flat`, collectives use one group of all ranks instead of running axis by axis.
         """
         names = names or tuple(self.sizes)
         self._check(names)
         return Torus.along(self, names, flat)
 
     def rank_group(self, name: str) -> RankGroup:
-        """This rank's group along one axis."""
         return self.rank_groups[name]
 
     def flat(self, names: Sequence[str]) -> RankGroup:
-        """This rank's flat group along some axes (collective)."""
         if self.ranks is None:
             return ALONE
         rows = _rows(self.sizes, self.ranks, names)
@@ -92,22 +89,22 @@ class Axes:
 
 
 class Torus:
-    """Ranks along several axes; collectives over it go axis by axis.
+    """Ranks along several axes; collectives run axis by axis.
 
     Args:
         axes: name and size of each, outer to inner; their product is the size of the world.
-        order: world ranks in the order of their positions, innermost axis fastest; None for 0, 1, 2
-            and so on. If nodes are numbered differently, list the ranks node by node.
-        device_type: kind of device of the tensors.
+        order: world ranks in row-major order of the axes; None for 0, 1, 2 and so on. If nodes are
+            numbered differently, list the ranks node by node.
+        device_type: device type of the tensors.
 
     Attributes:
         axes: name and size of each, outer to inner.
         rank_groups: this rank's group along each axis with more than one rank, outer to inner.
-        flat: all its ranks, numbered outer axis first.
+        flat: rank group of all ranks, in row-major order.
 
     Raises:
-        GulliverError: the product of the sizes is not the world size; the order is not a
-            permutation of ranks.
+        GulliverError: the product of the sizes is not the world size, or the order is not a
+            permutation of the ranks.
     """
 
     def __init__(
@@ -120,7 +117,6 @@ class Torus:
 
     @classmethod
     def along(cls, axes: Axes, names: tuple[str, ...], flat: bool = False) -> Torus:
-        """The ranks along some of the axes; see `Axes.torus`."""
         torus = cls.__new__(cls)
         torus._torus(axes, names, flat)
         return torus
@@ -134,17 +130,14 @@ class Torus:
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
         return self.flat.size
 
     @property
     def rank(self) -> int:
-        """This process's rank in the torus."""
         return self.flat.rank
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """World ranks of the torus."""
         return self.flat.ranks
 
     def __repr__(self) -> str:
@@ -154,24 +147,24 @@ class Torus:
 def make_axes(
     sizes: Mapping[str, int], order: Sequence[int] | None = None, device_type: str | None = None
 ) -> Axes:
-    """Arranges all ranks of the world on named axes (collective).
+    """Arranges all ranks on named axes (collective).
 
     Args:
         sizes: name and size of each axis, outer to inner; the innermost has the fastest links.
-        order: world ranks in the order in which they fill the axes, innermost first; None for 0, 1,
-            2 ... With ``[0, 2, 1, 3]``, ranks 0 and 2 are neighbours.
-        device_type: kind of device of the tensors, "cpu" or "cuda"; None is "cuda" where NCCL is
-            in use.
+        order: world ranks in row-major order of the axes; None for 0, 1, 2 and so on. With ``[0, 2,
+            1, 3]``, ranks 0 and 2 are neighbors on the innermost axis.
+        device_type: device type of the tensors, "cpu" or "cuda"; None for "cuda" with NCCL,
+            otherwise "cpu".
 
     Raises:
-        GulliverError: the sizes do not multiply to the world size, or the order is not a
-            permutation of its ranks.
+        GulliverError: the product of the sizes is not the world size, or the order is not a
+            permutation of the ranks.
     """
     world = dist.get_world_size() if dist.is_initialized() else 1
     if not sizes or min(sizes.values()) < 1 or math.prod(sizes.values()) != world:
         shown = " x ".join(f"{name} {size}" for name, size in sizes.items())
         raise GulliverError(
-            f"the axes {shown or '()'} do not make {world} ranks: their product must be {world}"
+            f"the axes {shown or '()'} do not match {world} ranks: their product must be {world}"
         )
     order = list(range(world)) if order is None else list(order)
     if sorted(order) != list(range(world)):
@@ -186,7 +179,6 @@ def make_axes(
 
 
 def _rows(sizes: Mapping[str, int], ranks: Tensor, names: Sequence[str]) -> list[list[int]]:
-    """The ranks along some axes, for every position on the others."""
     places = [list(sizes).index(name) for name in names]
     last = list(range(-len(places), 0))
     count = math.prod(sizes[name] for name in names)
@@ -207,7 +199,7 @@ _streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
 class OnStream:
-    """Collectives that were queued on a side stream."""
+    """Collectives queued on a side stream."""
 
     def __init__(self, device: torch.device, tensors: Sequence[Tensor], run: Callable[[], None]):
         self._stream = _streams.get(device)
@@ -226,12 +218,10 @@ class OnStream:
         torch.cuda.current_stream().wait_event(self._event)
 
     def is_completed(self) -> bool:
-        """Whether the last collective is done."""
         return self._event.query()
 
 
 def run_chained(tensors: Sequence[Tensor], steps: Callable[[], None]) -> list[Any]:
-    """Runs collectives, on a GPU on the side stream without blocking the host."""
     if tensors[0].is_cuda:
         return [OnStream(tensors[0].device, tensors, steps)]
     steps()
@@ -241,7 +231,6 @@ def run_chained(tensors: Sequence[Tensor], steps: Callable[[], None]) -> list[An
 def chained_reduce_scatter(
     output: Tensor, input: Tensor, op: str, rank_groups: Sequence[RankGroup]
 ) -> None:
-    """Reduce-scatters from the inner to the outer axis."""
     parts = input.view(*(rank_group.size for rank_group in rank_groups), output.numel())
     for depth in reversed(range(len(rank_groups))):
         parts = _reduced(parts.movedim(depth, 0), op, rank_groups[depth], output.dtype)
@@ -251,7 +240,6 @@ def chained_reduce_scatter(
 
 
 def chained_all_gather(output: Tensor, input: Tensor, rank_groups: Sequence[RankGroup]) -> None:
-    """All-gathers from the outer to the inner axis, in the order of the torus."""
     parts = input.view(-1)
     for depth, rank_group in enumerate(rank_groups):
         parts = _gathered(parts.contiguous(), rank_group).movedim(0, depth)
@@ -259,7 +247,7 @@ def chained_all_gather(output: Tensor, input: Tensor, rank_groups: Sequence[Rank
 
 
 def chained_all_reduce(tensor: Tensor, op: str, rank_groups: Sequence[RankGroup]) -> None:
-    """All-reduces in place: reduce-scatter and all-gather inside, all-reduce outside."""
+    """All-reduces in place: reduce-scatter inside, all-reduce outside, gather inside."""
     count = math.prod(rank_group.size for rank_group in rank_groups[1:])
     flat = tensor.view(-1)
     padded = torch.nn.functional.pad(flat, (0, -flat.numel() % count))
@@ -280,7 +268,7 @@ def chained_all_reduce(tensor: Tensor, op: str, rank_groups: Sequence[RankGroup]
 def exchange_and_add(
     output: Tensor, parts: Tensor, op: str, group: dist.ProcessGroup | None
 ) -> tuple[Any, Callable[[], None]]:
-    """Sends parts to their ranks and adds them up there in `output`'s dtype."""
+    """Sends parts to their ranks, which add them in `output`'s dtype."""
     received = torch.empty_like(parts)
     work = dist.all_to_all_single(received, parts, group=group, async_op=True)
 
@@ -295,7 +283,6 @@ def exchange_and_add(
 
 
 def _reduced(parts: Tensor, op: str, rank_group: RankGroup, dtype: torch.dtype) -> Tensor:
-    """Reduce-scatters ``[size, ...]`` over a rank group."""
     order = rank_group.group_order()
     ordered = order == sorted(order)
     source = parts.contiguous() if ordered else parts[order]
@@ -318,7 +305,6 @@ def _reduced(parts: Tensor, op: str, rank_group: RankGroup, dtype: torch.dtype) 
 
 
 def _gathered(part: Tensor, rank_group: RankGroup) -> Tensor:
-    """All-gathers a part over a rank group: ``[size, ...]``."""
     found = part.new_empty(rank_group.size, *part.shape)
     count_sent(found.nbytes * (1 - 1 / rank_group.size))
     all_gather_flat(

@@ -1,4 +1,4 @@
-"""Flight recorder of each rank's collectives, to find ranks that diverge."""
+"""Records each rank's collectives, finds ranks that run different ones, and detects lost ranks."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ import torch.distributed as dist
 from gulliver.errors import GulliverError
 
 KEPT = 64
-"""Entries kept per group; ranks cannot be further apart."""
+"""Entries kept per group; bounds how far ranks can be apart."""
 
 CODES = 2047
-"""Number of purposes that tags distinguish; 0 is for none."""
+"""Number of purposes that tags distinguish; 0 means none."""
 
 TAGS = 1 << 20
-"""Tags of one purpose; the first so many are left to others. Those of gloo have 31 bits."""
+"""Tags per purpose; those below are left to other code. Gloo's tags have 31 bits."""
 
 _NUMBERS = 1 << 15
-"""Those of one purpose in one wire format; many more than can be in flight."""
+"""Tags per purpose and wire format; many more than can be in flight."""
 
 Entries = dict[str, list[tuple[int, str]]]
-"""Numbers and purposes of collectives, by group name."""
+"""Number and purpose of collectives, by group name."""
 
 
 # [Note: different programs] All ranks must hand in the collectives of a group in one order. One
@@ -44,7 +44,7 @@ Entries = dict[str, list[tuple[int, str]]]
 # they differ all ranks raise, or are ended where they wait in C++.
 @dataclass(frozen=True)
 class Purpose:
-    """Purpose of a collective."""
+    """What a collective is for."""
 
     text: str = ""  # Continues "rank 1 ..."
     code: int = 0  # Number, 1 to 2046; no two purposes that may meet have the same
@@ -53,10 +53,10 @@ class Purpose:
 
 ANY = Purpose()
 PATIENCE_S = 1.0
-"""Seconds of waiting after which other ranks are checked."""
+"""Seconds of waiting after which a rank checks the others."""
 
 READING_S = 2.0
-"""Seconds between the ranks' checks of each other."""
+"""Seconds between these checks."""
 
 MEETINGS = frozenset(
     {
@@ -73,7 +73,7 @@ MEETINGS = frozenset(
         "scatter",
     }
 )
-"""Calls of torch that end when all ranks have made them."""
+"""Calls of torch that return only after all ranks have called them."""
 
 OTHERWISE = "makes another collective call"
 
@@ -83,7 +83,7 @@ OTHERWISE = "makes another collective call"
 # `Purpose`). All ranks must hand in the operations of a group in one order; after that,
 # nothing depends on the order in which they are posted.
 class FlightRecorder:
-    """The collectives that this process has started, by group."""
+    """Recent collectives of this process, by group."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -94,7 +94,6 @@ class FlightRecorder:
         self.clear()
 
     def clear(self) -> None:
-        """Clears the records of a world that has ended."""
         self._rows: WeakKeyDictionary[Any, deque[tuple[int, str]]] = WeakKeyDictionary()
         self.count = self.waiting = 0
         # A line about what ranks do differently, once it is known.
@@ -117,7 +116,6 @@ class FlightRecorder:
         return (1 + purpose.code) * TAGS + purpose.wire * _NUMBERS + number
 
     def note_exchange(self, group: dist.ProcessGroup | None, purpose: Purpose) -> None:
-        """Records an exchange that all ranks of a group run with their own tags."""
         # Numbered by themselves, below those of collectives, whose tags stay what they are.
         self.check()
         key = group or dist.group.WORLD
@@ -133,7 +131,6 @@ class FlightRecorder:
         self.count += 1
 
     def check(self) -> None:
-        """Raises if ranks are known to differ."""
         if self.difference:
             if not self.raised:
                 self.raised = True
@@ -141,7 +138,6 @@ class FlightRecorder:
             raise GulliverError(self.difference)
 
     def entries(self) -> Entries:
-        """The last entries of each group."""
         with self._lock:
             return {group.group_name: list(row) for group, row in self._rows.items()}
 
@@ -151,14 +147,12 @@ _sent_bytes, _sent_lock = 0, threading.Lock()
 
 
 def count_sent(count: float) -> None:
-    """Counts bytes sent to other ranks; called from any thread."""
     global _sent_bytes
     with _sent_lock:
         _sent_bytes += int(count)
 
 
 def sent_bytes() -> int:
-    """Bytes of tensors that this process has sent to other ranks so far."""
     # Those of our own messages are counted as they are posted. What a backend does by itself counts
     # as a ring: (n - 1) / n of the tensor, of an all-reduce twice. Objects, broadcasts and the
     # messages of torch's DDP are not counted.
@@ -194,7 +188,7 @@ def difference(sides: Mapping[int, Entries], standing: Mapping[int, str]) -> str
 
 
 def blocking_collective() -> str:
-    """Name of the torch collective that blocks the main thread; empty if none does."""
+    """Returns the torch collective that blocks the main thread; empty if none does."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None:
         name = frame.f_code.co_name
@@ -227,16 +221,16 @@ def _line(does: Mapping[int, str]) -> str:
 
 
 GRACE_S = 5.0
-"""Seconds for the main thread to end by itself after a rank is lost."""
+"""Seconds for the main thread to end on its own after a rank is lost."""
 
 SUSPECTED_S = 8.0
-"""Seconds of silence that suffice after a failed collective."""
+"""Seconds of silence after which a rank counts as lost, once a collective has failed."""
 
 STANDING_BEATS = 4
-"""Heartbeats in one call after which a rank counts as stuck."""
+"""Heartbeats within one call after which a rank counts as stuck."""
 
 MESSAGE_LENGTH = 500
-"""Characters of an error that are sent to the other ranks."""
+"""Maximum characters of an error that is sent to other ranks."""
 
 
 # [Note: failures] A rank that raises in the middle of what all do together, such as the steps of a
@@ -249,7 +243,7 @@ MESSAGE_LENGTH = 500
 # `watchdog.py`. All raise the same line about it, which is shared next to the counts.
 @dataclass
 class _Status:
-    """The status that a rank publishes in the store."""
+    """A rank's status in the store."""
 
     beat: int = 0  # Sign that it lives, a number that grows
     passage: int = 0  # Number of the passage that failed; 0 for none
@@ -262,7 +256,7 @@ class _Status:
 
 
 class Watchdog:
-    """Heartbeats of one rank, in a daemon thread."""
+    """Publishes this rank's heartbeats and checks those of other ranks, in a daemon thread."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, silence_s: float) -> None:
         self._store, self.rank, self.size, self.silence_s = store, rank, size, silence_s
@@ -283,7 +277,7 @@ class Watchdog:
         self._thread.start()
 
     def stop(self, failure: str | None = None) -> None:
-        """Publishes this rank's regular end, so that others do not report it lost."""
+        """Publishes this rank's regular exit, so that others do not report it as lost."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -297,12 +291,10 @@ class Watchdog:
             self._publish()
 
     def enter(self) -> None:
-        """Marks that the main thread enters the next section of `together`."""
         self._passages += 1
         self._inside = True
 
     def leave(self, error: BaseException | None) -> None:
-        """Leaves the section; publishes this rank's error to the others."""
         self._inside = False
         if error is None or self._failure() is not None or flight_recorder.raised:
             return
@@ -313,7 +305,7 @@ class Watchdog:
             self._publish()
 
     def wait_for_reason(self) -> str | None:
-        """Waits until a lost or failed rank is known, up to the silence limit."""
+        """Waits for a lost or failed rank to be reported, up to the silence limit."""
         # For those whose collective has failed: a rank that ended as it should is lost to them,
         # too.
         self._suspected.set()
@@ -355,7 +347,6 @@ class Watchdog:
                 self._end(differs or self._failure() or "")
 
     def _compare(self) -> None:
-        """Compares the ranks' collectives while this rank makes no progress."""
         if flight_recorder.difference:
             return
         reported = [status.differs for status, _ in self._heard.values() if status.differs]
@@ -385,7 +376,6 @@ class Watchdog:
             self._heard[other] = status, time.monotonic()
 
     def _failure(self) -> str | None:
-        """Describes a section that failed on another rank."""
         for other, (status, _) in self._heard.items():
             if status.passage:
                 return f"rank {other} failed: {status.error}"
@@ -396,7 +386,7 @@ class Watchdog:
         return self._inside and any(status.passage == self._passages for status in statuses)
 
     def _lost(self) -> tuple[int, str] | None:
-        """A rank reported lost, by itself or another, and the reason."""
+        """Returns a rank that is reported as lost, and the reason."""
         for other, (status, _) in self._heard.items():
             if status.end:
                 return other, status.end
@@ -417,7 +407,7 @@ class Watchdog:
         return None
 
     def _declare(self, rank: int, reason: str) -> None:
-        """Notifies the main thread, and ends the process if that thread is stuck."""
+        """Interrupts the main thread; ends the process if that thread is stuck."""
         self.lost, self.reason = rank, reason
         self._known.set()
         if not self._stop.wait(GRACE_S):
@@ -429,13 +419,13 @@ class Watchdog:
 
 
 class _Position:
-    """The progress of this rank, sampled once a second."""
+    """This rank's progress, sampled once a second."""
 
     def __init__(self) -> None:
         self._count, self._call, self._beats = 0, "", 0
 
     def look(self) -> tuple[Entries, str] | None:
-        """Returns entries, and the call that blocks the main thread; None on progress."""
+        """Returns the recorded entries and the blocking call; None if there was progress."""
         call = blocking_collective()
         same = (flight_recorder.count, call) == (self._count, self._call)
         self._beats = self._beats + 1 if same else 0

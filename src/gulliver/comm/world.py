@@ -26,12 +26,12 @@ LEAVING_S = 10.0
 """Maximum seconds to wait at exit for collectives in flight."""
 
 SILENCE_S = 30.0
-"""A rank that is not heard of for so long counts as lost."""
+"""Seconds without a heartbeat after which a rank counts as lost."""
 
 
 @dataclass(frozen=True)
 class World:
-    """This process among its peers."""
+    """This process, its rank and the world size."""
 
     rank: int
     size: int
@@ -52,14 +52,15 @@ def init_world(
     silence_s: float = SILENCE_S,
     device: torch.device | None = None,
 ) -> World:
-    """Joins the world described by torchrun's environment, or a world of one.
+    """Joins the world described by torchrun's environment variables, or creates a world of one.
 
-    A world of one creates no process group. Calling it again returns the same world. If another
-    library has already created torch's process group, its ranks are the world.
+    A world of one has no process group. Later calls return the same world. If another library has
+    already created torch's process group, its ranks are the world.
 
     Args:
-        timeout_s: longest wait inside a collective.
-        silence_s: seconds of silence after which a rank is reported lost and the others end.
+        timeout_s: maximum wait inside a collective.
+        silence_s: seconds without a heartbeat after which a rank counts as lost and the others
+            exit.
         device: device of this rank; None for the GPU of its local rank, or the CPU without GPUs.
 
     Raises:
@@ -105,19 +106,19 @@ def init_world(
 
 
 def adopt_world(world: World | None, watchdog: Watchdog | None = None) -> None:
-    """Makes an already joined world current, for worker pools."""
+    """Sets the current world to one that was already joined, for worker pools."""
     global _world, _watchdog
     _world, _watchdog = world, watchdog
     flight_recorder.clear()
 
 
 def current_world() -> World:
-    """Returns the current world, joining it on the first call."""
+    """Returns the current world; joins it on the first call."""
     return _world or init_world()
 
 
 def shutdown() -> None:
-    """Leaves the world and marks the exit as intended."""
+    """Leaves the world; other ranks do not report this rank as lost."""
     global _world, _watchdog
     if _watchdog is not None:
         _watchdog.stop()
@@ -129,7 +130,6 @@ def shutdown() -> None:
 
 
 def _shutdown_at_exit() -> None:
-    """Leaves the world when the program ends."""
     # The interpreter ends threads where they stand. One that stands in a backend's code, watching
     # or finishing a gather that no one waited for, takes the process down with it; so all of them
     # are done before. After an error nothing is waited for: messages may be on their way that never
@@ -152,7 +152,6 @@ def _shutdown_at_exit() -> None:
 
 
 def _exit_failed(why: str, status: int) -> NoReturn:
-    """Publishes why this rank ends, and exits."""
     if _watchdog is not None:
         _watchdog.stop(why)
         if _watchdog.rank == 0:
@@ -165,7 +164,7 @@ def _exit_failed(why: str, status: int) -> NoReturn:
 
 @contextmanager
 def guard() -> Iterator[None]:
-    """Names the rank that caused a collective inside to fail."""
+    """Replaces errors of collectives inside by one that names the rank that failed."""
     try:
         yield
     except (RuntimeError, dist.DistError) as error:
@@ -179,7 +178,7 @@ def guard() -> Iterator[None]:
 
 @contextmanager
 def together() -> Iterator[None]:
-    """Marks a section that needs all ranks: an error inside ends all of them."""
+    """Marks a section that needs all ranks: an error in it ends all of them."""
     # All ranks mark the same passages in the same order, and an error in one is final.
     watchdog = _watchdog
     if watchdog is None:
@@ -196,7 +195,6 @@ def together() -> Iterator[None]:
 
 
 def _is_transport(error: BaseException) -> bool:
-    """Whether an error comes from a collective's connection rather than a computation."""
     if isinstance(error, dist.DistError):
         return True
     text = str(error).lower()

@@ -1,4 +1,4 @@
-"""Data: clips and their sources, the order of samples, and moving batches to the device."""
+"""Data loading: clips and their sources, sample order, and copies of batches to the device."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Pinned host memory for batches, and their copies to a device."""
+"""Pinned host memory for batches, and copies from it to a device."""
 
 from __future__ import annotations
 
@@ -46,7 +46,6 @@ def map_leaves(batch: Any, visit: Callable[[Any], Any]) -> Any:
 
 
 def move_tensors(batch: Any, device: torch.device) -> Any:
-    """The batch with its tensors on a device."""
     return map_leaves(batch, lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf)
 
 
@@ -80,22 +79,16 @@ def _sequence(like: Sequence, parts: list) -> Any:
 
 
 _log = logging.getLogger("gulliver")
-DEFAULT_LIMIT = 2**30
-"""Default limit of an arena, in bytes."""
-PORTABLE = 1
-"""cudaHostRegisterPortable: locked for all devices of the process."""
+DEFAULT_LIMIT = 2**30  # default limit of an arena, in bytes
+PORTABLE = 1  # `cudaHostRegisterPortable`: page-locked for all devices of the process
 
 
 class CopyEvent(Protocol):
-    """An event that reports whether a copy is done, such as `torch.cuda.Event`."""
+    """An event that reports whether a copy has finished, such as `torch.cuda.Event`."""
 
-    def query(self) -> bool:
-        """Whether the event has happened."""
-        ...
+    def query(self) -> bool: ...
 
-    def synchronize(self) -> None:
-        """Waits for the event."""
-        ...
+    def synchronize(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -123,12 +116,12 @@ class ArenaStatistics:
 
     @property
     def misses(self) -> int:
-        """Tensors for which memory had to be allocated."""
+        """Number of tensors for which memory had to be allocated."""
         return self.grown + self.plain
 
     @property
     def hit_rate(self) -> float:
-        """Fraction of tensors placed in existing memory; 1 before the first."""
+        """Fraction of tensors placed in existing memory; 1 if there were none."""
         total = self.hits + self.misses
         return self.hits / total if total else 1.0
 
@@ -142,7 +135,7 @@ class ArenaStatistics:
 
 
 class _Block(NamedTuple):
-    """A part of a slab, which it keeps alive."""
+    """A part of a slab; keeps the slab alive."""
 
     slab: _Slab
     start: int
@@ -167,21 +160,21 @@ class _Block(NamedTuple):
 # it. No order of sizes or releases can break this, at the price of just the bytes that as many of
 # the largest batches need.
 class PinnedArena:
-    """Pre-allocated host memory for tensors, reclaimed automatically.
+    """Pre-allocated host memory for tensors, which is reclaimed automatically.
 
-    A block is reused once its last tensor is freed and device copies from it are done. The loader
-    registers its own copies; other code that copies to a device asynchronously calls `hold`, or
-    keeps the tensor until then. Thread-safe. Blocks are page-aligned; beyond page rounding, they
-    waste less than an eighth of their tensor's size.
+    A block is reused once its last tensor is freed and device copies from it are complete. The
+    loader registers its own copies; other code that copies asynchronously must call `hold`, or keep
+    the tensor until its copy is complete. Thread-safe. Blocks are page-aligned; beyond page
+    rounding, they waste less than an eighth of their tensor's size.
 
     Args:
         limit: maximum bytes of all slabs together. Tensors that do not fit get ordinary memory,
             counted as a miss; an arena neither exceeds its limit nor waits for memory.
-        pin: whether to page-lock memory, so that device copies are fast and asynchronous; None does
-            so if CUDA is available. Otherwise buffers are only page-aligned.
+        pin: whether to page-lock memory, so that device copies are fast and asynchronous; None to
+            do so if CUDA is available. Otherwise, buffers are only page-aligned.
 
     Raises:
-        GulliverError: a limit below a page, or page-locking without CUDA.
+        GulliverError: the limit is less than a page, or `pin` is set without CUDA.
     """
 
     def __init__(self, limit: int = DEFAULT_LIMIT, pin: bool | None = None) -> None:
@@ -189,7 +182,7 @@ class PinnedArena:
             raise GulliverError(f"an arena of {limit} bytes is less than a page: raise the limit")
         has_cuda = torch.cuda.is_available()
         if pin and not has_cuda:
-            raise GulliverError("page-locked memory needs CUDA: leave `pin` out to go without")
+            raise GulliverError("page-locked memory needs CUDA: omit `pin`, or pass pin=False")
         self.limit = limit
         self.is_pinned = has_cuda if pin is None else pin
         self._lock = threading.Lock()
@@ -202,13 +195,12 @@ class PinnedArena:
         self._held: deque[tuple[CopyEvent, list[Tensor]]] = deque()
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """Copies a host tensor into memory of the arena."""
         return self.copy_all([tensor])[0]
 
     def copy_all(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Copies the host tensors of a batch, of any shapes, strides and dtypes.
+        """Copies the host tensors of a batch into the arena.
 
-        Dense tensors keep their strides, others become contiguous. Tensors that are not plain host
+        Dense tensors keep their strides; others become contiguous. Tensors that are not plain host
         tensors (sparse, quantized, nested, subclasses, on a device) are returned unchanged; empty
         ones take no memory.
         """
@@ -232,22 +224,21 @@ class PinnedArena:
         return [_tensor(owner, tensor) for owner, tensor in zip(owners, like, strict=True)]
 
     def hold(self, tensors: Iterable[Tensor], until: CopyEvent) -> None:
-        """Keeps tensors, and therefore their blocks, until an event has happened."""
+        """Keeps tensors, and therefore their blocks, alive until an event has occurred."""
         self._held.append((until, list(tensors)))
 
     def warm_up(self, batches: Iterable[Any], in_flight: int) -> None:
-        """Allocates all memory for batches of certain shapes.
+        """Allocates the memory for batches of the given shapes.
 
-        Afterwards no request misses while at most `in_flight` batches of these shapes, in any
-        order, are alive at once.
+        Afterwards, there are no misses while at most `in_flight` batches of these shapes are alive.
 
         Args:
-            batches: one example of every shape that occurs, nested as the batches will be; tensors
-                may be on ``meta``, to take no memory.
-            in_flight: batches alive at once, including the one being placed.
+            batches: one example of every shape, with the structure of the real batches; tensors may
+                be on ``meta``.
+            in_flight: maximum number of batches alive together, including the one being placed.
 
         Raises:
-            GulliverError: the limit is too low; the system cannot lock that much memory.
+            GulliverError: the limit is too low, or the system cannot lock that much memory.
         """
         need = max((batch_bytes(batch) for batch in batches), default=0)
         with self._lock:
@@ -285,7 +276,7 @@ class PinnedArena:
             event.synchronize()
 
     def _place(self, needs: list[int]) -> list[_Block | int]:
-        """Returns a block for each size, or the size if it needs ordinary memory."""
+        """Returns a block for each size, or the size itself if it needs ordinary memory."""
         self._reclaim()
         sizes = [size_class(need) for need in needs]
         # One hole for all, see [Note: why a warmed-up arena never misses].
@@ -326,7 +317,7 @@ class PinnedArena:
         return _Block(self._slabs[number], start, size, need)
 
     def _owner(self, block: _Block | int) -> np.ndarray:
-        """Creates the object whose deletion frees a block, see [Note: who frees a block]."""
+        """Creates the object whose deletion frees a block; see [Note: who frees a block]."""
         if isinstance(block, int):
             return np.empty(block, np.uint8)
         owner = block.slab.bytes[block.start : block.start + block.asked]
@@ -344,7 +335,7 @@ class PinnedArena:
             self._asked -= block.asked
 
     def _drop_slabs(self, size: int, below: int) -> None:
-        """Frees empty slabs below `below` bytes, small ones first, to make room for `size`."""
+        """Frees empty slabs smaller than `below` bytes, smallest first, to make room for `size`."""
         slabs = self._extents.slabs
         idle = [n for n, length in slabs.items() if length < below and self._extents.is_empty(n)]
         if self._capacity - sum(slabs[number] for number in idle) + size > self.limit:
@@ -383,7 +374,9 @@ class _Slab:
         try:
             self.bytes = np.frombuffer(mmap.mmap(-1, size), np.uint8)
         except (OSError, ValueError) as error:
-            raise GulliverError(f"no {size} bytes of host memory for batches: {error}") from None
+            raise GulliverError(
+                f"cannot allocate {size} bytes of host memory for batches: {error}"
+            ) from None
         # Touches every page now: the first write to fresh memory would wait for the system.
         self.bytes.fill(0)
         if pin:
@@ -405,7 +398,6 @@ def _unlock(runtime: Any, address: int, memory: np.ndarray) -> None:
 
 
 def batch_bytes(batch: Any) -> int:
-    """Arena bytes that a batch needs."""
     total = 0
 
     def count(leaf: Any) -> Any:
@@ -440,7 +432,7 @@ def _tensor(owner: np.ndarray | None, like: Tensor) -> Tensor:
 
 
 def _fill(buffer: Tensor, source: Tensor) -> Tensor:
-    """Copies without the GIL, in this thread only."""
+    """Copies in the calling thread without holding the GIL."""
     # torch's own copy would start a second set of compute threads in addition to the training's.
     source = source.detach()
     if source.is_conj() or source.is_neg() or not _same_order(buffer, source):
@@ -464,7 +456,7 @@ class CopyStream(Protocol):
         ...
 
     def receive(self, leaves: list[Any], event: CopyEvent) -> None:
-        """Orders the caller's later work after the copies."""
+        """Makes the caller's subsequent work wait for the copies."""
         ...
 
 
@@ -477,7 +469,7 @@ class CudaCopyStream:
         self._under_way: deque[CopyEvent] = deque()
 
     def send(self, leaves: list[Any]) -> tuple[list[Any], CopyEvent]:
-        """Starts copies of tensors, and of objects with a method ``to``."""
+        """Starts copies of tensors, and of objects with a ``to`` method."""
         while self._under_way and self._under_way[0].query():
             self._under_way.popleft()
         if len(self._under_way) >= self._depth:
@@ -493,7 +485,7 @@ class CudaCopyStream:
         return sent, event
 
     def receive(self, leaves: list[Any], event: CopyEvent) -> None:
-        """Makes the caller's current stream wait for the copies, and keeps their memory."""
+        """Makes the current stream wait for the copies, and records their memory on it."""
         stream = torch.cuda.current_stream(self._device)
         stream.wait_event(event)  # type: ignore[arg-type]
         for leaf in leaves:
@@ -502,7 +494,7 @@ class CudaCopyStream:
 
 
 class MovedBatch(NamedTuple):
-    """A batch that is being copied, and the event to wait for."""
+    """A batch that is being copied, and the event that ends the copy."""
 
     batch: Any
     leaves: list[Any]
@@ -518,7 +510,7 @@ class Mover:
         self._arena, self._copy_stream, self._locks = arena, copy_stream, locks
 
     def move(self, batch: Any) -> MovedBatch:
-        """Copies a batch; starts its copy to the device."""
+        """Copies a batch into the arena, and starts its copy to the device."""
         if self._arena is None and self._copy_stream is None and not self._locks:
             return MovedBatch(batch, [], None)
         leaves: list[Any] = []
@@ -537,13 +529,13 @@ class Mover:
         return MovedBatch(rebuilt, sent, event)
 
     def receive(self, moved: MovedBatch) -> Any:
-        """Returns the batch; the caller's later work is ordered after its copies."""
+        """Returns a moved batch; the caller's subsequent work waits for its copies."""
         if moved.event is not None and self._copy_stream is not None:
             self._copy_stream.receive(moved.leaves, moved.event)
         return moved.batch
 
     def _stage(self, leaves: list[Any]) -> list[Any]:
-        """Copies host tensors into the arena; other objects use their `pin_memory`."""
+        """Copies host tensors into the arena; calls `pin_memory` of other objects."""
         if self._arena is None:
             return [leaf.pin_memory() for leaf in leaves] if self._locks else leaves
         tensors = iter(self._arena.copy_all([leaf for leaf in leaves if isinstance(leaf, Tensor)]))
@@ -555,7 +547,7 @@ class Mover:
         ]
 
     def _send(self, copy_stream: CopyStream, staged: list[Any]) -> tuple[list[Any], CopyEvent]:
-        """Sends objects with a method ``to``, keeping the sources until they are read."""
+        """Sends objects with a ``to`` method, keeping the sources until they have been read."""
         places = [place for place, leaf in enumerate(staged) if hasattr(leaf, "to")]
         arrived, event = copy_stream.send([staged[place] for place in places])
         sent = list(staged)
@@ -571,12 +563,11 @@ def _is_moved(leaf: Any) -> bool:
 
 
 def copy_stream(device: torch.device | None, ahead: int) -> CopyStream | None:
-    """Creates the copy stream of a device; None for the host."""
     return CudaCopyStream(device, ahead) if device is not None and device.type == "cuda" else None
 
 
 def device_of(device: torch.device | str | None) -> torch.device | None:
-    """Resolves the device of batches; None if none is given."""
+    """Resolves the device of batches; None for the host."""
     if device is None:
         return None
     found = torch.device(device)

@@ -1,7 +1,8 @@
 """Published resolutions by name, with their sizes per aspect ratio.
 
-Names are ``144p`` to ``4k`` with 17 ratios of height to width, ``256`` to ``2880`` with 40 (those
-of PixArt), and ``256px``, ``768px``, ... for squares of any side, whose sizes are computed (2.0).
+Names are ``144p`` to ``4k`` with 17 ratios of height to width, ``256`` to ``2880`` with the 40
+ratios of PixArt, and ``256px``, ``768px``, ... for squares of any side, whose sizes are computed
+(2.0).
 
 Source: Open-Sora 1.2 and 2.0; the tables are exact, including rounding.
 """
@@ -25,13 +26,12 @@ from gulliver.errors import GulliverError, nearest
 from gulliver.io.files import named_errors
 from gulliver.options import SHARE
 
-Sizes = dict[float, tuple[int, int]]
-"""Height and width in pixels for each ratio of height to width."""
+Sizes = dict[float, tuple[int, int]]  # height and width in pixels for each ratio of height to width
 
 
 @dataclass(frozen=True)
 class Resolution:
-    """A resolution's number of pixels, and its sizes."""
+    """A resolution: its number of pixels, and its sizes by aspect ratio."""
 
     name: str
     pixels: int
@@ -97,7 +97,7 @@ SQUARE_SIZES = (
     "14x18 14x17 15x17 15x16 16x16 16x15 17x15 17x14 18x14 18x13 19x13 20x12 21x12 22x11 23x11 "
     "24x10 25x10 26x9 27x9 28x9 29x8 30x8 31x8 32x8"
 )
-"""Sizes of ``256``, ``512``, ``1024`` and ``2048`` in sixteenths of their side."""
+"""Sizes of ``256``, ``512``, ``1024`` and ``2048``, in units of a sixteenth of the side."""
 LARGEST_RATIOS = (
     "0.25 0.26 0.27 0.28 0.32 0.33 0.34 0.40 0.42 0.47 0.49 0.51 0.55 0.59 0.68 0.72 0.78 0.83 "
     "0.89 0.93 1.00 1.07 1.12 1.21 1.28 1.39 1.47 1.70 1.82 2.03 2.13 2.39 2.50 2.92 3.00 3.12 "
@@ -111,9 +111,8 @@ LARGEST_SIZES = (
 """Sizes of ``2880`` in units of 64 pixels."""
 SQUARES = {"256": 16, "512": 32, "1024": 64, "2048": 128}
 SIDES = ("2.39:1", "2:1", "16:9", "1.85:1", "9:16", "5:8", "3:2", "4:3", "1:1")
-"""Width to height of the sizes computed by 2.0, which also uses their transposes."""
-GRID = 16
-"""Pixels that 2.0's sides are multiples of."""
+"""Ratios of width to height for computed sizes (2.0), which also include their transposes."""
+GRID = 16  # computed sides are multiples of this many pixels
 
 
 def _table(ratios: str, sizes: str, unit: int = 1) -> Sizes:
@@ -125,7 +124,7 @@ def _table(ratios: str, sizes: str, unit: int = 1) -> Sizes:
 
 
 def _computed(pixels: int) -> dict[str, tuple[int, int]]:
-    """Computes 2.0's sizes by width:height, as close to a number of pixels as the grid allows."""
+    """Computes sizes by width:height, as close to a number of pixels as the grid allows."""
     found: dict[str, tuple[int, int]] = {}
     for side in SIDES:
         across, down = map(float, side.split(":"))
@@ -145,7 +144,7 @@ def _computed(pixels: int) -> dict[str, tuple[int, int]]:
 
 
 def _square_of(name: str) -> Resolution | None:
-    """Parses ``256px``, ``256px_ar16:9`` (one ratio), and ``256px_max`` (the most pixels)."""
+    """Parses ``256px``, ``256px_ar16:9`` (one ratio), and ``256px_max`` (the largest size)."""
     match = re.fullmatch(r"([1-9]\d{0,4})px(?:_(max|ar[\d.]+:[\d.]+))?", name)
     if match is None:
         return None
@@ -167,7 +166,6 @@ def _square_of(name: str) -> Resolution | None:
 
 @cache
 def resolution(name: str) -> Resolution:
-    """Returns the resolution with a name."""
     if name in VIDEO_SIZES:
         pixels, sizes = VIDEO_SIZES[name]
         return Resolution(name, pixels, _table(VIDEO_RATIOS, sizes))
@@ -198,15 +196,14 @@ def resolution(name: str) -> Resolution:
 # Source: Open-Sora 1.1 to 2.0 (`bucket_config` of their configurations).
 
 
-ENOUGH_PIXELS = 0.8
-"""A clip may have a fifth fewer pixels than its bucket."""
+ENOUGH_PIXELS = 0.8  # minimum pixels of a clip, as a fraction of those of its bucket
 VARIABLE = "bucket_config"
 EXAMPLE = '{"240p": {1: (1.0, 120), 51: (0.5, 12)}}'
 
 
 @dataclass(frozen=True)
 class BucketRule:
-    """A clip length at one resolution."""
+    """A clip length at one resolution, with its probabilities and batch size."""
 
     # Resolution of the clips.
     resolution: Resolution
@@ -221,7 +218,7 @@ class BucketRule:
 
 
 class ClipSizes(NamedTuple):
-    """Frames, height and width of every clip: int arrays [N]."""
+    """Frames, height and width of each clip, as integer arrays [N]."""
 
     frames: np.ndarray
     heights: np.ndarray
@@ -233,13 +230,13 @@ class BucketConfig:
 
     Args:
         values: one or two probabilities and a batch size for each resolution and length.
-        where: name of the configuration, for messages.
-        unit: frames and pixels (t, h, w) that sizes must be multiples of for a model: sizes are
-            rounded down to t k + 1 frames and multiples of h and w.
+        where: name of the configuration for messages.
+        unit: temporal and spatial unit of a model (t, h, w): sizes are rounded down to t k + 1
+            frames and to multiples of h and w pixels.
 
     Raises:
-        GulliverError: an unknown resolution, an invalid length or probability, a bucket that is
-            never used; all probabilities are 0; videos would be shortened to one frame.
+        GulliverError: a resolution is unknown, a length or probability is invalid, a bucket is
+            never used, all probabilities are 0, or videos would be shortened to one frame.
     """
 
     def __init__(
@@ -254,9 +251,9 @@ class BucketConfig:
 
     @classmethod
     def load(cls, path: Path, unit: tuple[int, int, int] = (1, 1, 1)) -> Self:
-        """Reads a JSON or YAML file, or the assignment to `bucket_config` in a Python file.
+        """Reads a JSON or YAML file, or the value of `bucket_config` in a Python file.
 
-        A Python file is not executed: the assigned value must be a literal.
+        Python files are not executed; the assigned value must be a literal.
 
         Raises:
             GulliverError: the file is missing or unreadable, or its content is rejected.
@@ -269,8 +266,8 @@ class BucketConfig:
         for rule in self.rules:
             if rule.keep and 1 < rule.frames <= step:
                 raise GulliverError(
-                    f"{self.where}: {rule.resolution.name}: {rule.frames} frames would be cut to a "
-                    f"still: use {step} k + 1 frames, such as {step + 1}, or 1 for pictures"
+                    f"{self.where}: {rule.resolution.name}: {rule.frames} frames would be cut "
+                    f"to a still: use {step} k + 1 frames, such as {step + 1}, or 1 for pictures"
                 )
 
     def assign(self, sizes: ClipSizes, interval: int, seed: int, epoch: int) -> np.ndarray:
@@ -279,11 +276,11 @@ class BucketConfig:
         Args:
             sizes: sizes of the clips.
             interval: distance between sampled frames.
-            seed: seed of the random draws.
-            epoch: number of the epoch; each has its own random draws.
+            seed: seed of the random numbers.
+            epoch: number of the epoch, which changes the random numbers.
 
         Returns:
-            The index of each clip's rule [N], -1 if left out.
+            The index of each clip's rule, [N]; -1 if the clip is left out.
         """
         pixels, count = sizes.heights * sizes.widths, len(sizes.frames)
         chosen, tried = np.full(count, -1), ""
@@ -328,7 +325,7 @@ class BucketConfig:
         return Bucket((rule.frames - 1) // t * t + 1, down, across)
 
     def batch_sizes(self, scale: int = 1) -> dict[Bucket, int]:
-        """Lists the batch size of every possible bucket; the smaller one if two rules share it.
+        """Lists the batch size of every bucket, the smaller one if two rules share it.
 
         Args:
             scale: number of ranks, if the configuration's sizes are per rank.
@@ -342,7 +339,7 @@ class BucketConfig:
         return found
 
     def refusal(self, frames: int, height: int, width: int, interval: int) -> str | None:
-        """Why a clip is always left out; None if it is not."""
+        """Explains why a clip is always left out; None if it is not."""
         pixels = height * width
         if all(pixels < ENOUGH_PIXELS * rule.resolution.pixels for rule in self.rules):
             return f"{height}x{width} is too small for every bucket"
@@ -351,7 +348,7 @@ class BucketConfig:
         return f"no bucket takes {frames} frames of {height}x{width}"
 
     def possible(self, frames: int, height: int, width: int, interval: int = 1) -> list[Bucket]:
-        """Lists the buckets that a clip may be assigned to, in order of trial."""
+        """Lists the buckets that a clip may be assigned to, in the order of attempts."""
         fitting = [
             rule
             for rule in self.rules
@@ -370,14 +367,14 @@ class BucketConfig:
 
 
 def _takes(rule: BucketRule, frames: int, interval: int) -> bool:
-    """Whether a clip is long enough for a rule; stills only match rules for stills."""
+    """Whether a rule accepts a clip's length; stills only match rules for stills."""
     if rule.frames == 1 or frames == 1:
         return rule.frames == frames
     return frames > rule.frames * interval
 
 
 def chances(seed: int, epoch: int, rule: int, count: int) -> np.ndarray:
-    """Draws two numbers in [0, 1) per clip for a rule and an epoch: [2, count]."""
+    """Draws two uniform numbers per clip for a rule and an epoch, [2, count]."""
     draw = np.random.Generator(np.random.Philox(key=[seed, epoch], counter=[0, 0, 0, rule]))
     return draw.random((2, count))
 
@@ -455,14 +452,14 @@ def _read(path: Path) -> Any:
         values = READERS.get(path.suffix, _python)(text)
     except (SyntaxError, ValueError) as error:
         raise GulliverError(
-            f"{path} is no bucket configuration: {' '.join(str(error).split())}"
+            f"{path} is not a bucket configuration: {' '.join(str(error).split())}"
         ) from None
     inside = isinstance(values, Mapping) and VARIABLE in values
     return values[VARIABLE] if inside else values
 
 
 def _python(text: str) -> Any:
-    """Parses a literal, or the one assigned to `bucket_config`, without running code."""
+    """Parses a literal, or the literal assigned to `bucket_config`, without running code."""
     tree = ast.parse(text)
     for node in tree.body:
         if isinstance(node, ast.Assign):

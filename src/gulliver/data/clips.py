@@ -1,7 +1,7 @@
-"""Frames of video and image files, decoded with PyAV and rotated upright.
+"""Decodes video and image files with PyAV, and rotates frames upright.
 
-Read `upright_frames` first. Phones store the sensor's image with its orientation: in a video's
-display matrix, in an image's EXIF orientation. Decoders return the stored image.
+Start reading at `upright_frames`. Phones store the sensor's image with its orientation, in a
+video's display matrix or an image's EXIF data. Decoders return the stored image.
 """
 
 from __future__ import annotations
@@ -21,14 +21,12 @@ from torch import Tensor
 
 from gulliver.errors import GulliverError, missing_extra
 
-STILL_FPS = 120.0
-"""Frame rate that marks a still, as in the public models."""
-ORIENTATION = 0x0112
-"""EXIF's number for how a picture is to be turned."""
+STILL_FPS = 120.0  # frame rate that marks a still in Open-Sora's models
+ORIENTATION = 0x0112  # EXIF tag of an image's orientation
 
 
 class Turn(NamedTuple):
-    """The displayed position of stored pixel (x, y), up to a shift: (a x + c y, b x + d y)."""
+    """A rotation or flip: stored pixel (x, y) is shown at (a x + c y, b x + d y), up to a shift."""
 
     a: int
     b: int
@@ -37,16 +35,14 @@ class Turn(NamedTuple):
 
     @property
     def swaps(self) -> bool:
-        """Whether rows become columns."""
         return abs(self.b) + abs(self.c) > abs(self.a) + abs(self.d)
 
     @property
     def is_upright(self) -> bool:
-        """Whether pixels are displayed where they are stored."""
         return not self.swaps and self.a >= 0 and self.d >= 0
 
     def applied(self, picture: np.ndarray) -> np.ndarray:
-        """Turns a stored image [H, W, 3] for display; a view."""
+        """Rotates or flips a stored image [H, W, 3] for display; returns a view."""
         across, down = (self.c, self.b) if self.swaps else (self.a, self.d)
         if self.swaps:
             picture = picture.swapaxes(0, 1)
@@ -63,12 +59,12 @@ EXIF_TURNS = {
     7: Turn(0, -1, -1, 0),
     8: Turn(0, -1, 1, 0),
 }
-"""Turns by EXIF orientation; 1 is upright."""
+"""Rotations and flips by EXIF orientation; 1 is upright."""
 
 
 @dataclass(frozen=True)
 class Frame:
-    """A decoded frame with the frame rate (1/s) of its file or 0; converted on demand."""
+    """A decoded frame with the frame rate (1/s) of its file, or 0; converted to RGB on demand."""
 
     decoded: Any
     turn: Turn
@@ -76,22 +72,20 @@ class Frame:
 
     @property
     def height(self) -> int:
-        """Height in pixels of the upright frame."""
         return self.decoded.width if self.turn.swaps else self.decoded.height
 
     @property
     def width(self) -> int:
-        """Width in pixels of the upright frame."""
         return self.decoded.height if self.turn.swaps else self.decoded.width
 
     def pixels(self) -> np.ndarray:
-        """Converts to upright RGB levels, uint8 [H, W, 3]."""
+        """Converts to upright RGB, uint8 [H, W, 3]."""
         return self.turn.applied(self.decoded.to_ndarray(format="rgb24"))
 
 
 @contextmanager
 def open_video(path: Path) -> Iterator[tuple[Any, Any]]:
-    """Opens a file and yields its container and first video stream."""
+    """Opens a file; yields its container and first video stream."""
     av = _av()
     if not path.is_file():
         raise GulliverError("does not exist")
@@ -100,7 +94,7 @@ def open_video(path: Path) -> Iterator[tuple[Any, Any]]:
     try:
         with av.open(str(path)) as container:
             if not container.streams.video:
-                raise GulliverError("holds no video")
+                raise GulliverError("contains no video")
             yield container, container.streams.video[0]
     except GulliverError:
         raise
@@ -111,7 +105,6 @@ def open_video(path: Path) -> Iterator[tuple[Any, Any]]:
 
 
 def upright_frames(path: Path) -> Iterator[Frame]:
-    """Yields the frames of a file, one after another."""
     with open_video(path) as (container, stream):
         rate = float(stream.average_rate or stream.guessed_rate or 0)
         turn = None
@@ -122,13 +115,12 @@ def upright_frames(path: Path) -> Iterator[Frame]:
 
 
 def rate_shown(stated: float, frames: int, span: float) -> float:
-    """Frames per second: the stated rate, or a measured one if the stated one is wrong."""
+    """Frames per second: the stated rate, or the measured rate if they disagree."""
     shown = (frames - 1) / span if span > 0 else stated
     return stated if stated and abs(shown / stated - 1) < 0.01 else shown
 
 
 def stacked(frames: list[Frame]) -> np.ndarray:
-    """Stacks frames into one array, uint8 [T, H, W, 3]."""
     try:
         return np.stack([frame.pixels() for frame in frames])
     except ValueError as error:
@@ -136,7 +128,6 @@ def stacked(frames: list[Frame]) -> np.ndarray:
 
 
 def _turn_of(path: Path, format_name: str, frame: Any) -> Turn:
-    """Finds the orientation of a file's frames."""
     if format_name == "image2" or format_name.endswith("_pipe"):
         # Not of the frame: which libraries read EXIF into a matrix differs from version to version.
         return _exif_turn(path)
@@ -199,7 +190,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Clip:
-    """A clip [3, T, H, W] in [-1, 1], its caption, frame rate (1/s) and index in the data set."""
+    """A clip [3, T, H, W] in [-1, 1], its caption, frame rate (1/s) and index in the dataset."""
 
     video: Tensor
     caption: str
@@ -217,19 +208,19 @@ class BrokenClip:
 
 @runtime_checkable
 class ClipDataset(Protocol):
-    """The interface of a data set of clips."""
+    """Interface of a dataset of clips."""
 
     def __len__(self) -> int: ...
 
     def bucket_of(self, index: int) -> Bucket | None:
-        """The bucket of a sample; None if it fits none."""
+        """The bucket of a sample; None if it fits no bucket."""
         ...
 
     def __getitem__(self, index: int) -> Clip | BrokenClip: ...
 
 
 class ClipBatch(NamedTuple):
-    """Clips of one bucket: videos [B, 3, T, H, W], or None if no sample is left."""
+    """Clips of one bucket: videos [B, 3, T, H, W], or None if no sample could be read."""
 
     # `kept` holds the positions, among the indices asked for, of the samples that could be read.
 
@@ -242,17 +233,17 @@ class ClipBatch(NamedTuple):
 
 @runtime_checkable
 class WindowedDataset(ClipDataset, Protocol):
-    """A data set with clips longer than a sample: a seed selects the frames."""
+    """A dataset whose clips are longer than its samples; a seed selects the frames."""
 
     def read(self, index: int, seed: int) -> Clip | BrokenClip: ...
 
 
 @runtime_checkable
 class DealtDataset(WindowedDataset, Protocol):
-    """A data set that reassigns samples to buckets in each epoch."""
+    """A dataset that reassigns samples to buckets in each epoch."""
 
     def assign(self, epoch: int) -> Sequence[Bucket | None]:
-        """The bucket of every sample in an epoch; None if left out."""
+        """The bucket of every sample in an epoch; None for samples that are left out."""
         ...
 
     def read(self, index: int, seed: int, bucket: Bucket | None = None) -> Clip | BrokenClip: ...
@@ -264,7 +255,7 @@ def collate(
     seeds: Sequence[int] | None = None,
     bucket: Bucket | None = None,
 ) -> ClipBatch:
-    """Reads samples of one bucket as a batch; corrupt ones are left out and listed."""
+    """Reads samples of one bucket as a batch; corrupt samples are listed instead."""
     clips: list[Clip] = []
     kept: list[int] = []
     broken: list[BrokenClip] = []

@@ -1,6 +1,6 @@
-"""Texts for data-centric steps: few distinct shapes, and rows without padding.
+"""Prepares texts for data-centric steps: few distinct shapes, and rows without padding.
 
-Nearly every document has its own length, but plans group samples of one shape. So lengths are
+Plans group samples of one shape, but nearly every document has a different length. So lengths are
 rounded up, for planning only; `pack_documents` concatenates the documents of a micro-batch without
 padding, with positions that restart at 0 for each document.
 """
@@ -18,31 +18,30 @@ from gulliver.hardware.samples import SampleShape
 from gulliver.options import whole_number
 
 STEPS = 8
-"""Planned lengths between a power of two and the next: they are at most an eighth too long."""
+"""Number of planned lengths per power of two; they exceed the real ones by at most an eighth."""
 SHORTEST = 16
 IGNORED = -100
-FIELDS = ("input_ids", "labels", "attention_mask")
-"""What a text may have."""
+FIELDS = ("input_ids", "labels", "attention_mask")  # allowed fields of a text
 
 
 def document_shapes(lengths: Iterable[int], causal: bool = True) -> list[SampleShape]:
-    """Shapes of texts for planning, with few different lengths, none shorter than its text.
+    """Returns shapes of texts for planning, with few distinct lengths.
 
-    Lengths are rounded up by at most an eighth, and to 16 tokens at least.
+    Lengths are rounded up by at most an eighth, and to at least 16 tokens.
 
     Args:
-        lengths: tokens of each text.
+        lengths: number of tokens of each text.
         causal: whether attention is causal.
 
     Raises:
-        GulliverError: a text without tokens, or a length that is not an integer.
+        GulliverError: a text has no tokens, or a length is not an integer.
     """
     made = dict[int, SampleShape]()
     found = []
     for number, given in enumerate(lengths):
         length = whole_number(f"the length of text {number}", given)
         if length < 1:
-            raise GulliverError(f"text {number} has {length} tokens: leave out what is empty")
+            raise GulliverError(f"text {number} has {length} tokens: omit empty texts")
         length = max(length, SHORTEST)
         unit = max(1, (1 << (length.bit_length() - 1)) // STEPS)
         planned = -(-length // unit) * unit
@@ -51,20 +50,21 @@ def document_shapes(lengths: Iterable[int], causal: bool = True) -> list[SampleS
 
 
 def pack_documents(documents: Sequence[Any], least: int = 1) -> dict[str, Tensor]:
-    """Concatenates texts in one row for transformers models.
+    """Concatenates texts into one row for transformers models.
 
     Args:
-        documents: token ids of each, ``[length]``; or mappings with ``input_ids`` and optionally
-            unshifted ``labels`` of the same length, and an ``attention_mask`` of ones.
-        least: minimum tokens of the row; it is filled up with a separate text without labels.
+        documents: token ids of each text, ``[length]``; or mappings with ``input_ids`` and,
+            optionally, unshifted ``labels`` of the same length and an ``attention_mask`` of ones.
+        least: minimum number of tokens in the row; missing tokens become a separate text without
+            labels.
 
     Returns:
         ``input_ids``, ``labels`` and ``position_ids``, each ``[1, sum of lengths]``. The first
-        token of a text is not a label, because the previous text must not predict it.
+        token of each text is not a label, because it would be predicted from the previous text.
 
     Raises:
-        GulliverError: no texts, an empty one, ids that are not integers, labels of another shape,
-            masked tokens, or fields that cannot be packed.
+        GulliverError: there are no texts, a text is empty, ids are not integers, labels have
+            another shape, tokens are masked, or a field cannot be packed.
     """
     if not len(documents):
         raise GulliverError("no texts to pack: pass at least one")
@@ -84,7 +84,7 @@ def pack_documents(documents: Sequence[Any], least: int = 1) -> dict[str, Tensor
 
 
 def _ids_and_labels(document: Any) -> tuple[Tensor, Tensor]:
-    """Token ids and modifiable labels of a text; both [length]."""
+    """Token ids and a modifiable copy of the labels of a text, both [length]."""
     fields = document if isinstance(document, Mapping) else {"input_ids": document}
     others = fields.keys() - FIELDS
     if "input_ids" not in fields or others:

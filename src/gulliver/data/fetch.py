@@ -1,9 +1,9 @@
 """Creates batches from samples and seeds, in any process.
 
 A `Work` describes a batch: its epoch, number and indices. It passes through torch's loader as an
-index (automatic batching is off, so that one call in one worker creates one batch), and seeds the
-random generators of Python, numpy and torch. Random draws depend on (seed, rank, epoch, number),
-not on the worker or its earlier batches: a resumed run draws the same as an uninterrupted one.
+index (automatic batching is off, so that a worker creates a batch in one call), and seeds the
+generators of Python, numpy and torch. Random numbers depend on (seed, rank, epoch, number), not on
+the worker or its earlier batches, so a resumed run draws the same numbers as an uninterrupted one.
 
 Arenas, devices and threads are handled elsewhere.
 """
@@ -26,12 +26,12 @@ from gulliver.data.sampler import Step, set_state
 from gulliver.errors import GulliverError
 
 ORDER, BATCH, STREAM = range(3)
-"""Purposes of a seed: an epoch's order, a numbered batch, a batch of a worker's stream."""
+"""Purposes of a seed: the order of an epoch, a numbered batch, a batch of a worker's stream."""
 _END = object()
 
 
 class Work(NamedTuple):
-    """A batch to be created; `indices` as given by the sampler."""
+    """Description of a batch to create; `indices` as given by the sampler."""
 
     epoch: int
     number: int
@@ -39,20 +39,20 @@ class Work(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """A position after a batch: the state of its source, and whether the epoch is over."""
+    """Position after a batch: the state of its source, and whether the epoch has ended."""
 
     state: Any
     is_last: bool
 
 
 def words(seed: int, *places: int) -> np.ndarray:
-    """Draws four 32-bit words determined by a seed and its use."""
+    """Draws four 32-bit words determined by a seed and its purpose."""
     return np.random.SeedSequence([seed, *places]).generate_state(4)
 
 
 @contextmanager
 def seeded(seed: int, *places: int) -> Iterator[None]:
-    """Seeds the global generators of Python, numpy and torch (on the host)."""
+    """Seeds the global generators of Python, numpy and torch (CPU) inside the block."""
     # In the training process they are put back afterwards, so that what the model draws is the same
     # with and without a loader; in a worker no one else uses them.
     at_home = get_worker_info() is None
@@ -76,7 +76,7 @@ def _states() -> tuple[Any, Any, torch.Tensor]:
 
 
 class Orders:
-    """Sampler of torch's loader that yields an epoch's batches as `Work`, in order."""
+    """Sampler for torch's loader that yields an epoch's batches in order, as `Work`."""
 
     def __init__(
         self,
@@ -92,14 +92,14 @@ class Orders:
         self.begin(0, 0)
 
     def begin(self, epoch: int, start: int, generators: list[str] | None = None) -> None:
-        """Sets the next iteration."""
+        """Sets epoch and start of the next iteration."""
         self._epoch, self._start, self.at_start = epoch, start, generators
         # Another one, as a thread that is about to end may still draw for the iteration before.
         # Mark of every batch drawn: the state of `stateful` after it, and whether it is the last.
         self.marks: deque[Mark] = deque()
 
     def end(self) -> None:
-        """Ends the epoch; the next one uses the generators' later states."""
+        """Ends the epoch; the next one continues from the generators' final states."""
         # States of `generators` at the start of the current epoch.
         self.at_start = None
 
@@ -148,7 +148,7 @@ def _number(state: np.ndarray) -> int:
 
 
 class Fetch(Dataset):
-    """A map-style data set whose items are whole batches, indexed by `Work`."""
+    """A map-style dataset whose items are batches, indexed by `Work`."""
 
     def __init__(
         self,
@@ -166,7 +166,7 @@ class Fetch(Dataset):
                 return self._collate(self._samples(work.indices))
             except StopIteration as error:
                 # It would end the epoch as if all were well.
-                raise RuntimeError(f"the data set raised StopIteration for {work}") from error
+                raise RuntimeError(f"the dataset raised StopIteration for {work}") from error
 
     def _seeded(self, work: Work) -> AbstractContextManager[None]:
         if self._seed is None:
@@ -187,7 +187,7 @@ class Fetch(Dataset):
 
 
 class BatchStream(IterableDataset):
-    """An iterable data set whose items are whole batches."""
+    """An iterable dataset whose items are batches."""
 
     def __init__(
         self,
@@ -217,10 +217,10 @@ class BatchStream(IterableDataset):
         self.marks: deque[Mark] = deque()
 
     def end(self) -> None:
-        """Does nothing: a stream has no generators of its own."""
+        """Does nothing, as a stream has no generators."""
 
     def generator_states(self) -> list[str]:
-        """Returns no states, as a stream has its own order."""
+        """Returns no states, as a stream determines its own order."""
         return []
 
     def __iter__(self) -> Iterator[Any]:
@@ -248,12 +248,12 @@ class BatchStream(IterableDataset):
         return _END if not found or (self._is_short(found) and self._drop_last) else found
 
     def _is_short(self, samples: Any) -> bool:
-        """Whether the stream ended inside a batch, so that its state may be a new start."""
+        """Whether the stream ended inside a batch, in which case its state may be a new start."""
         return self._batch_size is not None and len(samples) < self._batch_size
 
 
 class WorkerStart:
-    """Calls the user's ``worker_init_fn`` in a worker, where it sees the user's own data set."""
+    """Calls the user's ``worker_init_fn`` in a worker, where it sees the user's own dataset."""
 
     def __init__(self, then: Callable[[int], None] | None) -> None:
         self._then = then
@@ -268,7 +268,6 @@ class WorkerStart:
 
 
 def length_of(sized: Any) -> int | None:
-    """Returns the length of a sized object, else None."""
     try:
         return len(sized)
     except (TypeError, NotImplementedError):
@@ -276,12 +275,12 @@ def length_of(sized: Any) -> int | None:
 
 
 def as_is(batch: Any) -> Any:
-    """Returns the batch unchanged: it is already collated."""
+    """Returns the batch unchanged, because it is already collated."""
     return batch
 
 
 def check_seed(seed: int) -> int:
-    """Returns a seed that every generator accepts."""
+    """Returns the seed if every generator accepts it; otherwise raises an error."""
     if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-        raise GulliverError(f"a seed must be a whole number from 0 on, not {seed!r}")
+        raise GulliverError(f"a seed must be an integer of at least 0, not {seed!r}")
     return seed

@@ -1,6 +1,6 @@
-"""A data loader that resumes exactly, with batches created by the caller or ahead by a thread.
+"""A data loader that resumes exactly; batches are created by the caller, or ahead by a thread.
 
-Read `Feed`, then `_run`, which is its thread. An error is passed on in place of its batch.
+Start reading at `Feed`, then `_run`, which is its thread. Errors are passed on in place of batches.
 """
 
 from __future__ import annotations
@@ -45,14 +45,13 @@ from gulliver.data.sampler import check_content, check_position, order_of
 from gulliver.errors import GulliverError
 from gulliver.options import Options
 
-AT_EXIT_S = 5.0
-"""Seconds that an exiting interpreter waits for a thread to end its workers."""
+AT_EXIT_S = 5.0  # seconds that an exiting interpreter waits for a thread to end its workers
 NEWER = "this iteration was ended by a newer one, or by another position, of the same loader"
 _OPEN: weakref.WeakSet[Feed] = weakref.WeakSet()
 
 
 class Inline:
-    """Batches created by the caller, on request or `ahead` of it."""
+    """Creates batches in the caller, on request or `ahead` of it."""
 
     def __init__(
         self, batches: Iterator[Any], move: Callable[[Any], MovedBatch], ahead: int
@@ -73,17 +72,15 @@ class Inline:
         return self._ready.popleft() if self._ready else None
 
     def close(self) -> None:
-        """Drops prefetched batches and their iterator."""
         self._closed = True
         self._ready.clear()
         self._entries = iter(())
 
-    def join(self) -> None:
-        """Does nothing, as there is no thread."""
+    def join(self) -> None: ...
 
 
 class Feed:
-    """Batches created by torch's workers and moved by a thread, at most `ahead` of use."""
+    """Moves batches from torch's workers in a thread, at most `ahead` of their use."""
 
     # The thread knows its channel only, so that nothing keeps this object from being collected.
 
@@ -106,16 +103,15 @@ class Feed:
         return entry
 
     def close(self) -> None:
-        """Asks the thread to end after the batch that it waits for."""
+        """Requests the thread to end after the batch that it waits for."""
         self._channel.close()
 
     def join(self, timeout_s: float | None = None) -> None:
-        """Waits until the thread has ended."""
         self._thread.join(timeout_s)
 
 
 class _Channel:
-    """The queue from the thread to the loop, with permits in the other direction."""
+    """Queue from the thread to the training loop, with permits in the other direction."""
 
     def __init__(self, ahead: int) -> None:
         # A permit is asked for before a batch is moved, so that no more than `ahead` of them hold
@@ -125,7 +121,7 @@ class _Channel:
         self.closed = threading.Event()
 
     def close(self) -> None:
-        """Closes both sides; batches that were not taken are dropped."""
+        """Closes both ends, and drops remaining batches."""
         self.closed.set()
         self.permits.release()
         self.drain()
@@ -139,7 +135,7 @@ class _Channel:
 
 
 def _run(source: list[Iterator[Any]], move: Callable[[Any], MovedBatch], channel: _Channel) -> None:
-    """Runs the thread; `source` is a list, so that popping it drops the last reference."""
+    """Body of the thread; `source` is a list, so that popping it drops the last reference."""
     entries = _moved(source.pop(), move)
     while True:
         # Before the batch is made, not after: a batch without a permit would hold arena memory.
@@ -164,7 +160,7 @@ def _run(source: list[Iterator[Any]], move: Callable[[Any], MovedBatch], channel
 def _moved(
     batches: Iterator[Any], move: Callable[[Any], MovedBatch]
 ) -> Iterator[MovedBatch | BaseException]:
-    """Yields moved batches; a failed one yields its error and ends."""
+    """Yields moved batches; yields the error of a failed batch and ends."""
     try:
         while True:
             batch, error = _attempt(next, batches)
@@ -187,7 +183,6 @@ def _moved(
 
 
 def _attempt(function: Callable[[Any], Any], argument: Any) -> tuple[Any, BaseException | None]:
-    """Returns a function's result and its exception."""
     try:
         return function(argument), None
     except BaseException as error:
@@ -196,7 +191,7 @@ def _attempt(function: Callable[[Any], Any], argument: Any) -> tuple[Any, BaseEx
 
 @atexit.register
 def _close_all() -> None:
-    """Ends all threads; one killed at exit would leave its workers behind."""
+    """Ends all threads; a thread killed at exit would leave its workers behind."""
     for feed in list(_OPEN):
         feed.close()
     for feed in list(_OPEN):
@@ -212,7 +207,7 @@ def _close_all() -> None:
 
 _log = logging.getLogger("gulliver")
 USED_AT_ONCE = 2
-"""Batches alive outside the loader: the current one, and the next before it is dropped."""
+"""Batches alive outside the loader: the current one, and the next before the current is dropped."""
 
 
 @dataclass(frozen=True)
@@ -221,9 +216,10 @@ class StagingOptions(Options):
 
     Attributes:
         arena: arena shared with other loaders; None creates one if needed.
-        warm_up: one example batch of every shape that occurs, whose tensors may be on ``meta``, to
-            allocate all memory now. Otherwise it is allocated on demand, up to `arena_limit`.
-        arena_limit: maximum bytes of the new arena; None for what `warm_up` needs, otherwise 1 GiB.
+        warm_up: one example batch of every shape, whose tensors may be on ``meta``, to allocate all
+            memory now; None to allocate on demand, up to `arena_limit`.
+        arena_limit: maximum bytes of the new arena; None for the size that `warm_up` needs, or 1
+            GiB without it.
     """
 
     arena: PinnedArena | None = None
@@ -232,7 +228,7 @@ class StagingOptions(Options):
 
     @classmethod
     def taken_from(cls, options: dict[str, Any]) -> StagingOptions:
-        """Pops these options from keyword arguments; the rest is torch's."""
+        """Pops these options from keyword arguments, leaving torch's."""
         own = (field.name for field in fields(cls))
         return cls(**{name: options.pop(name) for name in own if name in options})
 
@@ -262,32 +258,31 @@ class DataLoader(torch_data.DataLoader):
     """A data loader that resumes exactly, and feeds a device from preallocated memory.
 
     It takes the arguments of torch's DataLoader, uses its workers, samplers and collation, and
-    returns the same batches. In addition:
+    returns the same batches. The differences are:
 
-    - Random draws of data sets and collation (Python, numpy and torch) depend on (seed, rank,
-      epoch, batch number), not on the workers or earlier batches. Without `generator`, so does the
-      order. The training's own generators are not touched.
-    - `state_dict` has the position of the next batch; a loader that loads it continues exactly
-      there.
-    - With a device, batches go through a `PinnedArena` and are prefetched on a copy stream. On the
-      host they are returned unchanged. With `pin_memory` torch page-locks them for your own copies;
-      without CUDA, or with a given arena, they are copied into an arena.
+    - Random numbers in datasets and collation (Python, numpy and torch) depend on (seed, rank,
+    epoch, batch number), not on the workers or earlier batches. Without `generator`, so does the
+    order. The generators of the training loop are not used. - `state_dict` has the position of the
+    next batch, from which a loader that loads it continues. - With a device, batches go through a
+    `PinnedArena` and are prefetched on a copy stream. On the
+      host they are returned unchanged. With `pin_memory`, torch page-locks them for your own
+      copies; without CUDA, or with `arena`, they are   copied into an arena.
 
-    An error is raised at the batch it belongs to, and the state then has that batch's position.
-    Leaving a loop early ends the thread and the workers. Each iteration is an epoch; starting one
-    ends the previous one if it is still open.
+    An error is raised at its batch, and the state then has that batch's position. Leaving a loop
+    early ends the thread and the workers. Each iteration is an epoch; starting one ends an
+    unfinished one.
 
     Args:
-        dataset: data set, map-style or iterable.
-        batch_size: samples of a batch.
+        dataset: map-style or iterable dataset.
+        batch_size: number of samples per batch.
         shuffle: whether to shuffle every epoch.
-        device: device that batches are copied to; None leaves them on the host.
+        device: device to copy batches to; None to leave them on the host.
         ahead: number of batches to prefetch, 1 or more.
-        seed: seed of all random draws, the same on all ranks.
-        rank: rank of this process; None asks torch.distributed.
-        world_size: number of ranks; None asks torch.distributed.
-        threaded: whether a thread prefetches batches if there are no workers. Generators are then
-            not seeded: data set and collation must not draw from the process's generators.
+        seed: seed of all random numbers, equal on all ranks.
+        rank: rank of this process; None to get it from torch.distributed.
+        world_size: number of ranks; None to get it from torch.distributed.
+        threaded: whether a thread prefetches batches if there are no workers. Generators are not
+            seeded then, so dataset and collation must not use the process's generators.
         options: fields of `StagingOptions`, and further arguments of torch's DataLoader, such as
             `num_workers`, `sampler`, `batch_sampler` (including a `BucketSampler`) and
             `collate_fn`.
@@ -352,14 +347,14 @@ class DataLoader(torch_data.DataLoader):
         return self._epoch
 
     def statistics(self) -> LoaderStatistics:
-        """Returns counters of the loader and its arena; one line as text."""
+        """Returns counters of the loader and its arena, which print as one line."""
         arena = None if self.arena is None else self.arena.statistics()
         return LoaderStatistics(self._batches, self._waited_s, arena)
 
     def set_epoch(self, epoch: int) -> None:
         """Moves to the start of an epoch, or to the loaded position if it is in that epoch."""
         if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0:
-            raise GulliverError(f"an epoch must be a whole number from 0 on, not {epoch!r}")
+            raise GulliverError(f"an epoch must be an integer of at least 0, not {epoch!r}")
         if self._resumes and epoch == self._epoch:
             return
         self._feed.close()
@@ -371,7 +366,7 @@ class DataLoader(torch_data.DataLoader):
             self._stateful.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        """Starts an epoch, or continues that of a loaded state."""
+        """Starts an epoch, or continues the epoch of a loaded state."""
         self._feed.close()
         # Its thread may still draw from the sampler, or wait for persistent workers.
         self._feed.join()
@@ -402,13 +397,13 @@ class DataLoader(torch_data.DataLoader):
     def state_dict(self) -> dict[str, Any]:
         """Returns the position after the last returned batch, as JSON values.
 
-        It includes a sampler's or data set's own state.
+        It includes the state of a stateful sampler or dataset.
 
         Raises:
             GulliverError: batches may be out of order.
         """
         if not self.in_order:
-            raise GulliverError("batches out of order have no position: leave in_order at True")
+            raise GulliverError("batches out of order have no position: use in_order=True")
         mark = self._mark
         if mark is None and self._stateful is not None:
             mark = self._stateful.state_dict()
@@ -426,11 +421,11 @@ class DataLoader(torch_data.DataLoader):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues from a state in the next iteration.
+        """Makes the next iteration continue from a state.
 
         Raises:
-            GulliverError: the state belongs to other data, another batch size, seed or number of
-                ranks; or to another rank, if its own `generator` determines the order.
+            GulliverError: the state belongs to other data, or another batch size, seed or number of
+                ranks; or to another rank, if a `generator` determines the order.
         """
         check_content(state)
         batches = None if self._is_iterable else length_of(self._index_source)
@@ -442,7 +437,9 @@ class DataLoader(torch_data.DataLoader):
                     f"but this loader has {here}: resume with the original settings"
                 )
         if self._stateful is None and state["inner"] is not None:
-            raise GulliverError("the saved position is of a sampler that has one: this has none")
+            raise GulliverError(
+                "the saved position includes the state of a sampler, but this sampler has none"
+            )
         check = getattr(self._stateful, "check_state", None)
         if check is not None:
             check(state["inner"])
@@ -469,14 +466,14 @@ class DataLoader(torch_data.DataLoader):
 
     @property
     def _epoch_sampler(self) -> Any:
-        """The sampler that needs to know the epoch, unless it has its own state."""
+        """The sampler whose epoch must be set, unless it has its own state."""
         for sampler in (self.batch_sampler, self.sampler):
             if hasattr(sampler, "set_epoch") and sampler is not self._stateful:
                 return sampler
         return None
 
     def _find_stateful(self) -> Any:
-        """Finds the object with the position: a data set (without workers), a sampler, or None."""
+        """Returns the object with the position: dataset (without workers), sampler or None."""
         if self._is_iterable:
             candidates = [] if self.num_workers else [self.dataset]
         else:
@@ -500,7 +497,7 @@ class DataLoader(torch_data.DataLoader):
         return found
 
     def _identity(self) -> dict[str, Any]:
-        """Returns the settings that must match to resume."""
+        """Returns the settings that must match on resume."""
         identity: dict[str, Any] = {"seed": self.seed}
         if self._stateful is None:
             identity["dataset_length"] = length_of(self.dataset)
@@ -515,7 +512,7 @@ class DataLoader(torch_data.DataLoader):
         return identity
 
     def _make_inner(self) -> tuple[torch_data.DataLoader, Orders | BatchStream]:
-        """Creates torch's loader of whole batches, and its source of order."""
+        """Creates torch's loader of batches, and the object that determines their order."""
         seed = (self.seed, self.rank)
         collate: Any = self.collate_fn
         given: dict[str, Any] = {}
@@ -559,8 +556,8 @@ class DataLoader(torch_data.DataLoader):
         on_device = self.device is not None and self.device.type != "cpu"
         if arena is not None and arena.is_pinned and not on_device:
             raise GulliverError(
-                "this page-locked arena would not know when copies are done: set the loader's "
-                "device, or leave the arena out"
+                "this page-locked arena cannot detect when copies are complete: set the loader's "
+                "device, or omit the arena"
             )
         # Where there is CUDA and no device is given, users copy by themselves, and only torch's own
         # allocator sees when they have done.
@@ -577,7 +574,6 @@ class DataLoader(torch_data.DataLoader):
         return arena
 
     def _begin(self) -> int:
-        """Sets up an iteration."""
         goes_on = self._resumes or (self._done and self._stateful is not None)
         if self._done and not goes_on:
             self._epoch, self._done = self._epoch + 1, 0
@@ -603,7 +599,7 @@ class DataLoader(torch_data.DataLoader):
         return self._done if by_loading else 0
 
     def _count_batch(self, moved: MovedBatch, waited_s: float) -> Any:
-        """Counts a batch as returned to the user."""
+        """Updates the counters for a batch returned to the user."""
         self._done += 1
         self._batches += 1
         self._waited_s += waited_s
@@ -620,7 +616,7 @@ class DataLoader(torch_data.DataLoader):
 
 
 class _Batches:
-    """The iterator of a loop over a loader; its thread ends when it is collected."""
+    """Iterator of a training loop over a loader; its deletion ends the thread."""
 
     def __init__(self, loader: DataLoader, feed: Feed | Inline) -> None:
         self._loader, self._feed = loader, feed

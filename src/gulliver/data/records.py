@@ -1,7 +1,7 @@
-"""Rows of CSV and Parquet tables of clips; errors name the file and row.
+"""Reads CSV and Parquet tables of clips; errors name the file and row.
 
-A caption split by an unquoted comma, or a quote that swallows the following rows, would go
-unnoticed in training; so rows must match the header, and numbers must be valid.
+Captions split at an unquoted comma, or an open quote that spans several rows, would go unnoticed in
+training; so rows must match the header, and numbers must be valid.
 """
 
 from __future__ import annotations
@@ -21,19 +21,17 @@ from gulliver.errors import GulliverError, missing_extra, nearest
 from gulliver.io.files import named_errors
 from gulliver.options import Range
 
-NUMBERS = ("num_frames", "height", "width", "fps")
-"""Columns that spare opening a file."""
+NUMBERS = ("num_frames", "height", "width", "fps")  # columns that make opening a file unnecessary
 FPS = Range(0.1, 1000)
 
 _MEDIA = ".mp4 .m4v .mov .mkv .webm .avi .gif .png .jpg .jpeg .webp .bmp"
-MEDIA = frozenset(_MEDIA.split())
-"""Suffixes of the files of a folder that are clips or pictures."""
+MEDIA = frozenset(_MEDIA.split())  # suffixes of videos and images in a folder
 
 Record = dict[str, Any]
 
 
 def read_records(table: Path) -> list[Record]:
-    """Reads the rows of a .csv or .parquet file with the columns path and text."""
+    """Reads the rows of a .csv or .parquet file with columns `path` and `text`."""
     # Of a folder each video and picture in it is a row, and its name the text. Cells of the columns
     # `NUMBERS` and `SCORES` become floats, or None where they are empty.
     if table.is_dir():
@@ -57,11 +55,11 @@ def read_records(table: Path) -> list[Record]:
 
 
 def _files_of(folder: Path) -> list[Record]:
-    """Lists the videos and images of a folder, recursively, as rows."""
+    """Lists the videos and images in a folder, recursively, as rows."""
     files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in MEDIA)
     if not files:
         raise GulliverError(
-            f"folder {folder} holds no video or picture ({' '.join(sorted(MEDIA))})"
+            f"folder {folder} contains no video or image ({' '.join(sorted(MEDIA))})"
         )
     return [
         {"path": str(path.relative_to(folder)), "text": re.sub("[_-]+", " ", path.stem)}
@@ -85,7 +83,7 @@ def read_utf8(path: Path) -> str:
 
 
 def _read_csv(table: Path) -> tuple[list[tuple[str, Record]], list[str]]:
-    """Returns each row with its file and line, and the columns."""
+    """Returns each row with its file and line; also returns the columns."""
     reader = csv.reader(io.StringIO(read_utf8(table), newline=""), strict=True)
     columns: list[str] = []
     records, before = [], 0
@@ -110,7 +108,7 @@ def _read_csv(table: Path) -> tuple[list[tuple[str, Record]], list[str]]:
 
 
 def _fitted(where: str, cells: list[str], columns: list[str]) -> Record:
-    """Returns a row by column; missing cells at its end are empty."""
+    """Returns the cells by column; missing cells at the end are empty."""
     if len(cells) > len(columns):
         raise GulliverError(
             f"{where}: the row has {len(cells)} fields but the header has {len(columns)}: quote "
@@ -122,7 +120,7 @@ def _fitted(where: str, cells: list[str], columns: list[str]) -> Record:
 def _checked_columns(table: Path, columns: list[str]) -> list[str]:
     twice = [name for name, count in Counter(columns).items() if count > 1 and name]
     if twice:
-        raise GulliverError(f"{table} has the column {twice[0]!r} twice: leave one of them out")
+        raise GulliverError(f"{table} has the column {twice[0]!r} twice: remove one of them")
     return columns
 
 
@@ -135,7 +133,7 @@ def _read_parquet(table: Path) -> tuple[list[tuple[str, Record]], list[str]]:
     try:
         content = parquet.read_table(table)
     except pyarrow.ArrowInvalid as error:
-        raise GulliverError(f"{table} is no readable Parquet file: {error}") from error
+        raise GulliverError(f"{table} is not a readable Parquet file: {error}") from error
     columns = _checked_columns(table, content.column_names)
     rows = enumerate(content.to_pylist(), 1)
     return [(f"{table}, row {number}", record) for number, record in rows], columns
@@ -146,7 +144,7 @@ def _numbers(where: str, record: Record) -> dict[str, float | None]:
 
 
 def _number(where: str, column: str, cell: object) -> float | None:
-    """Returns the number in a cell; None if empty, which pandas reads as NaN."""
+    """Returns the number in a cell; None if it is empty, which pandas reads as NaN."""
     text = "" if cell is None else str(cell).strip()
     if not text or (isinstance(cell, float) and math.isnan(cell)):
         return None
@@ -159,11 +157,11 @@ def _number(where: str, column: str, cell: object) -> float | None:
         ) from None
     if column == "fps" and value not in FPS:
         raise GulliverError(
-            f"{where}: fps is {text}, it must be {FPS}: leave the cell empty to have it read from "
+            f"{where}: fps is {text}, but must be {FPS}: leave the cell empty to have it read from "
             "the file"
         )
     if math.isinf(value):
-        raise GulliverError(f"{where}: {column} is {text}: leave the cell empty where unknown")
+        raise GulliverError(f"{where}: {column} is {text}: leave the cell empty if unknown")
     return None if math.isnan(value) else value
 
 
@@ -176,13 +174,12 @@ def _number(where: str, column: str, cell: object) -> float | None:
 # Source: Open-Sora 1.2 (numbers), 1.3 (words), 2.0 (motion score).
 
 
-SCORES = ("aes", "flow", "motion_score")
-"""Columns of numbers that captions are extended by."""
+SCORES = ("aes", "flow", "motion_score")  # columns of scores that can be added to captions
 AESTHETICS = (
     *((4.0, "terrible"), (4.5, "very poor"), (5.0, "poor"), (5.5, "fair"), (6.0, "good")),
     *((6.5, "very good"), (math.inf, "excellent")),
 )
-"""Words of 1.3 for aesthetic scores below a bound."""
+"""Words of Open-Sora 1.3 for aesthetic scores below a bound."""
 MOTIONS = (
     *((0.5, "very low"), (2.0, "low"), (5.0, "fair"), (10.0, "high"), (20.0, "very high")),
     (math.inf, "extremely high"),
@@ -246,21 +243,21 @@ STYLES: dict[str, Callable[[str, Values], str]] = {
     "1.3": _as_words,
     "2.0": _as_motion_score,
 }
-"""Ways to add scores to a caption: none, or those of Open-Sora's versions."""
+"""Functions that add scores to a caption, by the version of Open-Sora that defines them."""
 COLUMNS = {"1.2": ("aes", "flow", "cmotion"), "1.3": ("aes", "flow", "cmotion")} | {
     "2.0": ("motion_score",)
 }
-"""Columns that each style reads."""
+"""Score columns that each style reads."""
 
 
 def with_scores(text: str, values: Values, style: str) -> str:
-    """Adds a clip's scores to its caption, unless it has them."""
+    """Adds a clip's scores to its caption, unless it contains them already."""
     _check_style(style)
     return STYLES[style](text, values)
 
 
 def check_scores(table: object, records: Sequence[Values], style: str) -> None:
-    """Rejects a table without the scores of a style."""
+    """Rejects a table without the scores that a style needs."""
     _check_style(style)
     columns = COLUMNS.get(style, ())
     if not columns or any(_is_set(row.get(column)) for row in records for column in columns):

@@ -1,6 +1,6 @@
 """Samplers whose position can be saved, and resumed on any number of ranks.
 
-The order depends on the epoch and the seed, never on the number of ranks.
+The order depends on epoch and seed, not on the number of ranks.
 """
 
 from __future__ import annotations
@@ -21,28 +21,25 @@ from gulliver.data.clips import Bucket
 from gulliver.errors import GulliverError
 from gulliver.options import whole_number
 
-KEYS = {"epoch", "done", "rank", "generators", "inner", "is_over"}
-"""Keys that every state of a loader has."""
+KEYS = {"epoch", "done", "rank", "generators", "inner", "is_over"}  # keys of every loader state
 
 
 def set_state(generator: torch.Generator, state: str) -> None:
-    """Sets a generator's state from a loader state's base64."""
+    """Sets a generator's state, given in base64 as in a loader's state."""
     content = bytearray(base64.b64decode(state, validate=True))
     generator.set_state(torch.frombuffer(content, dtype=torch.uint8))
 
 
 def check_content(state: Any) -> None:
-    """Rejects anything but a loader's state."""
     if not isinstance(state, Mapping) or not set(state) >= KEYS:
         raise GulliverError("this is not the state of a data loader: it has no position")
 
 
 def check_position(epoch: Any, done: Any, batches: int | None) -> None:
-    """Rejects invalid positions in the data."""
     for name, value in (("epoch", epoch), ("done", done)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise GulliverError(
-                f"the saved position has {name} {value!r}: it must be a whole number from 0 on"
+                f"the saved position has {name} {value!r}: it must be an integer of at least 0"
             )
     if batches is not None and done > batches:
         raise GulliverError(
@@ -52,7 +49,7 @@ def check_position(epoch: Any, done: Any, batches: int | None) -> None:
 
 
 def order_of(source: Any) -> str:
-    """Names the classes of a sampler, or of a batch sampler and its inner one."""
+    """Names the class of a sampler, or the classes of a batch sampler and its inner sampler."""
     inside = getattr(source, "sampler", None)
     return type(source).__qualname__ + (f" of {order_of(inside)}" if inside is not None else "")
 
@@ -65,8 +62,7 @@ def order_of(source: Any) -> str:
 # therefore just (epoch, batches done): a run resumes exactly, on as many ranks as it likes.
 
 
-Groups = dict[Bucket, tuple[np.ndarray, int]]
-"""Samples of each bucket, and the size of its batches."""
+Groups = dict[Bucket, tuple[np.ndarray, int]]  # samples of each bucket, and the bucket's batch size
 
 
 @dataclass(frozen=True)
@@ -74,7 +70,7 @@ class Step:
     """One rank's share of a global batch.
 
     `indices` may be empty if a batch has fewer samples than ranks; `offset` is the position of the
-    first one in the batch of `total` samples; `number` is the index of the batch in the epoch.
+    first of them in the batch of `total` samples; `number` is the index of the batch in the epoch.
     """
 
     bucket: Bucket
@@ -86,10 +82,10 @@ class Step:
 
 
 class ResumableSampler(ABC):
-    """Batches in an order that depends on the epoch, never on the number of ranks.
+    """Yields batches in an order that does not depend on the number of ranks.
 
-    Iterating yields this rank's share of the rest of the current epoch; the next iteration starts
-    the next epoch. The state is the position, and can be resumed on any number of ranks.
+    An iteration yields this rank's share of the rest of the current epoch; the next iteration
+    starts the next epoch. The state is the position, and can be resumed on any number of ranks.
 
     Args:
         rank: rank of this process.
@@ -97,7 +93,7 @@ class ResumableSampler(ABC):
         seed: seed of the order.
 
     Raises:
-        GulliverError: the rank is not in the world.
+        GulliverError: `rank` is not less than `world_size`.
     """
 
     def __init__(self, rank: int = 0, world_size: int = 1, seed: int = 0) -> None:
@@ -107,7 +103,7 @@ class ResumableSampler(ABC):
         self.epoch, self.done = 0, 0
 
     fingerprint: str | cached_property[str]
-    """Digest of what determines the order: data, batch sizes and seed, but not the ranks."""
+    """Digest of everything that determines the order: data, batch sizes and seed, but not ranks."""
 
     @abstractmethod
     def batches(self, epoch: int) -> Sequence[Any]:
@@ -118,8 +114,7 @@ class ResumableSampler(ABC):
         """Number of batches in an epoch."""
 
     @abstractmethod
-    def _share(self, batch: Any, epoch: int, number: int) -> Any:
-        """This rank's share of a batch."""
+    def _share(self, batch: Any, epoch: int, number: int) -> Any: ...
 
     def __iter__(self) -> Iterator[Any]:
         epoch, order = self.epoch, self.batches(self.epoch)
@@ -131,7 +126,6 @@ class ResumableSampler(ABC):
             yield self._share(order[number], epoch, number)
 
     def set_epoch(self, epoch: int) -> None:
-        """Moves to the start of an epoch."""
         self.epoch, self.done = epoch, 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -142,18 +136,14 @@ class ResumableSampler(ABC):
         """Continues from a state, on any number of ranks.
 
         Raises:
-            GulliverError: the state belongs to other data, batch sizes or another seed, or is not a
-                valid position.
+            GulliverError: the state belongs to other data, batch sizes or another seed, or is
+                invalid.
         """
         self.check_state(state)
         self.epoch, self.done = state["epoch"], state["done"]
 
     def check_state(self, state: Any) -> None:
-        """Rejects states that `load_state_dict` does not accept.
-
-        Raises:
-            GulliverError: as for `load_state_dict`.
-        """
+        """Rejects states that `load_state_dict` does not accept."""
         if not isinstance(state, Mapping) or not {"epoch", "done", "fingerprint"} <= set(state):
             raise GulliverError(f"this is not the state of a {self.kind}: it has no position")
         if state["fingerprint"] != self.fingerprint:
@@ -165,27 +155,26 @@ class ResumableSampler(ABC):
         check_position(state["epoch"], state["done"], self.batches_of(state["epoch"]))
 
     def batches_of(self, epoch: int) -> int:
-        """Counts the batches of an epoch."""
         return len(self)
 
     kind = "sampler"
-    """Name of such samplers in messages."""
+    """Name of this sampler in error messages."""
 
 
 class BucketSampler(ResumableSampler):
-    """Batches of equal shape from a data set of many shapes.
+    """Yields batches of equal shape from a dataset of many shapes.
 
     Args:
-        buckets: bucket of every sample, None if a sample fits none and is never used; or a function
-            from an epoch to these, if every epoch reassigns the samples.
-        batch_size: samples per batch over all ranks, one number or one per bucket.
+        buckets: bucket of every sample, or None for samples that are never used; or a function from
+            an epoch to such a list, if epochs reassign the samples.
+        batch_size: samples per batch over all ranks: one number, or one per bucket.
         rank: rank of this process.
         world_size: number of ranks.
         seed: seed of the order.
 
     Raises:
-        GulliverError: no sample has a bucket; a bucket has no batch size; the rank is not in the
-            world.
+        GulliverError: no sample has a bucket, a bucket has no batch size, or `rank` is not less
+            than `world_size`.
     """
 
     def __init__(
@@ -224,14 +213,12 @@ class BucketSampler(ResumableSampler):
 
     @property
     def samples(self) -> int:
-        """Number of samples in the current epoch, over all ranks."""
         return sum(len(members) for members, _ in self._groups(self.epoch).values())
 
     kind = "bucket sampler"
 
     @cached_property
     def fingerprint(self) -> str:
-        """Digest of what determines the order: data, batch sizes and seed, but not the ranks."""
         digest = hashlib.blake2b(str(self.seed).encode(), digest_size=8)
         for bucket, (members, size) in self._groups(0).items():
             digest.update(f"{bucket}:{size}:{len(members)}".encode())
@@ -239,7 +226,7 @@ class BucketSampler(ResumableSampler):
         return digest.hexdigest()
 
     def batches(self, epoch: int) -> list[tuple[Bucket, np.ndarray]]:
-        """Draws an epoch's global batches: the bucket and indices of each, in order."""
+        """Draws an epoch's global batches in order, each as a bucket and indices."""
         draw = np.random.Generator(np.random.Philox(key=[self.seed, epoch]))
         found = []
         for bucket, (members, size) in self._groups(epoch).items():
@@ -254,7 +241,6 @@ class BucketSampler(ResumableSampler):
         return self.batches_of(self.epoch)
 
     def batches_of(self, epoch: int) -> int:
-        """Counts the batches of an epoch."""
         return sum(-(-len(members) // size) for members, size in self._groups(epoch).values())
 
     def _share(self, batch: tuple[Bucket, np.ndarray], epoch: int, number: int) -> Step:
@@ -264,7 +250,7 @@ class BucketSampler(ResumableSampler):
         return Step(bucket, members[start:end].tolist(), start, len(members), epoch, number)
 
     def describe(self) -> str:
-        """Describes in one line the numbers of samples and batches, and their buckets."""
+        """Describes the numbers of samples and batches, and their buckets, in one line."""
         groups = self._groups(self.epoch)
         shares = Counter({str(bucket): len(members) for bucket, (members, _) in groups.items()})
         spread = ", ".join(f"{name}: {count}" for name, count in shares.most_common())

@@ -1,7 +1,7 @@
 """A CSV or Parquet table of video and image files with captions, decoded with PyAV.
 
 Unusable rows are counted and listed with their reason, never replaced: files that cannot be opened
-    when the table is read, and files that turn out corrupt later (`BrokenClip`).
+when     the table is read, and files found to be corrupt later (`BrokenClip`).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Probe:
 class TableRow:
     """A usable row of the table; `name` is its path in the table.
 
-    `bucket` is the one of the first epoch, None if the row is left out.
+    `bucket` is its bucket in the first epoch, or None if it is left out.
     """
 
     name: str
@@ -68,7 +68,7 @@ class ClipTable:
     # folder.
 
     encoded = False
-    """Whether its clips are latents already."""
+    """Whether the clips are already encoded as latents."""
 
     def __init__(
         self,
@@ -101,10 +101,10 @@ class ClipTable:
         self._deal_rows()
 
     def hold_out(self, share: float, seed: int) -> ClipTable:
-        """Moves rows into a new table, which is returned."""
+        """Moves a share of the rows into a new table, and returns it."""
         taken = [_chance(row.name, seed) < share for row in self.rows]
         if len(set(taken)) < 2:
-            which = "every" if all(taken) else "no"
+            which = "all" if all(taken) else "none"
             raise GulliverError(
                 f"a share of {share:g} holds out {which} of the {len(taken)} clips; choose another"
             )
@@ -142,7 +142,7 @@ class ClipTable:
         )
 
     def _choose(self, probe: Probe) -> Bucket | None:
-        """Chooses a clip's bucket, unless it is assigned later."""
+        """Chooses a clip's bucket, unless buckets are assigned per epoch."""
         if not isinstance(self.buckets, BucketConfig):
             return choose_bucket(probe, self.buckets, self.frame_interval)
         size = probe.frames, probe.height, probe.width
@@ -152,7 +152,7 @@ class ClipTable:
         return None
 
     def assign(self, epoch: int) -> list[Bucket | None]:
-        """Assigns rows to the buckets of an epoch; None if left out."""
+        """Assigns rows to the buckets of an epoch; None for rows that are left out."""
         if not isinstance(self.buckets, BucketConfig):
             return [row.bucket for row in self.rows]
         probes = [row.probe for row in self.rows]
@@ -162,7 +162,9 @@ class ClipTable:
     def samples(self, index: int) -> list[tuple[Bucket, int]]:
         """Lists a row's possible buckets, each with the seeds of all windows."""
         if not self.windows:
-            raise GulliverError("windows that begin at any frame cannot be listed: name a number")
+            raise GulliverError(
+                "windows that begin at any frame cannot be listed: set the number of windows"
+            )
         row = self.rows[index]
         if isinstance(self.buckets, BucketConfig):
             size = row.probe.frames, row.probe.height, row.probe.width
@@ -192,12 +194,12 @@ class ClipTable:
 
     @property
     def misdescribed(self) -> list[tuple[str, str]]:
-        """Files whose content differs from the table, and how."""
+        """Files whose content differs from the table, and the difference."""
         return [(self.rows[index].name, stated) for index, stated in self._misstated.items()]
 
     @property
     def fingerprint(self) -> str:
-        """Digest of the usable rows in order, which saved positions depend on."""
+        """Digest of the usable rows in order, on which saved positions depend."""
         digest = hashlib.blake2b(digest_size=8)
         for row in self.rows:
             # Not the path, which changes when the folder is moved, nor the bucket, which follows.
@@ -205,7 +207,7 @@ class ClipTable:
         return digest.hexdigest()
 
     def check_rows(self, fingerprint: str) -> None:
-        """Rejects resuming with other rows than those of a saved position."""
+        """Rejects resuming if the rows have changed since the position was saved."""
         if fingerprint != self.fingerprint:
             raise GulliverError(
                 f"the rows of {self.table} have changed since the run started: restore them, or "
@@ -213,29 +215,28 @@ class ClipTable:
             )
 
     def bucket_of(self, index: int) -> Bucket | None:
-        """The bucket of a usable row in the first epoch; None if left out."""
+        """The bucket of a usable row in the first epoch; None if it is left out."""
         return self.rows[index].bucket
 
     def caption(self, index: int) -> str:
-        """The caption of a usable row."""
         return self.rows[index].text
 
     @property
     def fps(self) -> float:
-        """Median frame rate of clips with several frames; of stills if there are none."""
+        """Median frame rate of videos, or of stills if there are no videos."""
         clips = [row for row in self.rows if row.probe.frames > 1]
         return median(row.probe.fps / self.frame_interval for row in clips) if clips else STILL_FPS
 
     def __getitem__(self, index: int) -> Clip | BrokenClip:
-        """Reads a clip from its first frames."""
+        """Reads a clip from the first frames of a row."""
         return self.read(index, 0)
 
     def read(self, index: int, seed: int, bucket: Bucket | None = None) -> Clip | BrokenClip:
-        """Reads a clip whose first frame is `seed` modulo the possible starts; 0 is the first."""
+        """Reads the window that a seed selects; 0 selects the first frames."""
         row = self.rows[index]
         bucket = bucket or row.bucket
         if bucket is None:
-            raise GulliverError(f"{row.name} is in no bucket of the first epoch: name one")
+            raise GulliverError(f"{row.name} is in no bucket of the first epoch: pass a bucket")
         try:
             content = self._content(index, bucket, seed)
         except GulliverError as error:
@@ -261,11 +262,7 @@ class ClipTable:
         return resize_and_crop(frames, bucket)
 
     def _check_size(self, index: int, bucket: Bucket, height: int, width: int) -> None:
-        """Records a file whose size differs from the table; rejects one too small for its bucket.
-
-        Raises:
-            GulliverError: names both sizes.
-        """
+        """Records a size that differs from the table; rejects sizes too small for the bucket."""
         probe = self.rows[index].probe
         if (height, width) == (probe.height, probe.width):
             return
@@ -275,7 +272,7 @@ class ClipTable:
         self._misstated[index] = stated
 
     def report(self) -> str:
-        """Describes how many rows are used and skipped, and why the first were skipped."""
+        """Describes how many rows are used and skipped, with reasons for the first skipped ones."""
         lines = [f"{len(self.rows)} clips used, {len(self.skipped)} skipped"]
         lines += [f"  {name}: {reason}" for name, reason in self.skipped[:20]]
         if len(self.skipped) > 20:
@@ -289,19 +286,19 @@ class ClipTable:
 
 
 def _first_frame(seed: int, starts: int, windows: int) -> int:
-    """Chooses one of `starts` frames, or of `windows` evenly spread ones."""
+    """Chooses one of `starts` frames, or of `windows` evenly spaced frames."""
     count = min(windows or starts, starts)
     return seed % count * (starts - 1) // max(1, count - 1)
 
 
 def _chance(name: str, seed: int) -> float:
-    """Draws a number in [0, 1) for a name."""
+    """Draws a number in [0, 1) determined by a name and a seed."""
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=7).digest()
     return int.from_bytes(digest, "little") / 2**56
 
 
 def _stated(record: Record, path: Path) -> Probe | None:
-    """Returns the table's properties of a file; None unless complete."""
+    """Returns a file's properties from the table; None if incomplete."""
     values = [record[name] for name in NUMBERS]
     stated = [value for value in values if isinstance(value, float)]
     if len(stated) < len(NUMBERS) or not path.is_file():
@@ -324,7 +321,7 @@ def probe_file(path: Path) -> Probe:
 
 
 def choose_bucket(probe: Probe, buckets: tuple[Bucket, ...], interval: int) -> Bucket:
-    """Chooses among the filled buckets by most pixels, most frames, then nearest aspect ratio."""
+    """Chooses the filled bucket with most pixels, then most frames, then nearest aspect ratio."""
     long_enough = [b for b in buckets if probe.frames >= span_of(b.frames, interval)]
     if probe.frames > 1:
         # A video fills a still's bucket too, but is better used as a video.
@@ -345,7 +342,7 @@ def choose_bucket(probe: Probe, buckets: tuple[Bucket, ...], interval: int) -> B
 
 
 def decode(path: Path, frames: int, interval: int, start: int = 0) -> Tensor:
-    """Decodes `frames` frames, every `interval`-th from `start`: [T, 3, H, W] in [-1, 1]."""
+    """Decodes every `interval`-th frame from `start`, [frames, 3, H, W] in [-1, 1]."""
     found: list[Frame] = []
     seen = 0
     # From the first frame on, also for a late window: seeking is exact in some files only.
@@ -367,12 +364,11 @@ class EndOfClip(GulliverError):
 
 
 def span_of(frames: int, interval: int) -> int:
-    """Number of a file's frames that a window spans."""
     return (frames - 1) * interval + 1
 
 
 def resize_and_crop(frames: Tensor, bucket: Bucket) -> Tensor:
-    """Scales [T, 3, H, W] to cover a bucket and center-crops it: [3, T, height, width]."""
+    """Scales [T, 3, H, W] to cover a bucket, and center-crops it to [3, T, height, width]."""
     height, width = frames.shape[2:]
     ratio = max(bucket.height / height, bucket.width / width)
     size = (max(bucket.height, round(height * ratio)), max(bucket.width, round(width * ratio)))

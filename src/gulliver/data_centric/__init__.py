@@ -1,4 +1,4 @@
-"""Data-centric parallel training: groups of ranks follow the samples of each step."""
+"""Data-centric parallel training: groups of ranks adapt to the samples of each step."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Budgets of a step: samples, tokens, or seconds."""
+"""Budgets of a step (samples, tokens or seconds), and the costs of samples."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gulliver.options import positive_number, whole_number
 
 @dataclass(frozen=True)
 class Samples:
-    """A step with a fixed number of samples; the last of an epoch may have fewer."""
+    """A step with a fixed number of samples; the last step of an epoch may have fewer."""
 
     count: int
 
@@ -31,7 +31,7 @@ class Samples:
 
 @dataclass(frozen=True)
 class Tokens:
-    """A step of about a number of tokens: it ends with the sample that comes closest."""
+    """A step of about `count` tokens: it ends with the sample that comes closest."""
 
     count: int
 
@@ -45,7 +45,7 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Seconds:
-    """A step of at most a number of predicted seconds."""
+    """A step that is predicted to take at most this many seconds."""
 
     seconds: float
 
@@ -67,14 +67,14 @@ def weight(budget: Budget, tokens: int, rank_seconds: float) -> float:
 
 
 def total(budget: Budget, ranks: int) -> float:
-    """Maximum sum of the weights of a step's samples."""
+    """Maximum total weight of the samples of a step."""
     if isinstance(budget, Samples | Tokens):
         return float(budget.count)
     return budget.seconds * ranks
 
 
 def check_key(budget: Budget, tokens: int, least: float) -> float:
-    """A sample's minimum use of a budget: tokens or seconds."""
+    """Minimum use of a budget by a sample, in tokens or seconds."""
     return least if isinstance(budget, Seconds) else float(tokens)
 
 
@@ -90,19 +90,18 @@ def check_sample(
     if isinstance(budget, Seconds) and least > budget.seconds:
         raise GulliverError(
             f"no step meets {budget}: sample {index} ({shape}) takes {least:.4g} s on {ranks} "
-            "ranks at best; use at least as many"
+            "ranks at best; use at least that much"
         )
 
 
 # What a planner of data-centric steps asks of costs, and checks of its degrees and window.
 
 
-WINDOW, STEPS_AHEAD = 4096, 16
-"""Default window in samples, or in steps of samples."""
+WINDOW, STEPS_AHEAD = 4096, 16  # default window in samples, or in steps for budgets in samples
 
 
 class Costs(Protocol):
-    """Costs of samples, such as `SampleCosts` and `TableCosts`."""
+    """Costs of samples; implemented by `SampleCosts` and `TableCosts`."""
 
     @property
     def memory(self) -> float: ...
@@ -110,25 +109,23 @@ class Costs(Protocol):
     def identity(self) -> str: ...
 
     def degrees(self, ranks: int) -> tuple[int, ...]:
-        """Degrees up to a number of ranks."""
+        """Possible degrees, up to a number of ranks."""
         ...
 
-    def tokens(self, shape: Any) -> int:
-        """Tokens of a sample of a shape."""
-        ...
+    def tokens(self, shape: Any) -> int: ...
 
-    def batches(self, shape: Any, degree: int, pac: bool = True, most: int = 4096) -> BatchCosts:
-        """Costs of micro-batches of 1, 2, ... samples."""
-        ...
+    def batches(
+        self, shape: Any, degree: int, pac: bool = True, most: int = 4096
+    ) -> BatchCosts: ...
 
 
 def alone(costs: Costs) -> Costs:
-    """Costs that determine a step's samples, which must not depend on tensor ranks."""
+    """Costs that determine a step's samples, independent of tensor ranks."""
     return getattr(costs, "alone", costs)
 
 
 def efficient_batch(costs: Costs, shape: Hashable, pac: bool) -> int:
-    """Efficient micro-batch of a shape: within 2 % of the best time per sample."""
+    """Smallest micro-batch within 2 % of the best time per sample."""
     # It looks at the smallest group that a sample fits, whatever the ranks: which samples a step
     # has must not depend on those.
     costs = alone(costs)
@@ -141,11 +138,12 @@ def efficient_batch(costs: Costs, shape: Hashable, pac: bool) -> int:
 
 
 def checked_degrees(costs: Costs, ranks: int, intra: bool, degree: int | None) -> tuple[int, ...]:
-    """Degrees that groups may have."""
     known = costs.degrees(ranks)
     if intra:
         if degree is not None:
-            raise GulliverError("degree= is for intra=False: groups choose their own degrees")
+            raise GulliverError(
+                "degree= is for intra=False: otherwise groups choose their own degrees"
+            )
         return known
     if degree is None or degree not in known or ranks % degree:
         right = ", ".join(str(d) for d in known if ranks % d == 0)
@@ -163,7 +161,7 @@ def checked_degrees(costs: Costs, ranks: int, intra: bool, degree: int | None) -
 
 
 def checked_window(budget: Budget, window: int | None) -> int:
-    """Validated window in samples."""
+    """Validates the window; returns it in samples."""
     if isinstance(budget, Samples):
         window = STEPS_AHEAD * budget.count if window is None else window
         if window < budget.count:
@@ -179,7 +177,7 @@ def checked_window(budget: Budget, window: int | None) -> int:
 Distribution = Literal["short", "balanced", "long"]
 DISTRIBUTIONS: tuple[Distribution, ...] = ("short", "balanced", "long")
 EXPONENT, OFFSET, IMAGES = 3.0, 5.0, 2
-"""Exponent and offset of Zipf's law over shapes by cost; images for each video."""
+"""Exponent and offset of Zipf's law over shapes by cost; number of images per video."""
 
 
 def draw_shapes(
@@ -202,7 +200,7 @@ def draw_shapes(
 def draw_samples(
     costs: Costs, shapes: Sequence[Any], distribution: Distribution, count: int, seed: int = 0
 ) -> list[Any]:
-    """Draws samples of given shapes, by Zipf's law over their tokens or evenly."""
+    """Draws samples from the given shapes, by Zipf's law over their tokens or evenly."""
     ordered = sorted(shapes, key=lambda shape: (costs.tokens(shape), str(shape)))
     draw = np.random.Generator(np.random.Philox(key=seed))
     return _drawn(ordered, distribution, count, draw)
@@ -226,7 +224,7 @@ def _drawn(
 
 
 def least_time(costs: Costs, shapes: Sequence[Any], ranks: int, pac: bool = True) -> float:
-    """Lower bound of an epoch's seconds: every sample in its best micro-batch."""
+    """Lower bound on the time of an epoch: every sample in its best micro-batch."""
     found = 0.0
     for shape, count in Counter(shapes).items():
         rows = [(d, costs.batches(shape, d, pac).seconds) for d in costs.degrees(ranks)]

@@ -1,7 +1,7 @@
-"""Text charts of data-centric steps: ranks over time.
+"""Draws data-centric steps as text charts of ranks over time.
 
 Every group of ranks has a line with a bar per micro-batch, followed by the wait for the step's last
-group. `Shares` sums these over steps.
+group.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ from dataclasses import dataclass
 
 from gulliver.data_centric.steps import RankGroup, StepPlan
 
-COLUMNS = 60
-"""Characters of a step's longest group."""
+COLUMNS = 60  # width of a step's longest group, in characters
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 
 
 @dataclass(frozen=True)
 class Shares:
-    """Shares of the ranks' time in steps."""
+    """How ranks spend their time, over several steps."""
 
     # Predicted seconds of the steps.
     seconds: float
@@ -99,7 +98,7 @@ def _ranks(group: RankGroup) -> str:
 
 
 def _begins(plan: StepPlan) -> list[float]:
-    """Start times of groups, as if each phase started when the last one ended."""
+    """Start times of groups, assuming that each phase starts when the previous one ends."""
     found, begun = [], 0.0
     for phase in plan.phases:
         found += [begun] * len(phase)

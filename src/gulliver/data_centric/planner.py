@@ -1,13 +1,13 @@
-"""Steps of data-centric training, planned as data arrives.
+"""Plans the steps of data-centric training as data arrives.
 
     planner = DataCentricPlanner(costs, shapes, ranks=8, budget=Samples(256))
     for plan in planner:                    # the rest of the current epoch
         for group, batch in plan: ...
 
-Samples are drawn into a window in order of arrival. Inside it, samples of one shape are collected
-into efficient micro-batches, which are spread evenly over the window, so that its steps are similar
-(`windows.py`); a step takes the next ones up to its budget, and `gulliver.solve.steps.StepSolver`
-assigns them to groups of ranks.
+Samples are drawn into a window in order of arrival. In a window, samples of one shape are collected
+into efficient micro-batches, which are spread evenly so that steps are similar (`windows.py`). A
+step consists of the next ones up to its budget, and `gulliver.solve.steps.StepSolver` assigns them
+to groups of ranks.
 """
 
 from __future__ import annotations
@@ -58,11 +58,12 @@ from gulliver.options import (
 from gulliver.solve.steps import StepSolver
 
 MOST_LOT = 0.25
-"""Share of a step that samples of one shape wait for each other to fill, at most: where lots are as
-long as steps, steps of one shape come in rows, and what is learned suffers (docs/lab-notes.md).
+"""Maximum share of a step for one micro-batch of equal shapes. If such batches are as long as
+steps, many
+consecutive steps have the same shape, which harms convergence (docs/lab-notes.md).
 """
 Position = tuple[int, int, Queue]
-"""Epoch, step, and samples that are drawn but not in a step yet."""
+"""Epoch, step, and samples that have been drawn but are not yet in a step."""
 
 
 @dataclass(frozen=True)
@@ -70,22 +71,22 @@ class DataCentricOptions(Options):
     """Options of `DataCentricPlanner`, passed by keyword.
 
     Attributes:
-        window: samples to draw at a time; by default those of 16 steps. With budgets in tokens or
-            seconds, a step may draw several windows.
-        memory: bytes per rank; by default that of `costs`.
-        intra: whether groups may have different degrees; otherwise all have `degree`.
-        inter: groups may run several micro-batches; otherwise one each, and remaining samples are
-            deferred to the next step.
-        pac: keep activations while memory allows; otherwise all blocks are recomputed.
-        degree: degree of every group without `intra`.
-        unfit: treatment of samples that fit at no degree: rejected, or skipped and counted in
+        window: number of samples to draw together; by default for 16 steps. With budgets in tokens
+            or seconds, a step may draw several windows.
+        memory: bytes per rank; by default the memory of `costs`.
+        intra: whether groups may have different degrees; otherwise all have degree `degree`.
+        inter: whether groups may run several micro-batches; otherwise each runs one, and remaining
+            samples are deferred to the next step.
+        pac: whether to keep activations in spare memory; otherwise all blocks are recomputed.
+        degree: degree of all groups if `intra` is False.
+        unfit: how to treat samples that fit at no degree: reject them, or skip and count them in
             `skipped`.
-        shuffle: draw a table's samples in random order instead of the table's.
-        seed: seed of all orders.
-        stages: pipeline stages per rank. Costs are those of one rank with the full model: each
-            stage takes an equal share of the seconds, and the same bytes (1F1B holds as many
+        shuffle: whether to draw the samples in random order instead of the table's.
+        seed: random seed.
+        stages: number of pipeline stages. `costs` are those of the full model on one rank; each
+            stage takes an equal share of the seconds and the same bytes (1F1B keeps as many
             micro-batches as there are stages). Samples are split into the number of micro-batches
-            with which the stages finish first. The samples of a step do not depend on it.
+            with the shortest time. The samples of a step do not depend on it.
     """
 
     window: Annotated[int | None, AT_LEAST_1] = None
@@ -112,23 +113,23 @@ class DataCentricOptions(Options):
 # number of ranks: which samples a step has depends on seed, epoch and window, and of budgets only
 # seconds look at the ranks. A state taken with a plan says that the plan is done.
 class DataCentricPlanner:
-    """Plans steps of samples of many shapes, each sample once per epoch.
+    """Plans steps of samples of many shapes; each sample occurs once per epoch.
 
     Args:
         costs: seconds and bytes of micro-batches.
-        shapes: shape of every sample; or, for a stream of unknown length, a function from an epoch
-            to shapes in order of arrival.
-        ranks: data ranks.
+        shapes: shape of every sample; or, for a stream of unknown length, a function that returns
+            the shapes of an epoch in order of arrival.
+        ranks: number of data-parallel ranks.
         budget: samples, tokens or seconds per step.
         options: fields of `DataCentricOptions`, by name.
 
     Attributes:
-        skipped: samples that were skipped so far, by shape.
-        left_out: samples of a table that every epoch skips, by shape.
+        skipped: number of samples skipped so far, by shape.
+        left_out: number of samples of a table that every epoch skips, by shape.
 
     Raises:
-        GulliverError: a sample fits at no degree or exceeds the budget; a step has more samples
-            than there are; a window is shorter than a step; settings exclude each other.
+        GulliverError: a sample fits at no degree or exceeds the budget, a step has more samples
+            than the dataset, a window is shorter than a step, or settings exclude each other.
     """
 
     def __init__(
@@ -143,7 +144,7 @@ class DataCentricPlanner:
         if not isinstance(budget, Budget):
             raise GulliverError(f"budget={budget!r}: use Samples(n), Tokens(n) or Seconds(s)")
         if not isinstance(ranks, int) or ranks < 1:
-            raise GulliverError(f"ranks={ranks!r} must be a whole number of at least 1")
+            raise GulliverError(f"ranks={ranks!r} must be an integer of at least 1")
         if chosen.memory is not None:
             costs = replace(costs, memory=chosen.memory)  # type: ignore[type-var]
         self.costs, self.ranks, self.budget = costs, ranks, budget
@@ -168,7 +169,7 @@ class DataCentricPlanner:
         self.window = checked_window(budget, chosen.window)
 
     def _check_table(self, counts: Mapping[Shape, tuple[int, int]]) -> None:
-        """Checks every shape of a table: (first sample, number of samples) by shape."""
+        """Checks every shape of a table; `counts` has its first sample and number of samples."""
         for shape, (first, count) in counts.items():
             self._meet(shape, first, count, inside=False)
         # The sample that needs most: its budget is the least one of the table.
@@ -181,8 +182,8 @@ class DataCentricPlanner:
         self.left_out.update({s: n for s, (_, n) in counts.items() if not self._fits[s]})
         if isinstance(self.budget, Samples) and self.budget.count > usable:
             raise GulliverError(
-                f"a step of {self.budget.count} samples is longer than the data set, which has "
-                f"{usable} that fit: use at most as many"
+                f"a step of {self.budget.count} samples is longer than the dataset, which has "
+                f"{usable} usable samples: use at most that many"
             )
 
     def _needs(self, shape: Shape) -> tuple[int, float]:
@@ -193,7 +194,7 @@ class DataCentricPlanner:
     def _meet(
         self, shape: Shape, index: int, count: int | None = None, inside: bool = True
     ) -> None:
-        """Adds the costs of a new shape; checks that budgets allow it."""
+        """Adds the costs of a new shape, and checks that the budget allows it."""
         rows = {d: self.costs.batches(shape, d, self.pac) for d in self._degrees}
         rows = {d: row for d, row in rows.items() if len(row)}
         tokens = self.costs.tokens(shape)
@@ -244,7 +245,7 @@ class DataCentricPlanner:
                 return
 
     def _fill(self, window: SampleWindow) -> None:
-        """Draws windows until the queue has a complete step."""
+        """Draws windows until the queue contains a complete step."""
         while not window.is_over and not self._has_step:
             indices, shapes = window.draw(self.window)
             self._queue.drawn += len(indices)
@@ -267,7 +268,6 @@ class DataCentricPlanner:
 
     @property
     def _has_step(self) -> bool:
-        """Whether a complete step is in the queue."""
         return self._queue.weight >= total(self.budget, self.ranks)
 
     def _time_of(self, shape: Shape) -> float:
@@ -311,7 +311,7 @@ class DataCentricPlanner:
         )
 
     def _count(self) -> int:
-        """Number of samples of the next step, from the front of the queue."""
+        """Number of samples for the next step, from the front of the queue."""
         nearest = isinstance(self.budget, Tokens)
         return self._queue.up_to(total(self.budget, self.ranks), nearest)
 
@@ -319,10 +319,10 @@ class DataCentricPlanner:
         return weight(self.budget, self.costs.tokens(shape), self._time_of(shape))
 
     def check_sample(self, index: int, planned: Shape, found: Shape) -> None:
-        """Rejects a sample whose shape differs from the table's.
+        """Rejects a sample whose shape differs from the table.
 
         Raises:
-            GulliverError: names the sample and both shapes.
+            GulliverError: the shapes differ; names the sample and both shapes.
         """
         if found != planned:
             raise GulliverError(
@@ -331,12 +331,11 @@ class DataCentricPlanner:
 
     @property
     def degrees(self) -> tuple[int, ...]:
-        """Degrees that groups may have."""
         return self._degrees
 
     @property
     def signature(self) -> str:
-        """Digest of all inputs of planning; equal on ranks that plan the same steps."""
+        """Digest of all inputs of planning; ranks with equal digests plan the same steps."""
         digest = hashlib.blake2b(digest_size=8)
         settings = (self.ranks, self.budget, self.window, self.intra, self.inter, self.pac)
         more = self._degrees, self.unfit, self.costs.memory
@@ -366,7 +365,7 @@ class DataCentricPlanner:
         self._queue = queue.copy()
 
     def state_dict(self, position: Position | None = None) -> dict[str, Any]:
-        """Returns a position as plain values, by default the one after the last returned plan."""
+        """Returns a position as plain values; default: that of the last returned plan."""
         epoch, step, queue = position or (self.epoch, self.step, self._queue)
         position_now = {
             "epoch": epoch,

@@ -1,4 +1,4 @@
-"""The plugin for data-centric training: groups of ranks change from step to step."""
+"""The plugin for data-centric training, in which groups of ranks change from step to step."""
 
 from __future__ import annotations
 
@@ -27,30 +27,28 @@ OPTIONS = (
 
 
 class DataCentricPlugin(HybridParallelPlugin):
-    """ZeRO over all ranks; sequence-parallel groups of adjacent ranks change from step to step.
+    """Combines ZeRO over all ranks with sequence-parallel groups that change in every step.
 
-    A model of a known family is wired for sequences over the whole world; a `DataCentricLoader`
-    then runs smaller groups of ranks side by side. For other models every group has one rank. With
-    `tp_size` each of these ranks is a group of tensor ranks; with `pp_size` it is a pipeline,
-    through which the micro-batches of a group run (1F1B; with fewer micro-batches than stages, all
-    forwards run first).
+    For models of a known family, a `DataCentricLoader` runs groups of adjacent ranks in parallel,
+    each with its own samples; for other models, every group has one rank. With `tp_size`, each of
+    these ranks is a group of tensor ranks; with `pp_size`, it is a pipeline for the micro-batches
+    of its group (1F1B; with fewer micro-batches than stages, all forward passes run first).
 
     Args:
-        zero_stage: state sharded over the ranks between steps: 0 none, 1 optimizer state, 2
-            gradients too, 3 parameters too. Inside a step each rank has full gradients and
-            parameters. None is 1, or 3 with a `memory_limit`, which needs it.
+        zero_stage: state sharded over the ranks between steps: 0 none, 1 optimizer state, 2 also
+            gradients, 3 also parameters. Inside a step, each rank has full gradients and
+            parameters. None means 3 with a `memory_limit` (which requires it), and 1 otherwise.
         sequence_parallelism_mode: ``all_to_all`` (Ulysses) or ``ring_attn``.
         precision: ``bf16`` or ``fp16``; see `ZeroOptions`.
-        max_norm: clip gradients to this norm in every step; 0 disables clipping.
-        tp_size: ranks that share each layer's tensors; a planner plans for the world size divided
-            by `tp_size` and `pp_size`.
-        pp_size: stages that the blocks are split into; steps are run with `TrainingStep.run`.
+        max_norm: maximum gradient norm; 0 disables clipping.
+        tp_size: tensor parallel size; the planner's `ranks` is the world size divided by `tp_size`
+            and `pp_size`.
+        pp_size: number of pipeline stages; with several, run steps with `TrainingStep.run`.
         memory_limit: memory for state and activations on each rank; see `LimitOptions`. It includes
-            full parameters and gradients inside a step, which each rank loads chunk by chunk as
-            needed.
-        check_batches: compare the batches of the ranks of a group.
-        verbose: print the plan when the model is boosted.
-        options: options of `HybridParallelPlugin` that `OPTIONS` names.
+            the full parameters and gradients inside a step, which are loaded chunk by chunk.
+        check_batches: whether to check that the ranks of a group have the same batches.
+        verbose: whether to print the plan when the model is boosted.
+        options: options of `HybridParallelPlugin` listed in `OPTIONS`.
 
     Raises:
         GulliverError: an option is unknown or its value out of range.
@@ -72,8 +70,9 @@ class DataCentricPlugin(HybridParallelPlugin):
     ) -> None:
         if sequence_parallelism_mode not in MODES:
             raise GulliverError(
-                f"sequence_parallelism_mode={sequence_parallelism_mode!r}: changing groups need a "
-                f"mode with separate ranks: {nearest(str(sequence_parallelism_mode), MODES)}"
+                f"sequence_parallelism_mode={sequence_parallelism_mode!r}: changing groups "
+                "need a separate sequence axis: "
+                f"{nearest(str(sequence_parallelism_mode), MODES)}"
             )
         for name in options:
             if name not in OPTIONS:
@@ -116,7 +115,7 @@ class DataCentricPlugin(HybridParallelPlugin):
         self.sp_size, self.mode = ranks, self.ways if ranks > 1 else None
 
     def sequence_plan(self, causal: bool) -> SequencePlan:
-        """Plan of a sequence over all ranks: Ulysses up to the number of heads, then a ring."""
+        """Plans sequences over all ranks: Ulysses up to the number of heads, then a ring."""
         whole = super().sequence_plan(causal)
         if self.mode != "all_to_all" or not 0 < self._heads < whole.ulysses:
             return whole
@@ -130,7 +129,7 @@ class DataCentricPlugin(HybridParallelPlugin):
         optimizer: torch.optim.Optimizer | None,
         cluster: Cluster | None,
     ) -> Plan:
-        """Shares sequences if the model's attention is supported, otherwise uses ZeRO only."""
+        """Shards sequences if the model's attention supports it; otherwise uses only ZeRO."""
         ranks, alone = plan.mesh.size // self.inside, _why_alone(model)
         self._share(1 if alone else ranks)
         # A tensor rank has its part of the heads.
@@ -162,7 +161,7 @@ class DataCentricPlugin(HybridParallelPlugin):
 
 
 def _why_alone(model: nn.Module) -> str:
-    """Why every group has one rank; empty if sequences can be shared."""
+    """Explains why sequences cannot be sharded; empty if they can."""
     known = families().get(family_of(model) or "")
     if known is None:
         name = type(model).__name__
@@ -173,7 +172,7 @@ def _why_alone(model: nn.Module) -> str:
 
 
 def _heads_of(model: nn.Module) -> int:
-    """Heads of a model's attention; 0 if unknown."""
+    """Number of attention heads of a model; 0 if unknown."""
     model = hugging_face_of(model)
     named = (getattr(getattr(model, "config", model), name, None) for name in HEADS)
     return next((heads for heads in named if isinstance(heads, int)), 0)

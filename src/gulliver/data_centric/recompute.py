@@ -1,4 +1,4 @@
-"""Keeps or recomputes blocks, chosen again for each micro-batch."""
+"""Keeps or recomputes blocks, as chosen for each micro-batch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from gulliver.planner.model import (
 
 
 class RecomputeSwitch:
-    """Selects the blocks that the next forwards recompute."""
+    """Selects the blocks that subsequent forward passes recompute."""
 
     def __init__(self, model: nn.Module, kinds: Sequence[tuple[str, int]]) -> None:
         self._model, self._on = model, set[str]()
@@ -67,12 +67,12 @@ class StageSwitch:
 
 
 def _by_kind(paths: Sequence[str], kinds: Sequence[tuple[str, int]]) -> list[list[str]]:
-    """Paths of the blocks of each kind; with several kinds, those whose path names it."""
+    """Groups block paths by kind; several kinds are distinguished by the names in the paths."""
     found = [list(paths)] if len(kinds) == 1 else [_named(paths, name) for name, _ in kinds]
     for (name, count), mine in zip(kinds, found, strict=True):
         if len(mine) != count:
             raise GulliverError(
-                f"the costs know {count} blocks {name!r}, but the model has {len(mine)} "
+                f"the costs are for {count} blocks {name!r}, but the model has {len(mine)} "
                 "recomputable ones: measure costs of this model, or plan with pac=False and no "
                 "kinds"
             )

@@ -1,4 +1,4 @@
-"""Loads and runs a planner's steps; warns of buffers that forwards change differently per rank."""
+"""Loads and runs a planner's steps."""
 
 from __future__ import annotations
 
@@ -80,26 +80,26 @@ Weight = Callable[[int], float] | Sequence[float]
 
 
 class DataCentricLoader:
-    """Loads and runs the steps of a planner on this rank; created on every rank.
+    """Loads and runs the steps of a planner; create one on every rank.
 
     Args:
-        planner: planner, the same on all ranks, for the number of ranks that share the optimizer.
-        dataset: returns a sample by its index in the planner's table.
+        planner: planner, equal on all ranks, for the number of ranks that share the optimizer.
+        dataset: dataset, indexed like the planner's table.
         model: boosted model.
         optimizer: boosted optimizer.
-        collate: makes a batch from a list of samples; None for torch's own.
-        weight: weight of each sample, such as its number of labels, equal on all ranks; losses are
-            then weighted means. None for equal weights.
+        collate: creates a batch from a list of samples; None for torch's default.
+        weight: returns the weight of a sample, such as its number of labels, equal on all ranks;
+            losses are then weighted means. None for equal weights.
         shape_of: returns the shape of a loaded sample, to compare with the table.
         begin: called on all ranks with each plan before its samples are weighted, for example to
-            read them and give weight 0 to those that a rank could not read.
+            read them, so that `weight` can return 0 for unreadable samples.
 
     Attributes:
         degree: degree of the model; None without sequence parallelism.
-        passed_over: samples of steps in which every weight is 0; such a step is skipped.
+        passed_over: number of samples in steps that were skipped because all weights are 0.
 
     Raises:
-        GulliverError: ranks plan differently; the model cannot run the plan.
+        GulliverError: ranks plan different steps, or the model cannot run the plan.
     """
 
     def __init__(
@@ -215,10 +215,10 @@ class DataCentricLoader:
         return int.from_bytes(hashlib.blake2b(told, digest_size=7).digest())
 
     def state_dict(self) -> dict[str, Any]:
-        """The position as plain values, after the last step that was applied.
+        """Returns the position after the last applied step, as plain values.
 
-        Until the optimizer has stepped, weights and position are those before that step, or before
-        the first of several accumulated ones: even if the job ends there, samples are used once.
+        A step whose gradients are not applied yet, or several accumulated ones, will run again; so
+        samples are used exactly once even if the job ends before the optimizer steps.
         """
         if self._first is not None and self._first[0] == self.optimizer.taken.steps:
             return self.planner.state_dict(self._first[1])
@@ -227,7 +227,7 @@ class DataCentricLoader:
         return self.planner.state_dict()
 
     def _first_untaken(self, before: Any) -> tuple[int, Any]:
-        """Number of optimizer steps, and the position before the first step not in them."""
+        """Number of optimizer steps, and the position before the first unapplied step."""
         # Gradients of several steps may be added up for one of the optimizer's, and the optimizer
         # may step when the next step has been given out.
         taken = self.optimizer.taken.steps
@@ -238,7 +238,7 @@ class DataCentricLoader:
         return taken, before
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues after the step of a state, on any number of ranks.
+        """Continues after the step of a saved state, on any number of ranks.
 
         Raises:
             GulliverError: the state belongs to other data, another seed or another model.
@@ -274,7 +274,7 @@ def _check(loader: DataCentricLoader) -> None:
         if loader.degree is None:
             raise GulliverError(
                 f"groups of up to {wide[-1]} ranks are planned, but {type(loader.model).__name__} "
-                "does not share sequences: boost a model of a known family with "
+                "does not shard sequences: boost a model of a known family with "
                 "DataCentricPlugin, or plan with intra=False, degree=1"
             )
         loader.degree.of_rows([range(optimizer.size)])

@@ -1,6 +1,6 @@
-"""Planned steps of data-centric training: groups of ranks and their micro-batches.
+"""Describes planned steps: groups of ranks and their micro-batches.
 
-A `StepPlan` lists which ranks share samples in a step and which micro-batches each group runs. It
+A `StepPlan` lists which ranks share samples in a step, and which micro-batches each group runs. It
 is plain data, equal on all ranks.
 """
 
@@ -15,12 +15,12 @@ from gulliver.hardware.batch_costs import BatchCosts
 from gulliver.solve.steps import BalancedStep, StepSolver, fill_stages
 
 Shape = Hashable
-"""Name of a size of samples, such as ``480p/51`` or a `SampleShape`; equal ones share batches."""
+"""Size of a sample, such as ``480p/51`` or a `SampleShape`; equal shapes share batches."""
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Samples of one shape that a group of ranks runs at once."""
+    """Samples of one shape that a group of ranks runs together."""
 
     # Shape of all of them.
     shape: Shape
@@ -53,23 +53,20 @@ class RankGroup:
 
     @property
     def degree(self) -> int:
-        """Ranks that share each sample."""
         return len(self.ranks)
 
     @property
     def seconds(self) -> float:
-        """Predicted seconds of the group's micro-batches in sequence."""
         return sum(batch.seconds for batch in self.micro_batches) + self.filling
 
     @property
     def samples(self) -> int:
-        """Samples of the group in this step."""
         return sum(len(batch.samples) for batch in self.micro_batches)
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One optimizer step of all data ranks."""
+    """One optimizer step of all data-parallel ranks."""
 
     # Number of the step, counted over epochs.
     step: int
@@ -89,7 +86,7 @@ class StepPlan:
 
     @property
     def phases(self) -> tuple[tuple[RankGroup, ...], ...]:
-        """Groups by consecutive phase; those of each phase partition the ranks."""
+        """Groups by consecutive phase; the groups of each phase partition the ranks."""
         return (self.groups, *self.later)
 
     @property
@@ -98,7 +95,7 @@ class StepPlan:
 
     @property
     def samples(self) -> int:
-        """Number of samples of the step over all groups, by which gradients are divided."""
+        """Number of samples over all groups, by which gradients are divided."""
         return sum(group.samples for group in self.all_groups)
 
     @property
@@ -119,7 +116,6 @@ class StepPlan:
         return max(0.0, 1 - busy / (self.ranks * self.seconds))
 
     def groups_of(self, rank: int) -> tuple[RankGroup, ...]:
-        """The groups of a data rank in this step, one per phase."""
         return tuple(group for group in self.all_groups if rank in group.ranks)
 
     def __iter__(self) -> Iterator[tuple[RankGroup, MicroBatch]]:
@@ -129,7 +125,7 @@ class StepPlan:
 
 
 Facts = tuple[int, tuple[int, ...], float, float, float, int]
-"""Fields of a `MicroBatch` besides its samples, in order."""
+"""Fields of a `MicroBatch` except its samples, in order."""
 
 
 def facts_of(row: BatchCosts, factor: float) -> list[Facts]:
@@ -157,7 +153,7 @@ def place(
     facts: Mapping[tuple[Shape, int], list[Facts]],
     ranks: int,
 ) -> tuple[RankGroup, ...]:
-    """Assigns ranks and samples to groups, the widest first."""
+    """Assigns ranks and samples to groups, widest groups first."""
     first, groups = 0, []
     for work in solved.groups:
         batches = []
@@ -183,10 +179,8 @@ def place(
 # and all others in groups of their own.
 
 
-REMEMBERED = 4096
-"""Number of cached phase solutions, as the same steps recur."""
-SPLIT = 1.02
-"""Seconds over the bound from which wide samples may get a separate phase."""
+REMEMBERED = 4096  # number of cached phase solutions, because the same steps recur
+SPLIT = 1.02  # ratio of time to bound above which wide samples may get a separate phase
 
 
 class Phases:
@@ -204,11 +198,10 @@ class Phases:
         self._known: dict[frozenset[tuple[Shape, int]], tuple[dict[Shape, int], ...]] = {}
 
     def forget(self) -> None:
-        """Clears cached phases after costs have changed."""
         self._known.clear()
 
     def solved(self, shapes: Mapping[Shape, int]) -> SolvedStep:
-        """Assigns samples of each shape: all in one phase, or wide groups first."""
+        """Assigns samples by shape: all in one phase, or wide groups first."""
         if self._stages > 1:
             return self._compared(shapes)
         # Kept as counts: thousands of whole plans would be looked through by the garbage collector.
@@ -222,7 +215,7 @@ class Phases:
         return self._filled(parts, bound)
 
     def _cuts(self, shapes: Mapping[Shape, int]) -> Iterator[tuple[dict[Shape, int], ...]]:
-        """Yields ways to separate wide samples from others."""
+        """Yields ways to separate wide samples from the others."""
         for degree in sorted({self._least[shape] for shape in shapes} - {1}):
             wide = {s: n for s, n in shapes.items() if self._least[s] >= degree}
             others = {s: n for s, n in shapes.items() if s not in wide}
@@ -230,7 +223,7 @@ class Phases:
                 yield wide, others
 
     def _shortest(self, shapes: Mapping[Shape, int]) -> tuple[dict[Shape, int], ...]:
-        """The samples of each phase with the best micro-batches, before forming groups."""
+        """Chooses the samples of each phase by time, before micro-batches are adapted to stages."""
         solver = self._solver
         best: tuple[dict[Shape, int], ...] = (dict(shapes),)
         seconds, bound = solver.step_times(shapes)
@@ -246,7 +239,7 @@ class Phases:
         return best
 
     def _compared(self, shapes: Mapping[Shape, int]) -> SolvedStep:
-        """The fastest phases with micro-batches that suit stages."""
+        """Returns the fastest phases with micro-batches that suit the stages."""
         solver = self._solver
         whole = solver.plan_step(shapes)
         best = self._filled((whole,), whole.bound)
@@ -264,12 +257,12 @@ class Phases:
         return best
 
     def _filled(self, parts: tuple[BalancedStep, ...], bound: float) -> SolvedStep:
-        """A step of these parts, with micro-batches that suit stages."""
+        """Splits the samples of each part into micro-batches that suit the stages."""
         if self._stages > 1:
             seconds = self._solver.seconds
             parts = tuple(fill_stages(part, seconds, self._stages) for part in parts)
         return SolvedStep(parts, sum(part.seconds for part in parts), bound)
 
     def _cannot_improve(self, best: SolvedStep, *seconds: float) -> bool:
-        """Whether parts of at least a number of seconds cannot be shorter."""
+        """Whether parts with these lower bounds on their seconds cannot be faster than `best`."""
         return sum(seconds) >= best.seconds * (1 + 1e-9)

@@ -1,4 +1,4 @@
-"""One planned step on this rank: its micro-batches, and gradients of the mean over the step."""
+"""Runs a planned step on this rank: its micro-batches, with gradients of the mean over the step."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ Phases = Sequence[tuple[Sequence[Sequence[int]], RankGroup]]
 # gradients leave after the loop.
 @dataclass(frozen=True)
 class LoadedBatch:
-    """Samples that a group of ranks runs at once, the same on all its ranks.
+    """Samples that a group of ranks runs together; equal on all its ranks.
 
     Attributes:
         data: the collated samples, on this rank's device.
-        samples: indices of the samples in the data set.
-        shape: shape of all of them.
+        samples: indices of the samples in the dataset.
+        shape: shape of all samples.
         weight: total weight of the samples in the mean over the step.
-        degree: ranks that share them.
+        degree: number of ranks that share the samples.
         seeds: a seed for each sample, derived from seed, epoch and index.
     """
 
@@ -81,14 +81,14 @@ class StepContext:
 
 @dataclass
 class TrainingStep:
-    """One optimizer step on this rank; loop over it once and call `backward` for each batch.
+    """One optimizer step on this rank. Loop over it once, and call `backward` for each batch.
 
     Attributes:
         plan: the plan that all ranks run.
         weight: total weight of all samples of the step.
         begun: whether the loop over its micro-batches has started.
         ended: whether the loop has finished.
-        measured: shape, predicted and measured seconds of this rank's micro-batches so far.
+        measured: shape, predicted and measured seconds of each micro-batch so far.
     """
 
     plan: StepPlan
@@ -127,16 +127,16 @@ class TrainingStep:
         """Runs forward and backward of all micro-batches of this rank, with or without stages.
 
         Replaces the loop over a step; required with several stages, whose schedule needs all
-        micro-batches at once.
+        micro-batches.
 
         Args:
             criterion: computes the loss (a scalar, the mean over the micro-batch) from the model's
                 outputs and inputs. None uses the outputs' own ``loss``.
-            prepare: converts a loaded batch into the model's arguments, keyword or positional,
-                equal on all ranks of a group. None uses its ``data``.
+            prepare: converts a loaded batch into the model's keyword or positional arguments, equal
+                on all ranks of a group. None uses its ``data``.
 
         Raises:
-            GulliverError: the step was run before; ranks of a group have different batches.
+            GulliverError: the step was run before, or ranks of a group have different batches.
         """
 
         def made(batch: LoadedBatch) -> Any:
@@ -163,9 +163,9 @@ class TrainingStep:
 
     @contextmanager
     def _opened(self) -> Iterator[Phases]:
-        """Wraps the whole step, and sets this rank's group in each phase."""
+        """Opens the step; yields this rank's group in each phase, with the ranks of all groups."""
         if self.begun:
-            raise GulliverError("the micro-batches of a step were looped over: each step once")
+            raise GulliverError("the step was looped over already: loop over each step once")
         self.begun = True
         optimizer, degree, plan = self.context.optimizer, self.context.degree, self.plan
         self._steps = optimizer.taken.steps
@@ -183,12 +183,12 @@ class TrainingStep:
             yield list(zip(rows, own, strict=True))
 
     def _sharing(self, rows: Sequence[Sequence[int]]) -> AbstractContextManager[Any]:
-        """Context in which the ranks of each row share sequences."""
+        """Returns a context in which the ranks of each row share sequences."""
         degree = self.context.degree
         return nullcontext() if degree is None else sequence_rows(degree, rows)
 
     def _recompute(self, micro: MicroBatch) -> None:
-        """Sets the blocks that the next forward recomputes."""
+        """Selects the blocks that the next forward pass recomputes."""
         if self.context.switch is not None:
             self.context.switch.set(micro.kinds)
 
@@ -200,7 +200,6 @@ class TrainingStep:
         given: Sequence[Any],
         criterion: Criterion | None,
     ) -> None:
-        """Runs the micro-batches of one phase through the stages."""
         if not batches:
             return
         begun, micros = time.perf_counter(), group.micro_batches
@@ -239,11 +238,11 @@ class TrainingStep:
         self.measured.append((micro.shape, micro.seconds, seconds))
 
     def backward(self, loss: Tensor) -> None:
-        """Runs backward for the loss of the current micro-batch, a mean over its weight.
+        """Runs backward for the current micro-batch; `loss` is its weighted mean.
 
         Raises:
-            GulliverError: there is no micro-batch, or its backward has run; the loss is not a
-                scalar.
+            GulliverError: there is no micro-batch, its backward has run already, or the loss is not
+                a scalar.
         """
         if loss.dim():
             raise GulliverError(
@@ -253,7 +252,7 @@ class TrainingStep:
         batch, uneven = self._open, self._uneven
         if batch is None or uneven is None:
             raise GulliverError(
-                "step.backward(loss) belongs into the loop over the step, once for each micro-batch"
+                "step.backward(loss) belongs in the loop over the step, once for each micro-batch"
             )
         share = batch.weight / self.weight / batch.degree
         self._left, self._open = self._left - 1, None
@@ -272,13 +271,13 @@ class TrainingStep:
         return self.ended and self.context.optimizer.taken.steps > self._steps
 
     def loss(self) -> float:
-        """The mean loss over the whole step (collective, after the loop).
+        """Returns the mean loss over the step (collective, after the loop).
 
         Raises:
-            GulliverError: the step has not run completely.
+            GulliverError: the step is not complete.
         """
         if not self.ended:
-            raise GulliverError("step.loss() is that of a step which has run: call it afterwards")
+            raise GulliverError("step.loss() needs a complete step: call it after the loop")
         device = current_world().device
         total = torch.zeros((), dtype=torch.float64, device=device)
         total += 0.0 if self._sum is None else self._sum.to(device)
@@ -288,7 +287,7 @@ class TrainingStep:
 
 
 def _ends_alike(plan: StepPlan, rank: int) -> bool:
-    """Whether no rank has work after the last group that it shares with `rank`."""
+    """Whether no rank that shares its last group with `rank` has work afterwards."""
     working = [[group for group in phase if group.micro_batches] for phase in plan.phases]
     for number in reversed(range(len(working))):
         mine = next((group for group in working[number] if rank in group.ranks), None)

@@ -1,6 +1,6 @@
 """Windows and queues of samples, and validation of a planner's saved position.
 
-`planner.py` forms steps from them.
+`planner.py` forms steps from the queue.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ PARTS = ("epoch", "step", "drawn", "queue")
 
 
 def digest_of(position: Mapping[str, Any]) -> str:
-    """Digest of a position, which also covers the finished samples."""
+    """Digest of a position, including the finished samples."""
     content = json.dumps([position.get(name) for name in PARTS])
     return hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
 
 
 def check_state(state: Any, model: str, data: str) -> None:
-    """Rejects anything but a planner state for this model and data."""
+    """Rejects values that are not a planner state for this model and data."""
     keys = {*PARTS, "digest", "data", "model"}
     if not isinstance(state, Mapping) or not keys <= set(state):
         raise GulliverError("this is not the state of a data-centric planner")
@@ -66,7 +66,7 @@ class SampleStream:
             if isinstance(shapes, torch.Tensor):
                 raise GulliverError("shapes are a tensor: pass a list, such as shapes.tolist()")
             if not len(shapes):
-                raise GulliverError("the data set is empty: nothing to train on")
+                raise GulliverError("the dataset is empty: nothing to train on")
             # A copy: what the caller does to the list afterwards would be seen by one rank alone.
             self._shapes = shapes = list(shapes)
             self.counts = _counted(shapes)
@@ -78,7 +78,7 @@ class SampleStream:
         self.digest = source
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[int, Shape]]:
-        """Yields index and shape of the samples from a position on."""
+        """Yields index and shape of the samples, from a position on."""
         if callable(self._shapes):
             return itertools.islice(enumerate(self._shapes(epoch)), start, None)
         count = len(self._shapes)
@@ -90,13 +90,13 @@ class SampleStream:
         return ((index, shapes[index]) for index in order[start:].tolist())
 
     def restored(self, epoch: int, drawn: int, queue: Sequence[int]) -> list[tuple[int, Shape]]:
-        """Finds the shapes of samples in a saved queue."""
+        """Finds the shapes of the samples in a saved queue."""
         seen = dict(itertools.islice(self.epoch(epoch), drawn))
         return [(index, seen[index]) for index in queue]
 
 
 class SampleWindow:
-    """Iterates over an epoch's samples window by window."""
+    """Iterates over an epoch's samples by window."""
 
     def __init__(self, stream: SampleStream, epoch: int, start: int) -> None:
         self.epoch, self.is_over = epoch, False
@@ -106,7 +106,6 @@ class SampleWindow:
         self._advance()
 
     def draw(self, count: int) -> tuple[np.ndarray, list[Shape]]:
-        """Draws up to a number of samples."""
         found: list[tuple[int, Shape]] = []
         if self._next is not None:
             found = [self._next, *itertools.islice(self._samples, count - 1)]
@@ -124,7 +123,7 @@ class SampleWindow:
 
 
 class Queue:
-    """Samples that were drawn but are in no step yet, in order."""
+    """Samples that have been drawn but are not yet in a step, in order."""
 
     def __init__(self, drawn: int = 0) -> None:
         # The same, as it grows.
@@ -140,25 +139,22 @@ class Queue:
 
     @property
     def weight(self) -> float:
-        """Total weight of the queue."""
         return float(self._ends[-1] - self._start) if len(self._ends) else 0.0
 
     def copy(self) -> Queue:
-        """The same samples in another queue."""
         other = Queue(self.drawn)
         other.indices, other.shapes = self.indices[:], self.shapes[:]
         other._ends, other._start = self._ends, self._start  # never changed in place
         return other
 
     def extend(self, indices: np.ndarray, shapes: list[Shape], weights: np.ndarray) -> None:
-        """Appends samples."""
         last = self._ends[-1] if len(self._ends) else self._start
         self._ends = np.concatenate((self._ends, last + np.cumsum(weights)))
         self.indices += indices.tolist()
         self.shapes += shapes
 
     def up_to(self, weight: float, nearest: bool) -> int:
-        """Counts the samples at the front, at least one, whose weights sum to at most a limit."""
+        """Counts samples at the front whose total weight is at most `weight`; at least one."""
         # A hair of slack: weights are summed from the queue's beginning.
         slack = 1e-9 * max(1.0, abs(self._start))
         end = self._start + weight + slack
@@ -168,7 +164,6 @@ class Queue:
         return max(1, count)
 
     def take(self, count: int) -> tuple[list[int], list[Shape]]:
-        """Pops the first samples."""
         taken = self.indices[:count], self.shapes[:count]
         if not count:
             return taken
@@ -180,7 +175,6 @@ class Queue:
     def put_back(
         self, samples: Sequence[tuple[int, Shape]], weights: Callable[[Shape], float]
     ) -> None:
-        """Returns samples to the front."""
         own = np.cumsum([weights(shape) for _, shape in samples])
         self._ends = np.concatenate((own, own[-1] + self._ends - self._start))
         self._start = 0.0
@@ -212,7 +206,7 @@ def _check_hashable(index: int, shape: Any) -> None:
 
 
 FEW_LOTS, MOST_LONGER = 20.0, 4.0
-"""Minimum number of batches per step below which batches grow, and their maximum growth."""
+"""Number of batches per step below which batches are enlarged, and maximum enlargement."""
 
 
 def longer_lots(
@@ -221,7 +215,7 @@ def longer_lots(
     most: Mapping[Shape, float],
     steps: float,
 ) -> dict[Shape, int]:
-    """Enlarges efficient batches if a step has few of them."""
+    """Enlarges efficient batches if a step would have few of them."""
     # Among few lots a small one finds no company of its kind, and runs on ranks that a large one
     # needs, or lets them wait: better more of them, in fewer steps.
     each = sum(count / sizes[shape] for shape, count in counts.items()) / steps

@@ -89,12 +89,10 @@ class Base(Protocol):
     text_targets: tuple[str, ...]
 
     @property
-    def fingerprint(self) -> str:
-        """Digest of the weights and of all settings that affect its samples and latents."""
-        ...
+    def fingerprint(self) -> str: ...
 
     def add_token(self, token: str, initial: str | None) -> TokenHandle:
-        """Adds a token to the tokenizer, with trainable rows in the text encoder."""
+        """Adds a token to the tokenizer, and its trainable embedding to the text encoder."""
         ...
 
     def encode_prompts(self, texts: Sequence[str], train_text: bool) -> None:
@@ -110,7 +108,7 @@ class Base(Protocol):
     def loss(
         self, latents: Tensor, texts: Sequence[str], generators: Sequence[torch.Generator]
     ) -> Tensor:
-        """The loss ``[N]`` of each sample at one random timestep each, in at least float32."""
+        """Computes the loss ``[N]`` of each sample at a random timestep, in at least float32."""
         ...
 
     def sample(self, texts: Sequence[str], seeds: Sequence[int]) -> list[np.ndarray]:
@@ -127,9 +125,8 @@ class Base(Protocol):
 
 
 def check_adapter(path: Path, fingerprint: str) -> None:
-    """Raises an error for an adapter of another base model."""
     file = (path if path.is_dir() else path.parent) / FACTS
     if file.is_file() and (known := read_json(file).get("base")) != fingerprint:
         raise GulliverError(
-            f"--adapter {path} was trained on another base, {known}; --model is {fingerprint}"
+            f"--adapter {path} was trained on another base model, {known}; --model is {fingerprint}"
         )

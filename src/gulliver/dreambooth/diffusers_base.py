@@ -1,4 +1,4 @@
-"""Writes trained weights in the formats of diffusers.
+"""DreamBooth on diffusers pipelines: the base model, and results in diffusers' formats.
 
 ``pytorch_lora_weights.safetensors`` for ``pipe.load_lora_weights``, ``learned_embeds.safetensors``
 for ``pipe.load_textual_inversion`` (``learned_embeds_2.safetensors`` for the second text encoder),
@@ -38,7 +38,6 @@ ROWS = ".rows"
 
 
 def lora_name(network: str, name: str) -> str:
-    """The name of an adapter tensor in diffusers' file."""
     side, _, rest = adapter_name(name).partition(".")
     return f"{network}.{rest}" if side == "trained" else rest
 
@@ -46,7 +45,6 @@ def lora_name(network: str, name: str) -> str:
 def read_lora(
     base: DiffusersBase, path: Path
 ) -> tuple[dict[str, Tensor], dict[str, Mapping[str, object]]]:
-    """Reads LoRA weights in diffusers' format, and their PEFT configurations."""
     file = path / LORA if path.is_dir() else path
     if not file.is_file():
         raise GulliverError(f"--adapter {path} is not a diffusers adapter: it has no {LORA}")
@@ -64,7 +62,6 @@ def read_lora(
 
 
 def write_trained(base: DiffusersBase, folder: Path, learnt: TrainedParts) -> None:
-    """Writes the trained weights of a base model to a folder."""
     network = base.kind.network
     adapters = {lora_name(network, n): n for n in learnt.tensors if ".lora_" in n}
     if adapters:
@@ -90,7 +87,7 @@ def _metadata(base: DiffusersBase, adapters: Mapping[str, Mapping[str, object]])
 
 
 def _rows(base: DiffusersBase, learnt: TrainedParts) -> dict[str, str]:
-    """Names of the new token embeddings among the tensors, in the order of the text encoders."""
+    """Returns the tensor names of new token embeddings, in the order of the text encoders."""
     found = [name for name in learnt.tensors if name.endswith(ROWS)]
     by_encoder = {name.split(".")[1]: name for name in found}
     return {e: by_encoder[e] for e in base.kind.encoders if e in by_encoder}
@@ -99,7 +96,6 @@ def _rows(base: DiffusersBase, learnt: TrainedParts) -> dict[str, str]:
 def _write_pipeline(
     base: DiffusersBase, folder: Path, learnt: TrainedParts, rows: Mapping[str, str]
 ) -> None:
-    """Writes the complete pipeline, with trained weights replaced."""
     network = base.kind.network
     encoders = {n.split(".")[1] for n in learnt.tensors if n.startswith("text.")}
     words = {e.replace("text_encoder", "tokenizer") for e in rows}
@@ -126,7 +122,6 @@ def _copy(part: Path, target: Path) -> None:
 
 
 def _write_encoder(base: DiffusersBase, folder: Path, learnt: TrainedParts, name: str) -> None:
-    """Writes a text encoder, including its new token embeddings."""
     prefix, encoder = f"text.{name}.", base.read_encoder(name)
     values = {
         n.removeprefix(prefix): learnt.tensors[n] for n in learnt.tensors if n.startswith(prefix)
@@ -183,7 +178,7 @@ def _wants_mask(encoder: Any) -> bool:
 
 
 class DiffusersBase:
-    """A diffusers pipeline folder."""
+    """Base model from a diffusers pipeline folder."""
 
     text_targets: tuple[str, ...] = CLIP_TARGETS
 
@@ -228,7 +223,7 @@ class DiffusersBase:
         self.side = resolution or int(network["sample_size"]) * self.factor
         if self.side % (2 * self.factor):
             raise GulliverError(
-                f"--resolution {self.side} must be a multiple of {2 * self.factor} for this base"
+                f"--resolution {self.side} must be a multiple of {2 * self.factor} here"
             )
         self.trained = self._network(self.kind.network)
         self.text: nn.Module | None = None
@@ -286,14 +281,13 @@ class DiffusersBase:
         return model.to(self.device)
 
     def with_text(self) -> nn.Module:
-        """The text encoders, loaded on first use."""
+        """Returns the text encoders; loads them on first use."""
         if self.text is None:
             self.text = TextEncoders({n: self._network(n) for n in self.kind.encoders})
             self.tokenizers = self.read_tokenizers()
         return self.text
 
     def read_tokenizers(self) -> dict[str, Any]:
-        """Loads the pipeline's tokenizers by name."""
         keys = [name.replace("text_encoder", "tokenizer") for name in self.kind.encoders]
         return {k: _class(*self.index[k]).from_pretrained(self.folder / k) for k in keys}
 
@@ -305,7 +299,6 @@ class DiffusersBase:
 
     @property
     def fingerprint(self) -> str:
-        """Digest of all networks, the scheduler and the picture size."""
         digest = hashlib.blake2b(digest_size=16)
         parts = (self.kind.network, *self.kind.encoders, "vae")
         found = {name: fingerprint_of(self.folder / name) for name in parts}
@@ -316,7 +309,7 @@ class DiffusersBase:
     # Tokens and prompts.
 
     def add_token(self, token: str, initial: str | None) -> TokenHandle:
-        """Adds a token to each tokenizer and text encoder; returns the rows of the first."""
+        """Adds a token to each tokenizer and text encoder; returns the handle of the first."""
         encoders = self.with_text().children()
         handles = [
             add_token(tokenizer, encoder, token, initial)
@@ -325,11 +318,10 @@ class DiffusersBase:
         return handles[0]
 
     def read_encoder(self, name: str) -> Any:
-        """Loads a text encoder."""
         return self._network(name)
 
     def unused(self) -> tuple[str, ...]:
-        """Name prefixes of parameters of `text` that no loss depends on."""
+        """Returns name prefixes of parameters in `text` that no loss depends on."""
         layers = self._config(self.kind.encoders[0])["num_hidden_layers"]
         return self.kind.unused(layers)
 
@@ -348,7 +340,7 @@ class DiffusersBase:
         self.text = None
 
     def conditions(self, texts: Sequence[str]) -> Conditions:
-        """Conditioning of the denoiser for prompts, by name, ``[N, ...]``."""
+        """Returns the denoiser's conditioning for prompts: tensors ``[N, ...]`` by name."""
         known = list(dict.fromkeys(texts))
         if self.text is not None:
             found = self._encoded(known)
@@ -375,7 +367,7 @@ class DiffusersBase:
         return {name: value.to(self.dtype) for name, value in found.items()}
 
     def _outline(self, count: int) -> Conditions:
-        """Shapes of the conditioning of prompts, without loading text encoders."""
+        """Returns meta tensors of the conditioning, without loading text encoders."""
         encoders = [self._config(name) for name in self.kind.encoders]
         length: int = encoders[0]["max_position_embeddings"]
         config: Any = self.trained.config
@@ -401,12 +393,11 @@ class DiffusersBase:
 
     @property
     def scaling(self) -> tuple[float, float]:
-        """Shift and scale of latents."""
         return self.vae_config.get("shift_factor") or 0.0, self.vae_config["scaling_factor"]
 
     @torch.no_grad()
     def encode_pictures(self, pictures: Sequence[Picture]) -> Tensor:
-        """Means and deviations of latents ``[N, 2 C, h, w]``, from which every step samples."""
+        """Encodes images to means and standard deviations ``[N, 2 C, h, w]`` of latents."""
         vae, (shift, scale), found = self._vae(), self.scaling, []
         for picture in pictures:
             levels = torch.from_numpy(cropped(picture.pixels, self.side, self.side))
@@ -416,14 +407,13 @@ class DiffusersBase:
         return torch.cat(found).to(self.dtype)
 
     def example(self, count: int) -> Tensor:
-        """Latents of a batch of images on meta, for planning."""
+        """Returns meta latents of a batch of images, for planning."""
         side, channels = self.side // self.factor, 2 * self.vae_config["latent_channels"]
         return torch.empty(count, channels, side, side, dtype=self.dtype, device="meta")
 
     def loss(
         self, latents: Tensor, texts: Sequence[str], generators: Sequence[torch.Generator]
     ) -> Tensor:
-        """The mean squared error ``[N]`` of each sample, at one random timestep each."""
         mean, deviation = latents.to(self.device).chunk(2, dim=1)
         drawn = torch.cat([torch.randn(mean[:1].shape, generator=one) for one in generators])
         clean = mean + deviation * drawn.to(mean.device, mean.dtype)
@@ -437,7 +427,6 @@ class DiffusersBase:
 
     @torch.no_grad()
     def sample(self, texts: Sequence[str], seeds: Sequence[int]) -> list[np.ndarray]:
-        """Generates an image per prompt, one at a time, with the folder's own pipeline."""
         vae = self._vae()
         pipeline, names = self._pipeline(vae), self.kind.names
         empty = self.conditions([""])
@@ -480,11 +469,9 @@ class DiffusersBase:
         return pipeline
 
     def read_adapter(self, path: Path) -> tuple[dict[str, Tensor], dict[str, Mapping[str, object]]]:
-        """Reads LoRA weights in diffusers' format."""
         return read_lora(self, path)
 
     def save(self, folder: Path, learnt: TrainedParts) -> None:
-        """Writes LoRA weights, embeddings or a complete pipeline in diffusers' formats."""
         write_trained(self, folder, learnt)
 
 
@@ -492,7 +479,7 @@ _REQUIRED = (
     *("tokenizer", "tokenizer_2", "tokenizer_3", "text_encoder", "text_encoder_2"),
     *("text_encoder_3", "safety_checker", "feature_extractor"),
 )
-"""Constructor arguments of pipelines that are not needed to sample from embeddings."""
+"""Pipeline arguments that are not needed to sample from prompt embeddings."""
 
 
 def _arguments(kind: Callable[..., Any]) -> tuple[str, ...]:
@@ -515,7 +502,7 @@ def _class(library: str, name: str) -> Any:
     found = getattr(known.get(library), name, None)
     if found is None:
         raise GulliverError(
-            f"the base has a {name} of {library}, which is not installed or not supported"
+            f"the base model has a {name} of {library}, which is not installed or not supported"
         )
     return found
 

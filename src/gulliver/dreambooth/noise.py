@@ -1,4 +1,4 @@
-"""Noising, training targets and loss weights as defined by a scheduler's configuration.
+"""Training noise as defined by a scheduler's configuration, and the supported pipelines.
 
 Three objectives, as in diffusers' training scripts: with a beta schedule the network predicts the
 noise (``epsilon``) or the velocity (``v_prediction``); with a flow it predicts noise minus image.
@@ -22,7 +22,7 @@ FLOWS = ("FlowMatchEulerDiscreteScheduler",)
 
 @dataclass(frozen=True)
 class NoisySamples:
-    """Noised samples."""
+    """Noisy latents with timesteps, targets and loss weights."""
 
     # Network input, ``[N, ...]``.
     inputs: Tensor
@@ -51,13 +51,13 @@ class Noise:
             return
         if "beta_schedule" not in values:
             raise GulliverError(
-                f"the base's scheduler {name or '(without a name)'} has no beta_schedule and is "
-                f"not {' or '.join(FLOWS)}; its training objective is unknown"
+                f"the base model's scheduler {name or '(without a name)'} has no beta_schedule "
+                f"and is not {' or '.join(FLOWS)}; its training objective is unknown"
             )
         kinds, asked = (EPSILON, VELOCITY), values.get("prediction_type", EPSILON)
         if asked not in kinds:
             raise GulliverError(
-                f"the base's scheduler has prediction_type {asked!r}: {nearest(asked, kinds)}"
+                f"the base model's scheduler has prediction_type {asked!r}: {nearest(asked, kinds)}"
             )
         self.kind = asked
         betas: Any = DDPMScheduler.from_config(dict(values))
@@ -119,7 +119,7 @@ T5_LENGTH = 256
 
 @dataclass(frozen=True)
 class PipelineKind:
-    """A kind of pipeline."""
+    """Properties of a supported pipeline class."""
 
     # Name of the denoiser in the pipeline.
     network: str
@@ -186,7 +186,7 @@ def _joint(model: nn.Module, noisy: Tensor, times: Tensor, given: Conditions, si
 
 
 def _last_of_first(layers: int) -> tuple[str, ...]:
-    """Names unused parameters if the first encoder stops before its last layer."""
+    """Returns names of parameters that stay unused because the last layer is skipped."""
     first, layer = "text_encoder.", f"encoder.layers.{layers - 1}."
     return tuple(f"{first}{inner}{part}" for inner in ("", "text_model.") for part in (
         layer, "final_layer_norm."

@@ -29,21 +29,19 @@ CHUNK_MB = 4.0
 HOST_SHARE = "70%"
 """Default fraction of the host's memory behind a GPU with a limit, if no disk is given."""
 FIRST_USE = 16 << 20
-"""Model-independent bytes under a limit: first-use allocations of libraries, 6 to 8 MiB for a
+"""Bytes to reserve for first-use allocations of libraries, for any model: 6 to 8 MiB for a
 step's kernels and optimizer and 11 MiB for a save, plus a relative margin.
 """
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 
 def precision_of(config: DreamboothConfig, device: str) -> str:
-    """The training dtype: bf16 on a GPU by default."""
     if config.dtype != "auto":
         return config.dtype
     return "bf16" if device == "cuda" else "fp32"
 
 
 def make_plugin(config: DreamboothConfig, precision: str, ranks: int) -> Plugin:
-    """Creates the plugin that shares the work among ranks."""
     half = "bf16" if precision == "bf16" else None
     if config.memory_limit is not None:
         limit: dict[str, Any] = {"memory_limit": config.memory_limit, "disk": config.disk}
@@ -103,12 +101,11 @@ def with_first_use(work: Work) -> Work:
 
 
 def per_step(config: DreamboothConfig) -> int:
-    """Samples per step, over all ranks."""
     return config.batch_size * (2 if config.priors else 1)
 
 
 def _splits(config: DreamboothConfig, ranks: int) -> Iterator[tuple[int, int]]:
-    """Micro-batch sizes and counts, fewest micro-batches first."""
+    """Yields micro-batch sizes and counts, fewest micro-batches first."""
     each = -(-per_step(config) // ranks)
     size = min(config.micro_batch or each, each)
     while True:
@@ -119,7 +116,7 @@ def _splits(config: DreamboothConfig, ranks: int) -> Iterator[tuple[int, int]]:
 
 
 def _sample(config: DreamboothConfig, base: Any, size: int) -> dict[str, Any]:
-    """The arguments of the student for a micro-batch, without values."""
+    """Returns the student's arguments for a micro-batch, with meta tensors."""
     return {
         "latents": base.example(size),
         "texts": [config.filled(config.prompt)] * size,
@@ -129,7 +126,7 @@ def _sample(config: DreamboothConfig, base: Any, size: int) -> dict[str, Any]:
 
 
 def _work(student: SubjectModel, sample: dict[str, Any], activations: str) -> Work:
-    """Memory of a micro-batch, with and without its blocks' activations."""
+    """Traces the memory of a micro-batch, with and without its blocks' activations."""
     kept = activation_peak(student, (), sample)
     size = len(sample["weights"])
     work = Work(samples=size, peak=kept.bytes or 0, unfollowed=kept.reason)
@@ -140,7 +137,6 @@ def _work(student: SubjectModel, sample: dict[str, Any], activations: str) -> Wo
 
 
 def recompute_blocks(student: Any) -> None:
-    """Enables activation recomputation for the blocks of a student."""
     recompute_modules(student, recomputable_blocks(student))
 
 

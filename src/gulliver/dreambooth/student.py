@@ -1,7 +1,7 @@
-"""Samples of a step: their images, weights and random seeds.
+"""The trainable model, and the samples of each step: images, weights and random seeds.
 
-They depend only on the options and the step, so that a run with other ranks or micro-batches, or a
-resumed one, uses the same samples with the same noise.
+Samples depend only on the options and the step: resumed runs, and runs with a different number of
+ranks or micro-batches, use the same samples and noise.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class StepSample:
 
 
 class SampleOrder:
-    """The samples of every step."""
+    """Selects the samples of every step."""
 
     def __init__(self, config: DreamboothConfig, subjects: int, priors: int) -> None:
         self.config, self.subjects, self.priors = config, subjects, priors
 
     def samples(self, step: int) -> list[StepSample]:
-        """Samples of a step; its loss is the subject's mean plus the weighted mean of priors."""
+        """Returns a step's samples; weights give the mean loss of subjects plus that of priors."""
         config, size = self.config, self.config.batch_size
         found = [(self._picture(0, step, n), 1 / size) for n in range(size)]
         if self.priors:
@@ -54,7 +54,7 @@ class SampleOrder:
         ]
 
     def _picture(self, kind: int, step: int, number: int) -> int:
-        """Selects an image; each is used once before any repeats."""
+        """Selects an image; every image is used once per epoch."""
         count = (self.subjects, self.priors)[kind]
         epoch, place = divmod(step * self.config.batch_size + number, count)
         seed = derive(self.config.seed, 4 + kind, epoch)
@@ -64,7 +64,7 @@ class SampleOrder:
 def shares(
     samples: Sequence[StepSample], place: int, places: int, micro: int | None
 ) -> list[list[StepSample]]:
-    """Micro-batches of a rank; their number and sizes are equal on all ranks."""
+    """Returns a rank's micro-batches; their number and sizes are equal on all ranks."""
     # Pads with samples of weight zero.
     each = math.ceil(len(samples) / places)
     size = min(micro or each, each)
@@ -81,7 +81,7 @@ def shares(
 # forward is the base's loss. So there is a single model to boost: any plugin shards, offloads or
 # saves both at once, and need not know which parts are trained.
 class Losses(NamedTuple):
-    """Losses of a micro-batch: their weighted sum, and the individual ones, ``[N]``."""
+    """Losses of a micro-batch: weighted sum, and one per sample ``[N]``."""
 
     loss: Tensor
     each: Tensor
@@ -105,7 +105,7 @@ class SubjectModel(nn.Module):
         weights: Sequence[float] = (),
         job: Callable[[], Any] | None = None,
     ) -> Any:
-        """The losses of samples; or the result of `job`, called with the boosted networks."""
+        """Computes losses of samples; `job` is called instead, inside the boosted forward."""
         if job is not None:
             return job()
         assert latents is not None, "samples are given"
@@ -129,7 +129,7 @@ def make_student(
         tokens = (base.add_token(config.token, config.initial or config.class_word or None),)
     base.encode_prompts(texts, train_text)
     if train_text and base.text is None:
-        raise GulliverError("the base has no trainable text encoder; omit it")
+        raise GulliverError("the base model has no trainable text encoder; omit --text-encoder")
     networks = {"trained": base.trained, **({"text": base.text} if train_text else {})}
     for network in networks.values():
         assert network is not None, "the base was checked"
@@ -147,7 +147,7 @@ def make_student(
 
 
 def rows_of(base: Base, tokens: Iterable[TokenHandle]) -> list[nn.Parameter]:
-    """Embeddings of the new tokens in all text encoders."""
+    """Returns the embeddings of the new tokens in all text encoders."""
     found = [token.rows for token in tokens]
     for module in base.text.modules() if base.text is not None else ():
         found += [module.rows] if isinstance(module, TokenEmbedding) else []
@@ -204,7 +204,7 @@ def _adapt(base: Base, config: DreamboothConfig, networks: Mapping[str, Any]) ->
 def _check_sides(
     config: DreamboothConfig, tensors: Mapping[str, Tensor], networks: Mapping[str, Any]
 ) -> None:
-    """Raises an error if the adapter and the options disagree about the text encoder."""
+    """Raises an error if only the adapter or only the options include the text encoder."""
     has = any(name.startswith("text.") for name in tensors)
     if has != ("text" in networks):
         wrong = "adapters for the text encoder; add" if has else "none for the text encoder; omit"
@@ -223,7 +223,6 @@ def _check_targets(network: nn.Module, targets: Sequence[str]) -> None:
 
 
 def adapters_of(base: Base) -> dict[str, dict[str, object]]:
-    """PEFT configurations of the adapters in a base model's networks, as plain values."""
     found = {}
     for name in ("trained", "text"):
         configs = getattr(getattr(base, name), "peft_config", None)
@@ -239,7 +238,7 @@ def _is_plain(value: object) -> bool:
 
 
 def make_optimizer(student: SubjectModel, config: DreamboothConfig) -> torch.optim.AdamW:
-    """AdamW; token embeddings have their own learning rate and no weight decay."""
+    """Creates AdamW; token embeddings have their own learning rate and no weight decay."""
     trained = [(name, p) for name, p in student.named_parameters() if p.requires_grad]
     rows = [p for name, p in trained if name.endswith(".rows")]
     others = [p for name, p in trained if not name.endswith(".rows")]

@@ -1,4 +1,4 @@
-"""Writes the result of a run from its last checkpoint."""
+"""Training of DreamBooth, and the result written from its last checkpoint."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ FINGERPRINTS = {
 
 
 def dreambooth(config: DreamboothConfig, plugin: Plugin | None = None) -> Outcome:
-    """Trains a base model on a subject as `config` says; called on every rank."""
+    """Trains a base model on a subject; called on every rank."""
     config = check_dreambooth(config)
     if config.motion and not config.plan:
         return in_motion(config, dreambooth, plugin)
@@ -160,7 +160,6 @@ def dreambooth(config: DreamboothConfig, plugin: Plugin | None = None) -> Outcom
 def open_base(
     config: DreamboothConfig, world: World, precision: str, on_meta: bool = False
 ) -> DiffusersBase | VideoBase:
-    """Opens the base model of a run."""
     assert config.model is not None, "--model was validated"
     if (config.model / INDEX).is_file():
         scratch = Path(config.disk.partition(":")[0]) if config.disk else config.out
@@ -220,8 +219,8 @@ class DreamBoothTrainer(TrainingLoop):
         self.base = base = open_base(config, world, precision)
         if any(one.pixels.ndim == 4 for one in subject) and not isinstance(base, VideoBase):
             raise GulliverError(
-                f"--subject {config.subject} has clips, but this base generates pictures; remove "
-                "them"
+                f"--subject {config.subject} has clips, but the base model generates images; "
+                "remove them"
             )
         self._check_prompts(subject)
         facts = {"base": base.fingerprint}
@@ -263,7 +262,6 @@ class DreamBoothTrainer(TrainingLoop):
         self.start(checkpoint, options=resolved(config), fingerprints=self.facts)
 
     def _check_prompts(self, subject: Sequence[Picture]) -> None:
-        """Raises an error for prompts that would be truncated or misread, before the run starts."""
         config = self.config
         if not isinstance(self.base, DiffusersBase):
             return
@@ -294,7 +292,7 @@ class DreamBoothTrainer(TrainingLoop):
             yield shares(self.order.samples(self.step_number), place, places, self.micro), None
 
     def forward_backward(self, batch: list[list[StepSample]]) -> dict[str, Tensor]:
-        """Runs backward for micro-batches; returns this rank's shares of the losses."""
+        """Runs backward for micro-batches; returns this rank's part of the losses."""
         found = torch.zeros(2, dtype=torch.float64, device=self.world.device)
         for number, part in enumerate(batch):
             last = number == len(batch) - 1
@@ -343,7 +341,6 @@ class DreamBoothTrainer(TrainingLoop):
 def _boost(
     config: DreamboothConfig, student: Any, planned: PlannedRun
 ) -> tuple[Booster, tuple[Any, Any, Any]]:
-    """The booster, with the boosted student, optimizer and scheduler."""
     if planned.recompute and config.memory_limit is None:
         recompute_blocks(student)
     optimizer = make_optimizer(student, config)

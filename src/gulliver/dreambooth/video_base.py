@@ -61,7 +61,6 @@ class TrainedWords(nn.Module):
 
     @property
     def fingerprint(self) -> str:
-        """Text that changes whenever the encodings change."""
         return self.words.fingerprint
 
     def forward(self, captions: list[str]) -> EncodedText:
@@ -70,7 +69,6 @@ class TrainedWords(nn.Module):
         return self.words.encode(captions)
 
     def encode(self, captions: list[str]) -> EncodedText:
-        """Encodes sentences, as `WordEncoder.encode`."""
         return self(captions)
 
 
@@ -108,26 +106,25 @@ class VideoBase:
 
     @property
     def side(self) -> str:
-        """Shape of the clips, for the plan."""
         return str(self.bucket)
 
     def add_token(self, token: str, initial: str | None) -> TokenHandle:
-        """Adds a trainable vector for a word to the digits model."""
         words = self.maker.text
         if not isinstance(words, WordEncoder):
             raise GulliverError(
-                "the text encoder of this run's public weights is frozen; omit --learn-token and "
-                "use a rare word as --token"
+                "the text encoder of this run is frozen; omit --learn-token and use a rare word as "
+                "--token"
             )
         known = getattr(self.maker, "known_words", None)
         strange = [w for w in words_of(initial or token) if initial and known and w not in known]
         if strange or len(words_of(token)) != 1 or words_of(token)[0] != token:
-            wrong = (
-                f"--initial {strange[0]!r} is not a" if strange else f"--token {token!r} is not a"
+            raise GulliverError(
+                f"--initial {strange[0]!r} is not in the vocabulary of the base model"
+                if strange
+                else f"--token {token!r} must be a single word in lower-case letters"
             )
-            raise GulliverError(f"{wrong} word of this base; use lower-case letters")
         if known is not None and token in known:
-            raise GulliverError(f"--token {token} is already a word of the base; choose another")
+            raise GulliverError(f"--token {token} is already in the base model's vocabulary")
         row = torch.stack([words.vector(word) for word in words_of(initial or token)])
         self.text = TrainedWords(
             words, token, row.mean(0, keepdim=True).to(self.device, self.dtype)
@@ -150,7 +147,7 @@ class VideoBase:
             self.text(said or ["nothing"])
 
     def _encoded(self, texts: Sequence[str], like: Tensor) -> tuple[Tensor, Tensor]:
-        """Vectors ``[N, 1, L, D]`` and mask ``[N, L]`` of prompts."""
+        """Returns vectors ``[N, 1, L, D]`` and mask ``[N, L]`` of prompts."""
         if self.text is not None:
             vectors, mask = self.text(list(texts))[:2]
             return vectors.to(like), mask.to(like.device)
@@ -174,7 +171,6 @@ class VideoBase:
         return _padded(found).to(next(self.trained.parameters()).dtype)
 
     def example(self, count: int) -> Tensor:
-        """Latents of a batch of clips on meta, for planning."""
         bucket = self.bucket
         shape = self.maker.autoencoder.latent_shape(bucket.frames, bucket.height, bucket.width)
         dtype = next(self.trained.parameters()).dtype
@@ -183,7 +179,6 @@ class VideoBase:
     def loss(
         self, latents: Tensor, texts: Sequence[str], generators: Sequence[torch.Generator]
     ) -> Tensor:
-        """The loss ``[N]`` of each sample at a random timestep, as in the base model's training."""
         lengths = [latents.shape[2]] * len(latents)
         if not _without_values(latents):
             lengths = latents[:, 0, :, 0, 0].isfinite().sum(1).tolist()
@@ -235,7 +230,6 @@ class VideoBase:
 
     @torch.no_grad()
     def sample(self, texts: Sequence[str], seeds: Sequence[int]) -> list[np.ndarray]:
-        """Generates clips ``[T, H, W, 3]`` for prompts."""
         asked = zip(texts, seeds, strict=True)
         requests = [Request(text, self.bucket, seed) for text, seed in asked]
         return [to_frames(clip) for clip in self.maker.generate(requests, self.sampling)]
@@ -249,7 +243,7 @@ class VideoBase:
         return to_frames(along(first, clip) if placed else clip)
 
     def read_adapter(self, path: Path) -> tuple[dict[str, Tensor], dict[str, Mapping[str, object]]]:
-        """Reads adapters to continue, and a word's vector."""
+        """Reads adapters to continue training, and restores the vector of a trained word."""
         if not (path / CONFIG).is_file():
             raise GulliverError(f"--adapter {path} has no {CONFIG}; give a folder with adapters")
         if (path / EMBEDDINGS).is_file() and isinstance(self.text, TrainedWords):
@@ -264,7 +258,7 @@ class VideoBase:
         return tensors, {"trained": values}
 
     def save(self, folder: Path, learnt: TrainedParts) -> None:
-        """Writes adapters in PEFT's format, a word's vector, or all weights."""
+        """Writes adapters in PEFT's format, the vector of a trained word, or all weights."""
         own = {name: name for name in learnt.tensors if ".lora_" in name}
         if own:
             tensors = {
@@ -291,7 +285,6 @@ class LowRank(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The base layer's weight, for its dtype and device."""
         return self.layer.weight
 
     def forward(self, x: Tensor) -> Tensor:
@@ -339,7 +332,7 @@ def _placed(
         if not isinstance(layer, nn.Linear) or (up.shape[0], down.shape[1]) != layer.weight.shape:
             there = tuple(layer.weight.shape) if isinstance(layer, nn.Linear) else "missing"
             raise GulliverError(
-                f"--adapter {folder} is for another base: it adapts {path} of "
+                f"--adapter {folder} is for another base model: it adapts {path} of "
                 f"{(up.shape[0], down.shape[1])}, which is {there} in this one"
             )
         found[path] = layer, down, up
@@ -347,7 +340,7 @@ def _placed(
 
 
 def spatial_layers(network: nn.Module) -> tuple[str, ...]:
-    """Names of the linear layers of spatial blocks."""
+    """Returns the names of the linear layers in spatial blocks."""
     return tuple(
         path
         for path, module in network.named_modules()
@@ -356,7 +349,7 @@ def spatial_layers(network: nn.Module) -> tuple[str, ...]:
 
 
 def fingerprint_of(maker: VideoPipeline) -> str:
-    """Digest of the networks and words of a run, from a few elements of each tensor."""
+    """Computes a digest of a run's networks and words, from a few elements of each tensor."""
     digest = hashlib.blake2b(digest_size=16)
     for network in (maker.outline, maker.autoencoder):
         for name, value in sorted(network.state_dict().items()):
@@ -367,7 +360,7 @@ def fingerprint_of(maker: VideoPipeline) -> str:
 
 
 def along(still: Tensor, clip: Tensor) -> Tensor:
-    """Moves an image, frame by frame, to the position of highest correlation with a clip."""
+    """Moves an image along the positions at which it correlates best with a clip's frames."""
     # A subject that changes its appearance makes the best position jitter, so the picture follows a
     # parabola fitted to all of them. Its edges are extended.
     height, width = still.shape[2:]
@@ -398,12 +391,11 @@ def _taken(network: nn.Module) -> frozenset[str]:
 
 
 def _without_values(tensor: Tensor) -> bool:
-    """Whether a tensor has no values, as in plans, which use samples of maximum length."""
     return tensor.is_meta or isinstance(tensor, fake_kind())
 
 
 def _padded(latents: Sequence[Tensor]) -> Tensor:
-    """Latents ``[C, T, H, W]`` in one tensor, padded with NaN to the maximum length."""
+    """Stacks latents ``[C, T, H, W]``, padded with NaN to the maximum length."""
     longest = max(one.shape[1] for one in latents)
     first = latents[0]
     shape = (len(latents), first.shape[0], longest, *first.shape[2:])
@@ -414,7 +406,7 @@ def _padded(latents: Sequence[Tensor]) -> Tensor:
 
 
 def _resized(bucket: Bucket, side: int | None, autoencoder: Any) -> Bucket:
-    """A shape with the area of a square of a given side, and the same aspect ratio."""
+    """Returns a bucket of the same aspect ratio with the area of a `side` x `side` square."""
     if side is None:
         return bucket
     ratio = side / (bucket.height * bucket.width) ** 0.5
@@ -496,7 +488,7 @@ def in_motion(config: DreamboothConfig, teach: Teach, plugin: Any = None) -> Out
 
 
 def _moved(config: DreamboothConfig, adapter: Path, world: World) -> Path:
-    """Generates missing files of the folder of images and clips (collective)."""
+    """Generates missing clips in the folder of images and clips (collective)."""
     folder, usual = config.out / "motion", config.filled(config.prompt)
     pictures = read_pictures(config, lambda _: None)
     texts = alternatives(config.filled(config.motion))
@@ -532,7 +524,6 @@ def _moved(config: DreamboothConfig, adapter: Path, world: World) -> Path:
 def open_video(
     config: DreamboothConfig, device: torch.device, dtype: torch.dtype, on_meta: bool = False
 ) -> VideoBase:
-    """Opens the video base model of a run."""
     assert config.model is not None, "--model is set"
     return VideoBase(
         config.model,

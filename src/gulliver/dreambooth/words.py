@@ -19,7 +19,7 @@ from gulliver.errors import GulliverError
 # "photo". A token is accepted only if both give the same ids for all prompts of a run, so that
 # results load as trained.
 def place_of(token: str, text: str) -> re.Match[str] | None:
-    """Position of a word in a text as a whole word; None if absent."""
+    """Finds a whole word in a text; None if absent."""
     return re.search(rf"(?<!\w){re.escape(token)}(?!\w)", text, re.IGNORECASE)
 
 
@@ -32,7 +32,7 @@ def add_word(tokenizer: Any, token: str) -> None:
 
 
 def is_known(tokenizer: Any, token: str) -> bool:
-    """Whether a tokenizer has a word as a single token that ends a word."""
+    """Whether a tokenizer encodes a word as a single token at the end of a word."""
     ids = tokenizer(token, add_special_tokens=False)["input_ids"]
     whole = len(ids) == 1 and ids[0] != tokenizer.unk_token_id
     return whole or token in tokenizer.get_vocab()
@@ -45,7 +45,6 @@ def check_texts(
     texts: Mapping[str, str],
     say: Callable[[str], Any],
 ) -> None:
-    """Raises an error for prompts that the text encoders would truncate or misread."""
     reported = set[str]()
     for tokenizer in tokenizers:
         most = tokenizer.model_max_length
@@ -100,7 +99,6 @@ class TokenEmbedding(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """All rows as one table."""
         return torch.cat([self.table.weight, self.rows.to(self.table.weight.dtype)])
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -112,17 +110,16 @@ class TokenEmbedding(nn.Module):
 
 
 def add_token(tokenizer: Any, encoder: Any, token: str, initial: str | None) -> TokenHandle:
-    """Adds a token to a transformers tokenizer and to its text encoder."""
     if is_known(tokenizer, token):
         raise GulliverError(
-            f"--token {token} is already a word of the base; choose another one, such as <{token}>"
+            f"--token {token} is already a word of the base model; choose one such as <{token}>"
         )
     table = encoder.get_input_embeddings()
     known = table.num_embeddings
     if len(tokenizer) != known:
         raise GulliverError(
-            f"the base's tokenizer has {len(tokenizer):,} tokens and its text encoder {known:,} "
-            "embeddings, so a new token would replace another one; choose another base"
+            f"the base model's tokenizer has {len(tokenizer):,} tokens, but its text encoder "
+            f"{known:,} embeddings, so a new token would replace another; use another model"
         )
     with torch.no_grad():
         row = table.weight.mean(0, keepdim=True)
@@ -131,7 +128,7 @@ def add_token(tokenizer: Any, encoder: Any, token: str, initial: str | None) -> 
             unknown = tokenizer.unk_token_id
             if not ids or (unknown is not None and all(one == unknown for one in ids)):
                 raise GulliverError(
-                    f"--initial {initial!r} is not a word of the base; give an existing one"
+                    f"--initial {initial!r} is not a word of the base model; give an existing one"
                 )
             row = table.weight[torch.tensor(ids, device=table.weight.device)].mean(0, keepdim=True)
         wrapped = TokenEmbedding(table, row.clone())

@@ -1,7 +1,7 @@
 """Embedding tables larger than the device: rows on the host or on disk, hot rows in a cache.
 
-Start with `bag.py`: `CachedEmbeddingBag` runs torch's EmbeddingBag over cache slots that hold rows
-together with their optimizer state. `gulliver.solve` decides which rows stay (`RowReplacement`).
+Start with `bag.py`: `CachedEmbeddingBag` runs torch's EmbeddingBag over cache slots, which hold
+rows together with their optimizer state. `gulliver.solve.rows` decides which rows are cached.
 """
 
 from typing import TYPE_CHECKING

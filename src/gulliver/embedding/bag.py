@@ -1,7 +1,7 @@
 """`CachedEmbeddingBag`: torch's EmbeddingBag with rows on the host and a device cache of hot rows.
 
-Start with `forward`. Rows are copied into slots (`records.py`), and torch's own ``embedding_bag``
-runs on the slots as it would on the full table (`lookup.py`). The torch optimizer updates the slots
+Start with `forward`. Rows are copied into slots (`records.py`), and torch's ``embedding_bag`` runs
+on the slots as on the full table (`lookup.py`). The torch optimizer updates the slots
 (`optimizers.py`).
 """
 
@@ -38,13 +38,13 @@ class EmbeddingCacheOptions(Options):
     Attributes:
         max_norm: maximum norm of a row, as in torch.
         norm_type: p of the p-norm for `max_norm`.
-        disk: folder on a local disk that holds the rows instead of host memory.
-        split: whether a forward without gradients is split into parts when the cache is too small.
-        stable: whether the gradients of a row are summed in the order in which the row is used.
-            Torch's order depends on all rows of the batch.
+        disk: folder on a local disk to store the rows in, instead of host memory.
+        split: whether a forward pass without gradients is split if the cache is too small.
+        stable: whether a row's gradients are summed in the order of its uses. In torch, the order
+            depends on all rows of the batch.
         name: name of the table in error messages.
-        sparse: must be True: a table larger than memory cannot have a dense gradient.
-        scale_grad_by_freq: must be False: torch does not support it with sparse gradients.
+        sparse: must be True, because a table larger than memory cannot have a dense gradient.
+        scale_grad_by_freq: must be False, because torch does not support it with sparse gradients.
     """
 
     max_norm: float | None = None
@@ -57,7 +57,7 @@ class EmbeddingCacheOptions(Options):
     scale_grad_by_freq: bool = False
 
     def check_combinations(self) -> None:
-        """Raises an error for options that exclude each other."""
+        """Rejects options that exclude each other."""
         if not self.sparse:
             raise GulliverError(
                 "sparse=False needs a gradient as large as the table; leave sparse=True"
@@ -72,26 +72,26 @@ class CachedEmbeddingBag(nn.Module):
     """An embedding bag over one or several tables stored in host memory or on disk.
 
     Outputs, gradients and optimizer updates are bitwise equal to those of torch's EmbeddingBag with
-    ``sparse=True``, for any cache size. Its `state_dict` and the optimizer's hold the whole table
-    and are interchangeable with those of torch's module.
+    ``sparse=True``, for any cache size. Its `state_dict` and that of the optimizer contain the full
+    table and are interchangeable with those of torch's module.
 
     Args:
         num_embeddings: number of rows. For several tables, a dict from name to number of rows; they
             are concatenated into one table and share the cache.
-        embedding_dim: width of a row, the same for all tables.
+        embedding_dim: width of a row, equal for all tables.
         mode: ``sum``, ``mean`` or ``max``.
         _weight: initial values, (rows, dim), used without a copy.
         include_last_offset: same as in torch's EmbeddingBag.
-        padding_idx: row that is excluded from all bags; negative values count from the end. A dict
-            by table name if there are several tables.
+        padding_idx: row to exclude from all bags; negative values count from the end. A dict by
+            table name if there are several tables.
         device: device of the cache.
         dtype: dtype of the table.
         cache: size of the device cache, as a fraction of the rows or as an integer number of rows.
         options: fields of `EmbeddingCacheOptions`.
 
     Attributes:
-        weight: the cache, (slots, dim), with one more slot if there is padding. Its gradient is
-            indexed by slot.
+        weight: the cache, (slots, dim), with an additional slot if there is padding. Its gradient
+            is indexed by slot.
 
     Raises:
         GulliverError: an argument is not supported.
@@ -143,7 +143,7 @@ class CachedEmbeddingBag(nn.Module):
     def from_pretrained(
         cls, embeddings: Tensor, freeze: bool = True, **options: Any
     ) -> CachedEmbeddingBag:
-        """Builds a table from existing rows. They are frozen unless `freeze` is False."""
+        """Builds a table from existing rows, frozen unless `freeze` is False."""
         made = cls(len(embeddings), embeddings.shape[1], _weight=embeddings, **options)
         made.weight.requires_grad = not freeze
         return made
@@ -151,12 +151,12 @@ class CachedEmbeddingBag(nn.Module):
     def attach(
         self, optimizer: Optimizer, row_states: Mapping[str, RowState] | None = None
     ) -> None:
-        """Attaches the optimizer of `weight`, so that the state of a row moves with the row.
+        """Attaches the optimizer of `weight`, so that its state for a row moves with the row.
 
         Args:
             optimizer: optimizer of this table; a table has only one.
-            row_states: names and shapes of its per-row states. Needed only if its class is not in
-                `ROW_OPTIMIZERS`; its update must be row-wise.
+            row_states: names and shapes of the optimizer's per-row states; needed only if its class
+                is not in `ROW_OPTIMIZERS`. Its update must be row-wise.
 
         Raises:
             GulliverError: the optimizer does not have `weight`, or is not row-wise.
@@ -171,7 +171,7 @@ class CachedEmbeddingBag(nn.Module):
 
     @property
     def optimizer_steps(self) -> float | None:
-        """Number of steps counted by the attached optimizer; None if it counts none."""
+        """Number of steps counted by the attached optimizer; None if it does not count."""
         return None if self._attached is None else self._attached.steps
 
     @optimizer_steps.setter
@@ -180,11 +180,11 @@ class CachedEmbeddingBag(nn.Module):
             self._attached.steps = steps
 
     def announce(self, input: Given) -> None:
-        """Queues the ids of an upcoming batch for prefetching; `LookAhead` calls it."""
+        """Queues the ids of an upcoming batch for prefetching (called by `LookAhead`)."""
         self.announce_rows(self._rows_of(input))
 
     def announce_rows(self, rows: Tensor) -> None:
-        """Queues the validated rows of an upcoming batch for prefetching; -1 is padding."""
+        """Queues the validated rows of an upcoming batch for prefetching; -1 means padding."""
         self._store.announce(_real(rows))
 
     def forward(
@@ -198,8 +198,8 @@ class CachedEmbeddingBag(nn.Module):
         Args:
             input: ids as for torch's EmbeddingBag. For several tables, (samples, tables) with one
                 id each, or a dict of ids by table name.
-            offsets: start of each bag; a dict by name if the ids are.
-            per_sample_weights: weight of each id; a dict by name if the ids are.
+            offsets: start of each bag; a dict by table name if `input` is a dict.
+            per_sample_weights: weight of each id; a dict by table name if `input` is a dict.
 
         Returns:
             (bags, dim), or (samples, tables, dim) for several tables.
@@ -231,7 +231,7 @@ class CachedEmbeddingBag(nn.Module):
         self._store.finish_lookups(last)
 
     def grow(self, rows: int | Mapping[str, int], _weight: Tensor | None = None) -> None:
-        """Grows the last table, or the only one, to a number of rows.
+        """Grows the last (or only) table to a number of rows.
 
         Args:
             rows: new total number of rows; a dict with the name of the last table if there are
@@ -239,7 +239,7 @@ class CachedEmbeddingBag(nn.Module):
             _weight: initial values of the new rows; None for random initialization.
 
         Raises:
-            GulliverError: it is not the last table, or `rows` is not larger than its size.
+            GulliverError: the table is not the last one, or does not grow.
         """
         last = self.tables[-1]
         if isinstance(rows, Mapping):
@@ -274,7 +274,7 @@ class CachedEmbeddingBag(nn.Module):
         set_state_shape(self.weight, (self.rows, self.embedding_dim))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CachedEmbeddingBag:
-        """Copies the table with an empty cache, without its optimizer and its announced batches."""
+        """Copies the table without its cache contents, optimizer and announced batches."""
         self.flush()
         rows = {table.name: table.rows for table in self.tables}
         padding = {t.name: t.padding for t in self.tables if t.padding is not None}
@@ -296,17 +296,16 @@ class CachedEmbeddingBag(nn.Module):
 
     @property
     def counts(self) -> RowCounts:
-        """Cache hits and misses so far."""
         return self._store.replacement.counts
 
     @property
     def device_bytes(self) -> int:
-        """Bytes held on the device: cache, optimizer state and slot index."""
+        """Bytes used on the device: cache, optimizer state and slot index."""
         return self._store.device_bytes
 
     @property
     def host_bytes(self) -> int:
-        """Bytes held on the host or on disk: all rows, the index and the replacement state."""
+        """Bytes used on the host or disk: all rows, the index and the replacement state."""
         return self._store.host_bytes
 
     def extra_repr(self) -> str:
@@ -383,7 +382,7 @@ class CachedEmbeddingBag(nn.Module):
 
     @property
     def columns(self) -> dict[str, Column]:
-        """Per-row data by name: the weight and the optimizer's states."""
+        """Per-row data by name: the weight and the optimizer states."""
         return self._store.columns
 
     def forget(self) -> None:
@@ -440,13 +439,12 @@ class CachedEmbeddingBag(nn.Module):
 def make_tables(
     rows: int | Mapping[str, int], padding: int | Mapping[str, int] | None, name: str
 ) -> list[Table]:
-    """Lays out the tables consecutively."""
     named = rows if isinstance(rows, Mapping) else {name: rows}
     if not named:
         raise GulliverError("num_embeddings names no table; name at least one")
     if padding is not None and isinstance(rows, Mapping) != isinstance(padding, Mapping):
         raise GulliverError(
-            "padding_idx must be a dict by table name exactly if num_embeddings is one"
+            "padding_idx must be a dict by table name if and only if num_embeddings is a dict"
         )
     paddings = padding if isinstance(padding, Mapping) else {name: padding}
     for key in paddings:
@@ -486,7 +484,6 @@ def slots_of(cache: float | int, rows: int) -> int:
 
 
 def device_of(device: torch.device | str | None) -> torch.device:
-    """Returns the device with its index filled in."""
     found = torch.device(device if device is not None else "cpu")
     return torch.device("cuda", torch.cuda.current_device()) if str(found) == "cuda" else found
 
@@ -504,17 +501,17 @@ T = TypeVar("T")
 class LookAhead(Generic[T]):
     """Fetches batches a few steps ahead of their use and announces their ids.
 
-    Batches are yielded in the order of the loader, each once. If a loop ends early, batches that
-    were fetched but not used are lost, as with any prefetching loader.
+    Batches are yielded in the order of the loader. If a loop ends early, batches that were fetched
+    but not used are lost, as with any prefetching loader.
 
     Args:
         loader: batches.
-        table: table, or several tables.
+        table: one or several tables.
         batches: number of batches to look ahead.
-        ids: function that extracts from a batch the ids passed to the table's forward.
+        ids: extracts the ids passed to the table's forward from a batch.
 
     Raises:
-        GulliverError: fewer than 1 batch.
+        GulliverError: `batches` is less than 1.
 
     Example:
         >>> for batch in LookAhead(loader, table, batches=8, ids=lambda batch: batch["ids"]):

@@ -1,7 +1,7 @@
-"""Validates the inputs of a forward and normalizes them to bags of rows of one concatenated table.
+"""Validates the inputs of a forward pass, and converts them to bags of rows.
 
-Ids are checked per table, before anything is modified. `Bags` holds the arguments of torch's
-``embedding_bag``.
+Ids are checked per table before anything is modified. `Bags` contains the arguments of torch's
+``embedding_bag`` for the concatenation of all tables.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Table:
         name: name in error messages.
         rows: number of rows.
         first: index of its first row in the concatenated table.
-        padding: padding index; None for none.
+        padding: padding index; None for no padding.
     """
 
     name: str
@@ -53,7 +53,6 @@ class Bags:
         return len(self.offsets)
 
     def part(self, begin: int, stop: int) -> Bags:
-        """Returns a range of the bags."""
         first = int(self.offsets[begin])
         last = int(self.offsets[stop]) if stop < len(self.offsets) else len(self.rows)
         weights = None if self.weights is None else self.weights[first:last]
@@ -61,7 +60,6 @@ class Bags:
 
 
 def check_ids(table: Table, ids: Tensor) -> None:
-    """Raises an error for ids out of a table's range."""
     if not isinstance(ids, Tensor) or ids.dtype not in INTEGERS:
         kind = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
         raise GulliverError(f"table {table.name!r}: ids must be int64 or int32, not {kind}")
@@ -79,7 +77,7 @@ def check_ids(table: Table, ids: Tensor) -> None:
 
 
 def rows_of(table: Table, ids: Tensor) -> Tensor:
-    """Validates ids; returns rows in the concatenated table, flat, on the host (-1: padding)."""
+    """Validates ids, and converts them to rows of the concatenated table, flat, on the host."""
     check_ids(table, ids)
     ids = ids.detach().reshape(-1).cpu().long()
     rows = ids + table.first
@@ -148,7 +146,6 @@ def several_tables(
     mode: str,
     last: bool,
 ) -> Bags:
-    """Converts the inputs of several tables to bags."""
     if isinstance(ids, Tensor):
         return _one_each(tables, ids, offsets, weights, mode)
     names = [table.name for table in tables]
@@ -175,8 +172,8 @@ def several_tables(
     for table, part in zip(tables, parts, strict=True):
         if len(part) != len(parts[0]):
             raise GulliverError(
-                f"table {table.name!r} has {len(part)} bags, table {names[0]!r} {len(parts[0])}; "
-                "every table needs one bag per sample"
+                f"table {table.name!r} has {len(part)} bags, but table {names[0]!r} has "
+                f"{len(parts[0])}; every table needs one bag per sample"
             )
         if (part.weights is None) != (parts[0].weights is None):
             raise GulliverError(

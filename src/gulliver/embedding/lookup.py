@@ -1,4 +1,4 @@
-"""Torch's ``embedding_bag`` on slots, with the gradient that it would have on rows."""
+"""Torch's ``embedding_bag`` on cache slots, with gradients as if it ran on the full table."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from gulliver.errors import GulliverError, once_differentiable
 # parameter, the slots, gets the same gradient with rows replaced by slots.
 @dataclass(frozen=True)
 class Lookup:
-    """Bags of slots, and how to reduce them."""
+    """Slots grouped into bags, and the reduction of the bags."""
 
     # Slot of each id, flat.
     slots: Tensor
@@ -38,7 +38,7 @@ class Lookup:
     norm_type: float
 
     def bags(self, weight: Tensor, weights: Tensor | None) -> Tensor:
-        """Reduces the bags. Torch has no sparse gradient for ``max``: see `largest`."""
+        """Reduces the bags; ``max`` uses `largest`, because torch has no sparse gradient for it."""
         return F.embedding_bag(
             self.slots,
             weight,
@@ -104,7 +104,7 @@ class _Bags(torch.autograd.Function):
 
 
 class RowGradient:
-    """The gradient over all rows, and its counterpart over slots."""
+    """The sparse gradient of all rows, and its counterpart for the slots."""
 
     def __init__(self, store: RecordStore) -> None:
         self._store, self.applied = store, cast("Tensor | None", None)
@@ -116,7 +116,7 @@ class RowGradient:
         self.whole.register_post_accumulate_grad_hook(self._after)
 
     def bags(self, lookup: Lookup, weights: Tensor | None) -> Tensor:
-        """Reduces bags; their gradient accumulates in `whole`."""
+        """Reduces bags, accumulating their gradient in `whole`."""
         return cast(Tensor, _Bags.apply(self.whole, weights, lookup, self._store))
 
     def _before(self, gradient: Tensor) -> None:
@@ -174,7 +174,7 @@ class BagExchange(torch.autograd.Function):
 
 
 class Pool(torch.autograd.Function):
-    """Bags of rows used once each, with the gradients that a table's rows would have."""
+    """Reduces bags over copies of the used rows, with the same gradients as for the table."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, lookup: Lookup) -> Tensor:

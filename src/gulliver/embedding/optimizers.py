@@ -1,9 +1,9 @@
-"""Optimizers that work with a cached table, and the state that each keeps per row.
+"""Defines which optimizers work with a cached table, and the state they keep per row.
 
-A cached table holds only the rows that a step uses, so the optimizer must update exactly these,
-each from its own gradient and state. The state of a row then moves with the row, and training
-matches that of the whole table. `ROW_OPTIMIZERS` lists for each class the state it keeps and the
-options that break this.
+The cache holds only the rows that a step uses, so the optimizer must update exactly these rows,
+each from its own gradient and state. The state of a row moves with the row, and training matches
+that of a full table. `ROW_OPTIMIZERS` lists the state of each class, and the options that break
+this.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ class RowWiseAdagrad(Optimizer):
     """Row-wise Adagrad: keeps one number per row, the accumulated mean square of its gradients.
 
     ``sum += mean(g * g); w -= lr / (1 + (step - 1) * lr_decay) * g / (sqrt(sum) + eps)``, the exact
-    row-wise Adagrad of recommender systems (Mudigere et al., arXiv 2104.05158). It accepts sparse
-    gradients only.
+    row-wise Adagrad of recommender systems (Mudigere et al., arXiv 2104.05158). Gradients must be
+    sparse.
 
     Args:
         params: parameters or parameter groups.
         lr: learning rate.
         lr_decay: decay of the learning rate.
-        initial_accumulator_value: initial value of every sum.
-        eps: term added to the root.
+        initial_accumulator_value: initial value of the sums.
+        eps: term added to the square root.
 
     Raises:
         GulliverError: the learning rate or eps is not positive.
@@ -107,8 +107,8 @@ class RowState:
     """Optimizer state that is kept per row.
 
     Attributes:
-        initial: initial value of all elements.
-        whole: whether the state has the shape of the row, rather than one number.
+        initial: initial value of its elements.
+        whole: whether the state has the shape of the row; otherwise it is a single number.
     """
 
     initial: float = 0.0
@@ -129,7 +129,7 @@ class RowOptimizer:
     start: Mapping[str, Any] | None = None
 
     def check(self, kind: str, group: Group) -> None:
-        """Raises an error for options that update rows outside the batch."""
+        """Rejects options that update rows outside the batch."""
         for name in self.forbidden:
             if group.get(name):
                 raise GulliverError(
@@ -161,7 +161,6 @@ ROW_OPTIMIZERS: dict[type[Optimizer], RowOptimizer] = {
 
 
 def row_optimizer(optimizer: Optimizer, states: Mapping[str, RowState] | None) -> RowOptimizer:
-    """Returns the per-row state of an optimizer."""
     if states is not None:
         return RowOptimizer(lambda group: dict(states))
     found = ROW_OPTIMIZERS.get(type(optimizer))
@@ -183,7 +182,7 @@ def row_optimizer(optimizer: Optimizer, states: Mapping[str, RowState] | None) -
 
 
 class AttachedOptimizer:
-    """An optimizer, the store of its rows, and the hooks between them."""
+    """An optimizer with the store of its rows, and hooks that move state between them."""
 
     def __init__(
         self,
@@ -207,7 +206,6 @@ class AttachedOptimizer:
         optimizer.register_load_state_dict_pre_hook(self._read_state)
 
     def first_rows(self, count: int) -> dict[str, Tensor]:
-        """Returns the initial states of new rows."""
         return {name: self._filled(state, count) for name, state in self._states.items()}
 
     def _group(self) -> dict[str, Any]:
@@ -252,7 +250,7 @@ class AttachedOptimizer:
 
     @property
     def steps(self) -> float | None:
-        """Number of steps that the optimizer has counted for these rows; None if it counts none."""
+        """Number of steps counted by the optimizer for these rows; None if it does not count."""
         found = self._optimizer.state.get(self._store.weight, {}).get("step")
         return None if found is None else float(found)
 

@@ -1,4 +1,4 @@
-"""Placement of table rows on ranks, and initial values that do not depend on it."""
+"""Plans the placement of tables on ranks, and initializes rows independently of it."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ from gulliver.hardware.operators import LookupLoad, lookup_seconds
 from gulliver.solve.rows import index_bytes
 from gulliver.solve.tables import TableOption, place_tables
 
-BLOCK = 4096
-"""Rows that are drawn from one seed."""
+BLOCK = 4096  # number of rows that are initialized from one seed
 
 
 @dataclass(frozen=True)
 class TablePlacement:
-    """How ranks share a table."""
+    """The placement of a table: by column, by row, or whole on one rank."""
 
     # ``whole``, ``column`` or ``row``.
     kind: str
@@ -44,23 +43,24 @@ class TablePlacement:
 
 
 def share(size: int, rank: int, ranks: int) -> tuple[int, int]:
-    """Returns the range of rows or columns that a rank holds: first, and one past the last."""
+    """Returns the range [begin, end) of rows or columns on a rank."""
     return size * rank // ranks, size * (rank + 1) // ranks
 
 
 class FirstRows:
-    """Initial values of rows, the same for any number of ranks."""
+    """Initial values of rows, independent of the number of ranks."""
 
     def __init__(self, tables: list[Table], dim: int, given: Tensor | None, seed: int) -> None:
         rows = tables[-1].first + tables[-1].rows
         if given is not None and tuple(given.shape) != (rows, dim):
-            raise GulliverError(f"_weight has shape {tuple(given.shape)}, the tables {(rows, dim)}")
+            raise GulliverError(
+                f"_weight has shape {tuple(given.shape)}, but the tables have {(rows, dim)}"
+            )
         self._tables = {table.name: (n, table) for n, table in enumerate(tables)}
         self._dim, self._given, self._seed = dim, given, seed
         self.dtype = torch.float32 if given is None else given.dtype
 
     def rows(self, name: str, begin: int, stop: int) -> Tensor:
-        """Returns the rows from `begin` to `stop` of a table."""
         number, table = self._tables[name]
         if self._given is not None:
             return self._given[table.first + begin : table.first + stop].detach().cpu()
@@ -91,10 +91,9 @@ def _seed_of(*numbers: int) -> int:
 
 
 STATE = {"sgd": 0.0, "adagrad": 1.0, "row-wise adagrad": 0.0, "sparse adam": 2.0}
-"""Optimizer state elements per row element; row-wise Adagrad has one per row instead."""
+"""Optimizer state elements per row element; row-wise Adagrad has one element per row instead."""
 ITEM = 4
-SLOT_BYTES = 4
-"""Device bytes per slot in addition to its record: the index of its row."""
+SLOT_BYTES = 4  # device bytes per slot in addition to its record, for the index of its row
 CRITEO_1TB = (
     *(45833188, 36746, 17245, 7413, 20243, 3, 7114, 1441, 62, 29275261, 1572176, 345138, 10),
     *(2209, 11267, 128, 4, 974, 14, 48937457, 11316796, 40094537, 452104, 12606, 104, 35),
@@ -113,14 +112,14 @@ class TablesJob:
     """Tables to place, and their workload.
 
     Attributes:
-        tables: rows by name.
+        tables: number of rows by table name.
         dim: width of a row.
         ranks: number of ranks.
         batch: global batch size in samples.
         ids: ids per sample in each table.
-        cache: fraction of a table's rows that is on the device.
+        cache: fraction of a table's rows on the device.
         hit_rate: fraction of lookups that hit the cache.
-        optimizer: one of `STATE`.
+        optimizer: name of an optimizer in `STATE`.
         host_bytes: bytes of host memory or disk per rank; None for no limit.
     """
 
@@ -137,7 +136,7 @@ class TablesJob:
 
 @dataclass(frozen=True)
 class PlannedTable:
-    """A placed table."""
+    """A table with its placement."""
 
     name: str
     # Number of rows.
@@ -158,7 +157,7 @@ class PlannedTable:
 
 @dataclass(frozen=True)
 class RankCache:
-    """A cache of a rank, shared by its whole tables and row shards, or by its column shards."""
+    """A cache on a rank, shared by its whole tables and row shards, or by its column shards."""
 
     rank: int
     # Capacity in rows.
@@ -180,8 +179,8 @@ class TablesPlan:
         tables: tables in the order of the job.
         index_bytes: host bytes of each rank's index.
         seconds: seconds per step on each rank, over all tables.
-        bound: lower bound of the seconds over all placements.
-        parts: seconds on the slowest rank, by component.
+        bound: lower bound on the seconds of any placement.
+        parts: seconds of the slowest rank, by component.
     """
 
     job: TablesJob
@@ -193,12 +192,12 @@ class TablesPlan:
 
     @property
     def placement(self) -> dict[str, str]:
-        """Placements by table name, for `ShardedEmbeddingBag`."""
+        """Placements by table name, as passed to `ShardedEmbeddingBag`."""
         return {table.name: table.placement for table in self.tables}
 
     @property
     def caches(self) -> tuple[RankCache, ...]:
-        """Caches of all ranks, as created by `ShardedEmbeddingBag`."""
+        """Caches of all ranks, as `ShardedEmbeddingBag` creates them."""
         found = []
         for rank in range(self.job.ranks):
             for columns in (False, True):
@@ -227,8 +226,8 @@ def plan_tables(job: TablesJob, cluster: Cluster) -> TablesPlan:
     """Chooses how ranks share tables.
 
     Args:
-        job: tables and their workload.
-        cluster: machines; must have the number of ranks of the job.
+        job: tables to place, and their workload.
+        cluster: machines, with as many ranks as the job.
 
     Raises:
         GulliverError: the optimizer is unknown, a number is out of range, a table fits on no rank,
@@ -351,7 +350,7 @@ def _instead(options: list[TableOption]) -> dict[str, float]:
 
 
 def _index(job: TablesJob, tables: list[PlannedTable], rank: int) -> int:
-    """Returns the bytes of a rank's indices: one for whole rows, one for columns."""
+    """Bytes of a rank's row indices: one for whole tables and row shards, one for columns."""
     total = 0
     for columns in (False, True):
         held = [

@@ -1,7 +1,6 @@
-"""Columns: the per-row data of a table, in host memory or on disk.
+"""Stores the per-row data of a table in host memory or on disk.
 
-A record is one row of every column: the weight, and each per-row optimizer state. A column reads
-and writes rows by index and reports its size in bytes.
+A record is one row of every column: the weight, and each per-row optimizer state.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ WEIGHT = "weight"
 
 
 class RowStorage:
-    """Memory for columns: host memory, or files that are deleted when the process ends."""
+    """Allocates columns in host memory, or in files that are deleted when the process ends."""
 
     def __init__(self, folder: Path | str | None = None) -> None:
         self.folder = None if folder is None else Path(folder)
@@ -38,7 +37,7 @@ class RowStorage:
             check_disk_folder(self.folder)
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Allocates zeros in this storage; pages are committed on first write."""
+        """Allocates zeros; pages are committed on first write."""
         if self.folder is None:
             return torch.zeros(shape, dtype=dtype)
         count = int(torch.Size(shape).numel())
@@ -50,7 +49,7 @@ class RowStorage:
 
 
 class Column:
-    """A column of all rows."""
+    """One kind of per-row data, for all rows."""
 
     def __init__(self, storage: RowStorage, values: Tensor) -> None:
         self._storage, self._values = storage, values
@@ -61,29 +60,25 @@ class Column:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes per row."""
         return self._values.nbytes // max(len(self._values), 1)
 
     def read(self, rows: Tensor) -> Tensor:
-        """Returns a copy of some rows."""
         return self._values.index_select(0, rows)
 
     def write(self, rows: Tensor, values: Tensor) -> None:
-        """Overwrites distinct rows."""
+        """Overwrites rows, which must be distinct."""
         before_write([self._values])
         self._values.index_copy_(0, rows, values)
 
     def whole(self) -> Tensor:
-        """Returns all rows, without a copy."""
+        """Returns all rows without a copy."""
         return self._values
 
     def fill(self, values: Tensor) -> None:
-        """Overwrites all rows."""
         before_write([self._values])
         self._values.copy_(values)
 
     def grow(self, values: Tensor) -> None:
-        """Appends rows."""
         before, shape = self._values, (len(self._values) + len(values), *values.shape[1:])
         self._values = self._storage.zeros(shape, before.dtype)
         self._values[: len(before)], self._values[len(before) :] = before, values
@@ -112,7 +107,7 @@ Records = dict[str, Tensor]
 # its slot if it has one, else in its columns. So replacement decisions affect speed only.
 @dataclass
 class IdBatch:
-    """A batch of ids."""
+    """The ids of a batch, and the state of its rows."""
 
     # Flat, on the host.
     ids: Tensor
@@ -124,7 +119,7 @@ class IdBatch:
 
 @dataclass
 class PrefetchedBatch:
-    """A batch that is planned and fetched during the computation of the previous one."""
+    """A batch that is planned and fetched while the previous one is computed."""
 
     batch: IdBatch
     found: Future[tuple[RowPlan, Future[Records]]]
@@ -147,12 +142,12 @@ class RecordTraffic:
 
     @property
     def hidden(self) -> float:
-        """Fraction of the fetch time that overlapped with computation."""
+        """Fraction of the fetch time that overlapped with compute."""
         return max(1.0 - self.waiting / self.fetching, 0.0) if self.fetching else 1.0
 
 
 class RecordStore:
-    """Rows of a table, the hot ones in slots on a device."""
+    """Rows of a table, with hot rows in slots on a device."""
 
     def __init__(
         self,
@@ -187,13 +182,13 @@ class RecordStore:
     # Batches
 
     def announce(self, ids: Tensor) -> None:
-        """Queues the ids of an upcoming batch; batches must be used in this order."""
+        """Queues the ids of an upcoming batch; batches must be used in the same order."""
         batch = IdBatch(_on_host(ids))
         self._queue.append(batch)
         self._announced.append(self._planner.submit(self._sort, batch, True))
 
     def begin(self, ids: Tensor, changes: bool = False, waits: bool = False) -> Tensor:
-        """Loads the rows of a batch into slots."""
+        """Loads the rows of a batch into slots; returns the slot of each id."""
         self._raise_failures()
         batch = self._next(_on_host(ids))
         plan, fetched = self._decided(batch)
@@ -218,7 +213,7 @@ class RecordStore:
         return slots[batch.inverse.to(slots.device)]
 
     def finish_lookups(self, last: int | None = None) -> None:
-        """Marks all batches so far, or only the last few, as stepped: their rows may be evicted."""
+        """Unpins the rows of all batches so far, or of the `last` ones, after their step."""
         keep = 0 if last is None else max(len(self._pinned) - last, 0)
         del self._pinned[keep:], self._waiting[keep:]
 
@@ -240,39 +235,38 @@ class RecordStore:
         self._look_ahead()
 
     def grow(self, weight: Tensor, states: Mapping[str, Tensor]) -> None:
-        """Appends records; call `flush` before."""
+        """Appends records; `flush` must be called before."""
         for name, values in {WEIGHT: weight, **states}.items():
             self.columns[name].grow(values)
         self.rows += len(weight)
         self._planner.submit(self.replacement.grow, self.rows).result()
 
     def use_states(self, states: Callable[[], Mapping[str, Tensor]]) -> None:
-        """Registers the states on the device that belong to the records, by column."""
+        """Registers the device states that belong to the records, by column."""
         self._states = states
 
     @property
     def waiting(self) -> bool:
-        """Whether batches wait for a step."""
+        """Whether batches are waiting for an optimizer step."""
         return bool(self._waiting)
 
     @property
     def device_bytes(self) -> int:
-        """Bytes held on the device: slots, states and slot index."""
+        """Bytes used on the device: slots, states and slot index."""
         states = sum(state.nbytes for state in self._states().values())
         return self.weight.nbytes + states + self._row_of_slot.nbytes
 
     @property
     def host_bytes(self) -> int:
-        """Bytes on the host: columns, index and replacement state."""
+        """Bytes used on the host: columns, index and replacement state."""
         decisions = self.replacement.index.nbytes + self.replacement.nbytes
         return sum(column.nbytes for column in self.columns.values()) + decisions
 
     def rows_in(self, slots: Tensor) -> Tensor:
-        """Returns the row in each slot."""
         return self._row_of_slot.index_select(0, slots).long()
 
     def slots_in_use(self, rows: Tensor) -> Tensor:
-        """Returns the slots in use by batches that wait for a step."""
+        """Returns the slots in use by batches that are waiting for a step."""
         known, slots = self._waiting[0]
         if len(self._waiting) > 1:
             known, order = torch.cat([rows for rows, _ in self._waiting]).sort()
@@ -280,14 +274,13 @@ class RecordStore:
         return slots[torch.searchsorted(known, rows)]
 
     def close(self) -> None:
-        """Stops the threads."""
         self._planner.shutdown()
         self._mover.shutdown()
 
     # Decisions
 
     def _next(self, ids: Tensor) -> IdBatch:
-        """Finds an announced batch; those announced before it are skipped."""
+        """Returns the announced batch with these ids, skipping earlier ones."""
         for place, batch in enumerate(self._queue):
             if len(batch.ids) == len(ids) and torch.equal(batch.ids, ids):
                 for _ in range(place):
@@ -350,7 +343,7 @@ class RecordStore:
         return staged
 
     def _fetch(self, rows: Tensor) -> Records:
-        """Reads rows and copies them to the device; runs in the mover thread."""
+        """Reads rows and copies them to the device; runs in the transfer thread."""
         begun = time.perf_counter()
         found = {name: column.read(rows) for name, column in self.columns.items()}
         self.moved.read += sum(len(rows) * column.row_bytes for column in self.columns.values())
@@ -383,7 +376,7 @@ class RecordStore:
         self._write_back(changed)
 
     def _write_back(self, slots: NDArray[np.int64]) -> None:
-        """Copies modified rows out of their slots; the mover writes them to their columns."""
+        """Copies modified rows out of their slots; the transfer thread writes them back."""
         if not len(slots):
             return
         places = torch.from_numpy(slots).to(self.weight.device)
@@ -409,7 +402,7 @@ class RecordStore:
         return {WEIGHT: self.weight.data, **self._states()}
 
     def drain(self) -> None:
-        """Waits until nothing is in flight."""
+        """Waits until no transfers are in flight."""
         self._planner.submit(bool).result()
         self._mover.submit(bool).result()
         self._raise_failures()

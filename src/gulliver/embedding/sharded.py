@@ -1,9 +1,8 @@
-"""Errors found by one rank and raised by all, so that no rank waits for a missing message.
+"""Cached embedding tables sharded over ranks; an error on one rank is raised on all.
 
-A rank that finds a bad id, or whose cache is too small for a batch, still takes part in the next
-exchange and sets a flag: in the counts that are gathered with the ids, or as an extra element at
-the end of the data it sends. If any flag is set, all ranks exchange error messages and raise the
-same error.
+A rank that finds an invalid id, or whose cache is too small for a batch, still takes part in the
+next exchange and sets a flag: in the counts gathered with the ids, or as an additional element of
+the data it sends. If any flag is set, all ranks exchange error messages and raise the same error.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from gulliver.options import whole_number
 
 
 def flagged(pieces: Sequence[Tensor], error: GulliverError | None, like: Tensor) -> Tensor:
-    """Appends the flag to the flat data for a rank."""
+    """Concatenates the data for a rank, and appends the error flag."""
     flag = like.new_full((1,), float(error is not None))
     return torch.cat([*(piece.reshape(-1) for piece in pieces), flag])
 
@@ -41,7 +40,7 @@ def flagged(pieces: Sequence[Tensor], error: GulliverError | None, like: Tensor)
 def unflagged(
     group: RankGroup, arriving: Sequence[Tensor], error: GulliverError | None
 ) -> list[Tensor]:
-    """Strips the flags from received data."""
+    """Strips the error flags from received data."""
     flags = torch.stack([flat.detach()[-1] for flat in arriving])
     if bool(flags.any()):
         raise_together(group, error, flags.device)
@@ -49,7 +48,7 @@ def unflagged(
 
 
 def raise_together(group: RankGroup, error: GulliverError | None, device: torch.device) -> NoReturn:
-    """Raises the error of the first failed rank; a collective call."""
+    """Raises the error of the first failed rank on all ranks (collective)."""
     if group.size == 1:
         assert error is not None, "set a flag exactly on the ranks that found an error"
         raise error
@@ -65,11 +64,11 @@ def raise_together(group: RankGroup, error: GulliverError | None, device: torch.
 
 
 STEPS = "optimizer.step"
-"""Name of the optimizer's step count in checkpoints, used for bias correction and decay."""
+"""Name of the optimizer's step count (for bias correction and decay) in checkpoints."""
 
 
 def with_empty_parts(parts: Mapping[str, Part], group: RankGroup) -> dict[str, Part]:
-    """Adds empty parts for tensors that exist only on other ranks; a collective call."""
+    """Adds empty parts for tensors that exist only on other ranks (collective)."""
     # Without them a rank would not know the contents of a checkpoint, and could not read it.
     mine = {name: (part.shape, part.value.dtype) for name, part in parts.items()}
     everyone = gather_objects(mine, group.process_group)
@@ -83,7 +82,7 @@ def with_empty_parts(parts: Mapping[str, Part], group: RankGroup) -> dict[str, P
 
 
 def steps_taken(bags: Sequence[CachedEmbeddingBag], group: RankGroup) -> Tensor | None:
-    """The optimizer's step count, (1,) in float64; None if it counts none. A collective call."""
+    """The optimizer's step count, (1,) in float64; None if it does not count (collective)."""
     mine = [steps for bag in bags if (steps := bag.optimizer_steps) is not None]
     everyone = gather_objects(max(mine, default=None), group.process_group)
     known = [steps for steps in everyone if steps is not None]
@@ -111,19 +110,19 @@ def steps_part(steps: Tensor, group: RankGroup) -> Part:
 # not matter because elements are independent. Summing partial bags on the way (as a reduce-scatter
 # does) would send fewer bytes for long bags, but in another order of summation.
 class ShardedEmbeddingBag(nn.Module):
-    """Several cached tables sharded over ranks; each rank passes its own samples.
+    """Cached embedding tables sharded over ranks; each rank passes its own samples.
 
     Args:
-        num_embeddings: rows of the tables by name.
-        embedding_dim: width of a row, the same for all tables.
+        num_embeddings: number of rows by table name.
+        embedding_dim: width of a row, equal for all tables.
         placement: ``whole:RANK``, ``column`` or ``row``, for all tables or by name, as chosen by
             `plan_tables`.
         mode: ``sum``, ``mean`` or ``max``.
         group: ranks that share the tables; None for all.
         average: whether gradients are divided by the number of ranks, for losses that are means
             over a rank's own samples (as with DDP).
-        _weight: initial values of all rows, table after table; None for random values that do not
-            depend on the number of ranks.
+        _weight: initial values of all rows, in the order of the tables; None for random values that
+            do not depend on the number of ranks.
         padding_idx: padding index of tables by name, as for `CachedEmbeddingBag`.
         include_last_offset: same as in torch's EmbeddingBag.
         seed: seed of the initial values.
@@ -132,8 +131,8 @@ class ShardedEmbeddingBag(nn.Module):
 
     Attributes:
         device: device of the caches.
-        nothing: an empty parameter on a rank that holds no part of any table, so that it can still
-            create an optimizer.
+        nothing: an empty parameter on ranks without any part of a table, so that they can create an
+            optimizer.
 
     Raises:
         GulliverError: a placement is unknown, or the number of ranks does not divide the columns.
@@ -183,7 +182,7 @@ class ShardedEmbeddingBag(nn.Module):
         """Attaches the optimizer of this rank's parameters, whose state moves with the rows.
 
         Raises:
-            GulliverError: the optimizer needs whole rows and a table is sharded by columns.
+            GulliverError: the optimizer needs whole rows, but a table is sharded by columns.
         """
         if (
             isinstance(optimizer, RowWiseAdagrad)
@@ -197,10 +196,10 @@ class ShardedEmbeddingBag(nn.Module):
             bag.attach(optimizer)
 
     def announce(self, input: Given) -> None:
-        """Queues the ids of an upcoming batch for prefetching; a collective call.
+        """Queues the ids of an upcoming batch for prefetching (collective).
 
         Raises:
-            GulliverError: ids are invalid on any rank.
+            GulliverError: ids are invalid on some rank.
         """
         own, error = self._tried(input, None)
         everyone = self._gather(own, error)
@@ -210,17 +209,17 @@ class ShardedEmbeddingBag(nn.Module):
             bag.announce_rows(rows)
 
     def forward(self, input: Given, offsets: Given | None = None) -> Tensor:
-        """Reduces the bags of this rank's samples; a collective call.
+        """Reduces the bags of this rank's samples (collective).
 
         Args:
-            input: a dict of ids by table name, or (samples, tables) with one id each.
+            input: ids by table name, or (samples, tables) with one id each.
             offsets: starts of bags by table name, for one-dimensional ids.
 
         Returns:
             (samples, tables, dim).
 
         Raises:
-            GulliverError: ids or offsets are invalid on any rank, or a cache is too small for the
+            GulliverError: ids or offsets are invalid on some rank, or a cache is too small for the
                 batch. All ranks raise the same error and can continue with other ids.
         """
         own, error = self._tried(input, offsets)
@@ -251,12 +250,12 @@ class ShardedEmbeddingBag(nn.Module):
             bag.flush()
 
     def parts(self) -> dict[str, Part]:
-        """Flushes, and returns this rank's parts of all tables and states for saving or loading.
+        """Flushes the caches, and returns this rank's parts of all tables and states.
 
-        ``AsyncCheckpointer.save(step, {"tables": sharded.parts()})`` writes whole tables, which
+        ``AsyncCheckpointer.save(step, {"tables": sharded.parts()})`` writes full tables, which
         ``load(folder, {"tables": sharded.parts()})`` reads on any number of ranks and in any
-        placement; call `loaded` after it. A collective call: ranks without rows of a tensor pass an
-        empty part.
+        placement; call `loaded` afterwards. The call is collective: ranks without rows of a tensor
+        have an empty part.
         """
         self.flush()
         found = {}
@@ -276,7 +275,7 @@ class ShardedEmbeddingBag(nn.Module):
         return with_empty_parts(found, self.group)
 
     def loaded(self) -> None:
-        """Marks the tensors returned by the last `parts` call as overwritten."""
+        """Notifies the tables that the tensors from the last `parts` call were overwritten."""
         for bag in self._bags():
             bag.forget()
             if self._steps is not None:
@@ -284,7 +283,7 @@ class ShardedEmbeddingBag(nn.Module):
 
     @property
     def device_bytes(self) -> int:
-        """Bytes held on this rank's device."""
+        """Bytes used on this rank's device."""
         return sum(bag.device_bytes for bag in self._bags())
 
     # Placement
@@ -365,7 +364,7 @@ class ShardedEmbeddingBag(nn.Module):
             return [Bags(empty, empty) for _ in self.tables], error
 
     def _own(self, ids: Given, offsets: Given | None) -> list[Bags]:
-        """Validates this rank's ids and returns the bags of each table."""
+        """Validates this rank's ids, and returns the bags of each table."""
         if isinstance(ids, Tensor):
             if ids.dim() != 2 or ids.shape[1] != len(self.tables) or offsets is not None:
                 raise GulliverError(
@@ -433,7 +432,7 @@ class ShardedEmbeddingBag(nn.Module):
         return everyone
 
     def _local(self, bag: CachedEmbeddingBag, everyone: list[list[Bags]]) -> Bags:
-        """Returns the lookups of this rank in one of its bags, for the samples of all ranks."""
+        """Returns the part of all ranks' lookups that one of this rank's caches serves."""
         rows, offsets, count = [], [], 0
         for local in bag.tables:
             number = next(n for n, t in enumerate(self.tables) if t.name == local.name)
@@ -478,7 +477,7 @@ class ShardedEmbeddingBag(nn.Module):
         rank: int,
         error: GulliverError | None,
     ) -> Tensor:
-        """Returns the data for a rank, or zeros of the same size after an error."""
+        """Returns the data to send to a rank, or zeros of the same size after an error."""
         if error is not None:
             zeros = self.anchor.detach().new_zeros(self._count(self.group.rank, everyone[rank]))
             return flagged([zeros], error, self.anchor.detach())
@@ -487,7 +486,7 @@ class ShardedEmbeddingBag(nn.Module):
     def _pieces(
         self, found: Mapping[int, Tensor], everyone: list[list[Bags]], rank: int
     ) -> list[Tensor]:
-        """Returns the lookups that another rank needs, table by table."""
+        """Returns the lookups that another rank needs, by table."""
         pieces = []
         for bag in self._bags():
             output, place = found[id(bag)], 0
@@ -501,7 +500,7 @@ class ShardedEmbeddingBag(nn.Module):
         return pieces
 
     def _wanted(self, number: int, bags: Bags, holder: int) -> int:
-        """Returns how many vectors of a table a rank sends for some bags."""
+        """Number of vectors that a rank sends for the bags of a table."""
         table = self.tables[number]
         if self._kind(table) != "row":
             return len(bags)
@@ -509,7 +508,7 @@ class ShardedEmbeddingBag(nn.Module):
         return int(((bags.rows >= begin) & (bags.rows < stop)).sum())
 
     def _sent_by(self, holder: int) -> list[tuple[int, int]]:
-        """Returns the tables of which a rank sends data, with their widths, in its order."""
+        """Tables of which a rank sends data and the widths of its parts, in sending order."""
         wide, narrow = [], []
         for number, table in enumerate(self.tables):
             place = self.placements[table.name]

@@ -37,12 +37,10 @@ BLOCKS = Blocks(
     everywhere=("layernorm_embedding", "emb_norm", "embed_layer_norm", "embeddings_project"),
     encoders=("encoder.layers", "encoder.layer", "encoder.block"),
 )
-"""Names in transformers of modules that run after or before the blocks, regardless of registration
-order, and of the blocks of an encoder.
-"""
+"""Names in transformers of modules that run before or after the blocks, and of encoder blocks."""
 
 HUGGING_FACE = Family("Hugging Face", blocks=BLOCKS)
-"""Record for types without their own: their own plan, longest list of blocks, and any own loss."""
+"""Record for other types: the model's own plan, longest list of blocks, and own loss."""
 
 _AROUND = {
     **dict.fromkeys(("embed_tokens", "word_embeddings", "wte", "embed_in", "shared"), "vocabulary"),

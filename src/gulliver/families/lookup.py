@@ -33,7 +33,6 @@ def _shipped() -> tuple[Family, ...]:
 
 
 def all_families() -> tuple[Family, ...]:
-    """All records: those of this package, and registered ones."""
     return (*_added, *_shipped())
 
 
@@ -103,7 +102,7 @@ def is_hugging_face(model: nn.Module) -> bool:
 
 
 def type_of(model: nn.Module) -> str:
-    """The model type of its configuration, or its class name."""
+    """Returns the model type in the configuration, or else the class name."""
     kind = getattr(getattr(hugging_face_of(model), "config", None), "model_type", None)
     return kind if isinstance(kind, str) and kind else type(model).__name__
 

@@ -51,14 +51,14 @@ ROUTERS = {"load_balancing_loss_func", "router_aux_loss_coef", "aux_loss_coef", 
 
 
 def hugging_face_of(model: nn.Module) -> nn.Module:
-    """The model itself, or the transformers model that PEFT has adapted."""
+    """Returns the transformers model inside a PEFT model, or the model itself."""
     adapted = any(kind.__module__.startswith("peft.") for kind in type(model).__mro__)
     inner = getattr(model, "get_base_model", None) if adapted else None
     return inner() if inner is not None else model
 
 
 def own_loss(model: nn.Module, routers: bool = False) -> ModelLoss | None:
-    """The loss that a model computes from labels; None if unknown."""
+    """Returns the loss that a model computes from labels; None if unknown."""
     model = hugging_face_of(model)
     owner, code = _known_forward(model)
     if code is None:
@@ -77,7 +77,7 @@ def own_loss(model: nn.Module, routers: bool = False) -> ModelLoss | None:
 
 
 def has_known_forward(model: nn.Module) -> bool:
-    """Whether calling a model runs an unmodified forward of transformers."""
+    """Whether a model's forward is an unmodified one of transformers."""
     return _known_forward(model)[1] is not None
 
 
@@ -89,7 +89,7 @@ def asks_routers(model: nn.Module, given: Mapping[str, Any]) -> bool:
 
 
 def router_loss(model: Any, logits: tuple[Tensor, ...], mask: Tensor | None) -> Tensor:
-    """The load-balancing loss of a mixture of experts, computed by its class's function."""
+    """Computes the load-balancing loss of a mixture of experts, with its class's function."""
     name = "load_balancing_loss_func"
     modules = (sys.modules[kind.__module__] for kind in type(model).__mro__)
     function = next(f for m in modules if (f := getattr(m, name, None)) is not None)
@@ -97,7 +97,7 @@ def router_loss(model: Any, logits: tuple[Tensor, ...], mask: Tensor | None) -> 
 
 
 def _known_forward(model: nn.Module) -> tuple[str, Any]:
-    """The class that defines a model's forward, and its code; None for a custom one."""
+    """Returns the class that defines a model's forward, and its code; None if it is custom."""
     owner = next((c for c in type(model).__mro__ if "forward" in vars(c)), None)
     if owner is None or "forward" in vars(model):
         return "", None
@@ -107,7 +107,7 @@ def _known_forward(model: nn.Module) -> tuple[str, Any]:
 
 
 def _of_function(model: nn.Module) -> ModelLoss | None:
-    """The loss that a model's loss_function computes, unless it was replaced."""
+    """Returns the loss of a model's `loss_function`; None if it was replaced."""
     from transformers import PreTrainedModel
 
     theirs = inspect.getattr_static(PreTrainedModel, "loss_function")

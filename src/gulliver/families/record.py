@@ -16,9 +16,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 SHARED_BY_TENSOR = ("split_gather", "ring")
-"""Sequence modes on the tensor axis: each rank's attention sees whole sequences, so any mask and
-bias are supported.
-"""
+"""Sequence modes on the tensor axis: attention sees full sequences, with any mask and bias."""
 
 AUTO = "auto"
 SHARED_BY_SEQUENCE = ("all_to_all", "ring_attn", AUTO)
@@ -138,5 +136,5 @@ class Family:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The model types that select the record."""
+        """Model types that select the record."""
         return self.types if self.types or self.classes else (self.name,)

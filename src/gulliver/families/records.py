@@ -139,7 +139,7 @@ FC = {"fc1": "column", "fc2": "row"}
 
 
 def _counted(mask: Tensor) -> Tensor:
-    """Positions: number of previous tokens of the row that are not padding."""
+    """Returns positions: the number of non-padding tokens before each token in its row."""
     return (mask.long().cumsum(1) * mask - 1).long()
 
 

@@ -1,8 +1,7 @@
 """LoRA adapters, created by PEFT: target layers, and compatibility checks.
 
-By default all linear layers of the blocks are adapted: on data sets of typical fine-tuning sizes
-this matches full fine-tuning, while adapters of attention alone fall behind
-(https://thinkingmachines.ai/blog/lora/).
+By default, all linear layers of the blocks are adapted: on datasets of typical size this matches
+full fine-tuning, while adapting only attention does worse (https://thinkingmachines.ai/blog/lora/).
 """
 
 from __future__ import annotations
@@ -37,13 +36,12 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "bloom": ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"),
 }
 """Names of the target layers, as suffixes, by model family."""
-ANY = "all-linear"
-"""PEFT's value for every linear layer except the head, for other families."""
+ANY = "all-linear"  # PEFT's value for every linear layer except the head, for other families
 CONFIG, WEIGHTS, FACTS = "adapter_config.json", "adapter_model.safetensors", "gulliver.json"
 
 
 def adapt(model: nn.Module, config: FinetuneConfig) -> nn.Module:
-    """Adds new adapters to a model, or those of ``--adapter``, and freezes everything else."""
+    """Adds new adapters, or those of ``--adapter``, to a model, and freezes everything else."""
     try:
         import peft
     except ImportError:
@@ -84,11 +82,11 @@ def _wanted(model: nn.Module, config: FinetuneConfig) -> Any:
 
 
 OWN = {"lora_rank": "r", "lora_alpha": "lora_alpha", "lora_targets": "target_modules"}
-"""Options that an existing adapter defines, by their names in its configuration."""
+"""Options that an existing adapter determines, with their names in its configuration."""
 
 
 def _check_own(config: FinetuneConfig, folder: Path, given: Mapping[str, Any]) -> None:
-    """Raises an error for options that contradict the continued adapter."""
+    """Rejects options that contradict the adapter being continued."""
     for name, key in OWN.items():
         asked, own = getattr(config, name), given.get(key)
         same = set(asked) == set(own or ()) if isinstance(asked, tuple) else asked == own
@@ -100,7 +98,7 @@ def _check_own(config: FinetuneConfig, folder: Path, given: Mapping[str, Any]) -
 
 
 def _check_targets(model: nn.Module, targets: Any) -> None:
-    """Raises an error for unknown layer names; PEFT only does if none of them exists."""
+    """Rejects unknown layer names; PEFT only does so if none of them exists."""
     if isinstance(targets, str):
         return
     known = {name.rpartition(".")[2] for name, m in model.named_modules() if _is_linear(m)}
@@ -126,7 +124,6 @@ def _read(folder: Path) -> Mapping[str, Any]:
 
 
 def check_adapter(folder: Path, fingerprint: str) -> None:
-    """Raises an error for an adapter of another base model."""
     _read(folder)
     if (folder / FACTS).is_file():
         base = read_json(folder / FACTS).get("base")
@@ -139,7 +136,6 @@ def check_adapter(folder: Path, fingerprint: str) -> None:
 def fill_adapters(
     own: Mapping[str, nn.Parameter], saved: Mapping[str, Tensor], folder: Path
 ) -> None:
-    """Loads the values of adapters from a file."""
     for name in dict.fromkeys((*own, *saved)):
         ours = tuple(own[name].shape) if name in own else None
         theirs = tuple(saved[name].shape) if name in saved else None
@@ -155,7 +151,7 @@ def fill_adapters(
 
 
 def adapter_parameters(adapted: nn.Module) -> dict[str, nn.Parameter]:
-    """Trained parameters by their names in PEFT's files."""
+    """Trained parameters, by their names in PEFT's files."""
     found = adapted.named_parameters()
     return {adapter_name(name): p for name, p in found if p.requires_grad}
 
@@ -166,7 +162,6 @@ def adapter_name(name: str) -> str:
 
 
 def adapter_config(adapted: Any, folder: Path) -> str:
-    """The content of ``adapter_config.json``."""
     values = dict(adapted.peft_config["default"].to_dict())
     values |= {"base_model_name_or_path": str(folder), "inference_mode": True}
     plain = {k: sorted(v) if isinstance(v, set) else v for k, v in values.items()}

@@ -1,4 +1,4 @@
-"""Weights larger than memory: parameters that are views of mapped files."""
+"""Loads base models, with weights larger than memory as views of memory-mapped files."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ from gulliver.errors import GulliverError, missing_extra
 from gulliver.io.files import named_errors, require_space
 from gulliver.parallel.tensor.apply import materialize
 
-ALIGNMENT = 64
-"""Alignment in bytes of tensors in the temporary file."""
+ALIGNMENT = 64  # alignment in bytes of tensors in the temporary file
 
 
 # [Note: weights larger than memory] Under a memory limit a model may be larger than memory before
@@ -47,7 +46,7 @@ def map_weights(
     scratch: Path,
     alone: bool,
 ) -> nn.Module | None:
-    """Creates a model with parameters that are views of mapped files."""
+    """Creates a model whose parameters are views of memory-mapped files; None if not possible."""
     with lazy_parameters():
         model = build(dtype)
     with model_weights(folder, model) as weights:
@@ -100,19 +99,17 @@ def _reserved(like: Iterable[Tensor], scratch: Path) -> dict[Tensor, Tensor | No
 
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-LOOKED_AT = 1 << 20
-"""Bytes at each end of a weight file that enter the fingerprint."""
+LOOKED_AT = 1 << 20  # bytes at each end of a weight file that are hashed for the fingerprint
 
 
 @dataclass(frozen=True)
 class Base:
-    """Hugging Face folder of a causal language model."""
+    """Folder of a Hugging Face causal language model."""
 
     folder: Path
 
     @cached_property
     def config(self) -> Any:
-        """The configuration, as loaded by transformers."""
         try:
             import transformers
         except ImportError:
@@ -137,7 +134,7 @@ class Base:
 
     @cached_property
     def dtype(self) -> torch.dtype:
-        """Most common dtype of the weights, except for those with scales."""
+        """Most common dtype of the weights, ignoring quantized weights with scales."""
         counts = Counter[torch.dtype]()
         with open_weights(self.folder) as weights:
             for info in weights.infos.values():
@@ -147,18 +144,17 @@ class Base:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Digest of the configuration, and of names, sizes and both ends of the weights."""
+        """Digest of the configuration, and of names, sizes and both ends of the weight files."""
         return fingerprint_of(self.folder)
 
     def on_meta(self) -> nn.Module:
-        """The model on the meta device, for planning."""
         with torch.device("meta"), _quiet():
             return self._built(torch.float32)
 
     def load(
         self, dtype: torch.dtype, device: torch.device, scratch: Path | None, alone: bool
     ) -> nn.Module:
-        """The model with its weights on this rank."""
+        """Loads the model on this rank."""
         try:
             with _quiet():
                 if scratch is not None and device.type == "cpu":
@@ -184,7 +180,7 @@ class Base:
 
 
 def fingerprint_of(folder: Path) -> str:
-    """Digest of the configuration, and of name, size, head and tail of each weight file."""
+    """Digest of the configuration, and of the name, size, head and tail of each weight file."""
     digest = hashlib.blake2b(digest_size=16)
     values = read_json(folder / "config.json")
     known = {k: v for k, v in values.items() if k != "transformers_version"}

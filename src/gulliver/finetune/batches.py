@@ -1,4 +1,4 @@
-"""Models for which packing is exact: sequences in the same row do not attend to each other."""
+"""Builds batches, packed if the model supports it exactly or sorted by length."""
 
 from __future__ import annotations
 
@@ -31,12 +31,10 @@ _TESTED = (
     "phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open stablelm starcoder2 "
     "vaultgemma youtu "
 )
-EXACT = frozenset(_TESTED.split())
-"""Model types of transformers for which packing is exact."""
-ATTENTIONS = ("eager", "sdpa")
-"""Attention implementations whose masks are exact."""
+EXACT = frozenset(_TESTED.split())  # model types of transformers for which packing is exact
+ATTENTIONS = ("eager", "sdpa")  # attention implementations whose masks are exact
 LAYERS = {"full_attention", "sliding_attention"}
-"""Supported kinds of layers; others keep a state or select the tokens they attend to."""
+"""Supported kinds of layers; others keep recurrent state or attend to selected tokens."""
 
 
 # [Note: how a model knows] Windows, chunks and linear attention need other masks than full
@@ -76,7 +74,7 @@ def packing_support(model: nn.Module, length: int | None = None) -> str | None:
 
 
 def _frequencies_vary(config: Any, length: int | None) -> bool:
-    """Whether a sequence of that length changes the rotary frequencies of others in its batch."""
+    """Whether a sequence of this length changes the rotary frequencies of others in its batch."""
     rope = getattr(config, "rope_parameters", None) or {}
     # One for all layers, or one per kind.
     for one in [value for value in rope.values() if isinstance(value, dict)] or [rope]:
@@ -95,14 +93,12 @@ def _frequencies_vary(config: Any, length: int | None) -> bool:
 # any accumulation use the same tokens per step, and the position is a number of steps.
 
 
-IGNORED = -100
-"""Ignored label in the losses of torch and transformers."""
+IGNORED = -100  # ignored label in the losses of torch and transformers
 SHORTEST_GRAIN = 8
 GRAINS = 32
-"""Sorted batches treat lengths as equal that differ by less than a 32nd of the longest."""
+"""Sorted batches treat lengths as equal if they differ by less than 1 / GRAINS of the longest."""
 
-Rows = list[list[int]]
-"""Indices of the sequences of each row."""
+Rows = list[list[int]]  # indices of the sequences of each row
 
 
 # [Note: as many steps in each epoch] Both orders are laid out once, on the sorted lengths:
@@ -144,8 +140,8 @@ def make_batches(
     """Creates the loader for training or evaluation.
 
     A batch is a dict of arguments for a transformers model, plus `num_items`: the number of trained
-    tokens in the whole step, over all ranks and micro-batches. The sum of a batch's token losses
-    divided by it is this batch's share of the step's mean loss.
+    tokens in the whole step, over all ranks and micro-batches. A batch's share of the step's mean
+    loss is the sum of its token losses divided by `num_items`.
 
     - packed: ``input_ids``, ``labels``, ``position_ids``, each ``[B, L]``. Positions restart with
     each sequence, so that sequences do not attend to each other; for models without a cache.
@@ -157,17 +153,17 @@ def make_batches(
             padding; at least one row of `length`.
         length: length of a packed row and maximum sequence length, in tokens.
         packing: whether several sequences share a row; see `packing_support`.
-        seed: seed of the order.
+        seed: seed for shuffling.
         accumulate: number of micro-batches per step.
         rank: data-parallel rank of this process.
         ranks: number of data-parallel ranks.
         shuffle: whether to reshuffle each epoch; otherwise the longest sequences come first.
-        multiple: number by which the length of every batch must be divisible.
+        multiple: number that must divide the length of every batch.
         padding: padding token; it is never trained or attended to.
 
     Returns:
-        A loader whose state resumes at the next step with any `ranks` and `accumulate`. All ranks
-        have the same number of batches, `accumulate` per step.
+        A loader that resumes from its state at the next step, with any `ranks` and `accumulate`.
+        All ranks have the same number of batches, `accumulate` per step.
 
     Raises:
         GulliverError: there are no sequences, one is too long, the rank is out of range, or
@@ -188,7 +184,7 @@ def make_batches(
 
 
 class _Loader(DataLoader):
-    """Iterates over the micro-batches of steps; its position is a number of steps."""
+    """Iterates over the micro-batches of steps; its position is counted in steps."""
 
     batch_sampler: StepSampler
 
@@ -201,7 +197,7 @@ class _Loader(DataLoader):
 
 
 class StepSampler(ResumableSampler):
-    """This rank's parts of steps, one per micro-batch; see `make_batches` for arguments."""
+    """Selects this rank's part of each micro-batch; arguments as in `make_batches`."""
 
     kind = "sampler of sequences"
 
@@ -222,7 +218,7 @@ class StepSampler(ResumableSampler):
         self.lengths = np.array([len(one) for one in examples], dtype=np.int64)
         self._learnt = np.array([one.learnt for one in examples], dtype=np.int64)
         if not len(examples):
-            raise GulliverError("there are no sequences to make batches of; add data")
+            raise GulliverError("there are no sequences to batch; add data")
         if self.lengths.max() > length:
             raise GulliverError(
                 f"a sequence of {examples[int(self.lengths.argmax())].source} has "
@@ -257,7 +253,6 @@ class StepSampler(ResumableSampler):
         return digest.hexdigest()
 
     def batches(self, epoch: int) -> list[Rows]:
-        """Samples the rows of each step of an epoch."""
         draw = np.random.Generator(np.random.Philox(key=[self.seed % 2**64, epoch]))
         ties = (
             draw.permutation(len(self.lengths)) if self._shuffle else np.arange(len(self.lengths))
@@ -284,12 +279,12 @@ class StepSampler(ResumableSampler):
 
 
 def _packed(lengths: np.ndarray[Any, Any], length: int, rows: int) -> list[Rows]:
-    """One group: rows of positions in the sorted lengths that fit together."""
+    """Packs sequences into rows; returns one group of rows, as positions in the sorted lengths."""
     return [pack(lengths.tolist(), length).bins]
 
 
 def _sorted(lengths: np.ndarray[Any, Any], length: int, rows: int) -> list[Rows]:
-    """A group per step: adjacent positions in the sorted lengths, one per row."""
+    """Returns a group per step: adjacent positions in the sorted lengths, one per row."""
     groups, at = [], 0
     while at < len(lengths):
         size = rows * max(1, length // int(lengths[at]))

@@ -1,6 +1,6 @@
 """Options of fine-tuning: frozen dataclasses that also define the command line.
 
-Nothing here imports torch, so that `--help` is fast.
+This module does not import torch, so that `--help` is fast.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from gulliver.options import (
 
 FORMS = ("messages", "instruction", "completion", "text")
 LONGEST = 2**20
-LENGTH = 2048
-"""Default sequence length, if the model's context is not shorter."""
+LENGTH = 2048  # default sequence length, if the model's context is not shorter
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ class DataConfig(Options):
 
 
 def check_data(config: DataConfig) -> None:
-    """Validates the data options before anything is read.
+    """Validates the data options without reading files.
 
     Raises:
         GulliverError: an option is invalid.
@@ -86,8 +85,7 @@ def check_data(config: DataConfig) -> None:
 # chosen once model and data are known, and printed with the reason (`planning.py`).
 
 
-SIZE = Range(1, 65536)
-"""Allowed number of ranks that share a model."""
+SIZE = Range(1, 65536)  # allowed number of ranks that share a model
 
 
 @dataclass(frozen=True)
@@ -180,6 +178,8 @@ class FinetuneConfig(DataConfig):
     """
     dry_run: bool = False
     """Print the plan and exit before reading weights."""
+    json: bool = False
+    """Print the plan as JSON, in seconds and bytes; needs --dry-run."""
     GROUPS: ClassVar = {
         **{"data": "data", "model": "", "method": "run", "epochs": "training"},
         **{"lora_rank": "adapters", "eval_every": "evaluation", "save_every": "checkpoints"},
@@ -187,22 +187,22 @@ class FinetuneConfig(DataConfig):
 
     @property
     def ranks_of_a_model(self) -> int:
-        """Ranks that hold one model together and read the same texts."""
+        """Number of ranks that share a model and read the same texts."""
         return self.tp_size * self.pp_size * self.sp_size
 
 
 MAY_CHANGE = frozenset(
     {"out", "model", "data", "held_out", "adapter", "chat_template"}  # compared by fingerprint
     | {"memory_limit", "disk", "ranks", "tp_size", "pp_size", "sp_size", "activations"}
-    | {"micro_tokens", "resume", "dry_run", "keep", "log_every", "save_every", "merge"}
+    | {"micro_tokens", "resume", "dry_run", "json", "keep", "log_every", "save_every", "merge"}
     | {"save_dtype", "result", "bad_rows", "report_to", "push_to_hub"}
     | {"samples", "sample_tokens", "prompt", "steps", "epochs"}
 )
-"""Options that may change on resume: they affect where, how and how long a run trains."""
+"""Options that may change on resume: they affect only where, how and how long a run trains."""
 
 
 def check_finetune(config: FinetuneConfig) -> FinetuneConfig:
-    """Validates the options before anything is read.
+    """Validates the options without reading files.
 
     Raises:
         GulliverError: an option is invalid.
@@ -213,6 +213,8 @@ def check_finetune(config: FinetuneConfig) -> FinetuneConfig:
     config = replace(config, model=(model := fetch(config.model)))
     if not (model / "config.json").is_file():
         raise GulliverError(f"{model} is not a Hugging Face folder: it has no config.json")
+    if config.json and not config.dry_run:
+        raise GulliverError("--json prints the plan of a dry run; add --dry-run")
     check_data(config)
     _check_out(config, model)
     _check_adapters(config)
@@ -234,7 +236,6 @@ def check_finetune(config: FinetuneConfig) -> FinetuneConfig:
 
 
 def _check_out(config: FinetuneConfig, model: Path) -> None:
-    """Raises an error if the run folder overlaps with the inputs."""
     out = config.out.resolve()
     folders = [("--model", model), ("--adapter", config.adapter)]
     files = [("--data", path) for path in config.data]

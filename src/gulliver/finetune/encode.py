@@ -1,4 +1,4 @@
-"""Tokenizes conversations and finds the tokens of the assistant."""
+"""Tokenizes conversations, and locates the assistant's tokens."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from gulliver.finetune.rows import BadRow, TextSample
 Array = np.ndarray[Any, Any]
 
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
-SHOWN = 8
-"""Tokens around a difference that an error message shows."""
+SHOWN = 8  # number of tokens around a mismatch to show in an error message
 
 MARK_THEM = "mark the answers in the template with {% generation %}, or use --answers-only no"
 
@@ -37,12 +36,11 @@ class BadChat(Exception):
 
 
 def marks_answers(tokenizer: Any) -> bool:
-    """Whether the template itself marks the assistant's tokens."""
+    """Whether the chat template itself marks the assistant's tokens."""
     return tokenizer.is_fast and _MARK.search(tokenizer.get_chat_template()) is not None
 
 
 def check_template(tokenizer: Any) -> None:
-    """Raises an error if the tokenizer has no chat template."""
     try:
         tokenizer.get_chat_template()
     except ValueError:
@@ -66,7 +64,7 @@ def marked_tokens(tokenizer: Any, sample: TextSample) -> tuple[list[int], list[i
 
 
 def chat_texts(tokenizer: Any, sample: TextSample, answers_only: bool) -> list[str]:
-    """Renders a conversation in full, and up to each reply without and with it."""
+    """Renders a conversation in full, and up to each reply, without and with it."""
     count = len(sample.messages)
     texts = [_applied(tokenizer, sample, count, tokenize=False)]
     answers = _answers(sample)
@@ -81,7 +79,7 @@ def chat_texts(tokenizer: Any, sample: TextSample, answers_only: bool) -> list[s
 
 
 def answer_mask(tokenizer: Any, sample: TextSample, tokens: Sequence[list[int]]) -> Array:
-    """Finds the replies in a conversation, and checks the prefix property."""
+    """Locates the replies in a conversation, and checks that prefixes render consistently."""
     whole, parts = tokens[0], tokens[1:]
     learnt = np.zeros(len(whole), dtype=bool)
     for number, asked, answered in zip(_answers(sample), parts[::2], parts[1::2], strict=True):
@@ -131,8 +129,7 @@ def _refuse_template(
 # Converts samples to tokens and labels, and splits long texts.
 
 
-AT_ONCE = 256
-"""Samples per tokenizer call; its threads share them."""
+AT_ONCE = 256  # number of samples per tokenizer call, which its threads share
 
 
 # [Note: each token once] The first token of a sequence is never trained, because nothing precedes
@@ -223,7 +220,7 @@ class Encoder:
         self.begin, self.end = edges(self.tokenizer)
 
     def encode(self, samples: Sequence[TextSample]) -> Iterator[list[Example] | BadRow]:
-        """Yields the examples of each sample (one, or several windows), or the reason for none."""
+        """Yields the examples of each sample (one, or several windows), or why there are none."""
         chats = bool(samples and samples[0].messages)
         if chats:
             check_template(self.tokenizer)
@@ -234,7 +231,7 @@ class Encoder:
 
     @property
     def masks(self) -> str:
-        """Method that locates the replies in conversations."""
+        """Describes how replies in conversations are located."""
         return "template marks" if marks_answers(self.tokenizer) else "checked prefixes"
 
     def _marked(self, samples: Sequence[TextSample]) -> Iterator[list[Example] | BadRow]:
@@ -304,7 +301,7 @@ class Encoder:
 
 
 def split(ids: Sequence[int], learnt: Array, length: int, source: str) -> list[Example]:
-    """Splits a text into windows of at most `length` tokens, which overlap by one.
+    """Splits a text into windows of at most `length` tokens that overlap by one token.
 
     Args:
         ids: tokens, ``[T]``.
@@ -323,7 +320,7 @@ def _example(ids: Sequence[int], learnt: Array, source: str) -> Example:
 
 
 def edges(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """The tokens that begin and end a text: those that the tokenizer adds, or its EOS token."""
+    """Tokens that begin and end a text: those added by the tokenizer, or its EOS token."""
     plain = tokenizer("a", add_special_tokens=False)["input_ids"]
     whole, last = tokenizer("a")["input_ids"], tokenizer.eos_token_id
     size = len(plain)

@@ -2,8 +2,8 @@
 
     make_example(Path("out/example"))
 
-The model is a byte-level Llama with random weights. The task is to write words in capitals; the
-words are made of random syllables, so that held-out words distinguish learning from memorizing.
+The model is a byte-level Llama with random weights. The task is to write words in capitals; words
+consist of random syllables, so that held-out words distinguish learning from memorizing.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ CONTEXT = 256
 
 
 def make_example(folder: Path, rows: int = 1500, seed: int = 0) -> tuple[Path, Path]:
-    """Writes a tiny model and a data set, for a first run of ``gulliver finetune``.
+    """Writes a tiny model and a dataset, for a first run of ``gulliver finetune``.
 
     Args:
         folder: folder to write; it must be empty or not exist.
         rows: number of conversations.
-        seed: seed of weights and words.
+        seed: seed for weights and words.
 
     Returns:
-        Folder of the model with its tokenizer, and file of conversations (JSON Lines).
+        The folder with the model and its tokenizer, and the file of conversations (JSON Lines).
 
     Raises:
         GulliverError: the folder is not empty, or transformers is not installed.
@@ -73,7 +73,6 @@ def make_example(folder: Path, rows: int = 1500, seed: int = 0) -> tuple[Path, P
 
 
 def _tokenizer() -> Any:
-    """A byte-level tokenizer, with a token for each role and an end-of-message token."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

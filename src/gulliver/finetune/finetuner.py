@@ -28,18 +28,18 @@ from gulliver.finetune.prepare import FinetuneJob, make_optimizer, prepare
 from gulliver.finetune.result import write_result
 from gulliver.finetune.step import FinetuneStep
 from gulliver.io.hub import push
-from gulliver.jobs.display import console
+from gulliver.jobs.display import console, print_json
 from gulliver.jobs.loop import LoopOptions, Outcome, TrainingLoop, rate_factor
 from gulliver.jobs.stop import StopRequest
 from gulliver.options import resolved
 
 
 def finetune(config: FinetuneConfig) -> Outcome:
-    """Fine-tunes a language model as `config` says; called on every rank.
+    """Fine-tunes a language model; called on every rank.
 
     Raises:
-        GulliverError: the options, the model, the data or the machine do not allow it; nothing is
-            written then. Or the loss is not finite, or another rank has failed.
+        GulliverError: options, model, data and machine are not compatible (nothing is written); the
+            loss is not finite; or another rank has failed.
     """
     config = check_finetune(config)
     world = init_world()
@@ -48,6 +48,10 @@ def finetune(config: FinetuneConfig) -> Outcome:
         warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
         job = prepare(config, world)
         if config.dry_run:
+            if config.json and world.is_main:
+                planned = job.planned
+                found = {"memory": planned.needed, "step_seconds": planned.seconds}
+                print_json({**as_values(job.recipe), **found, "plan": planned.plan.to_values()})
             return Outcome(0, True)
         finetuner = Finetuner(job, world)
         with StopRequest().listening() as stop:
@@ -118,7 +122,7 @@ class Finetuner(TrainingLoop):
         return super().is_over or bool(patience and self.worse >= patience)
 
     def run_to_end(self, stop: StopRequest) -> Outcome:
-        """Trains until the last step or a signal; always saves the last state."""
+        """Trains until the last step or a signal; always saves the final state."""
         result = None
         if self.train(stop):
             job, model = self.job, self.plain_model
@@ -127,7 +131,7 @@ class Finetuner(TrainingLoop):
         return Outcome(self.step_number, self.is_over, self.seconds, best, result)
 
     def batches(self) -> Iterator[tuple[list[Any], Any]]:
-        """Yields the micro-batches of consecutive steps, over as many epochs as needed."""
+        """Yields the micro-batches of consecutive steps over all epochs."""
         while True:
             # The rest of an epoch is too small for a step and is dropped.
             batches = list[Any]()

@@ -1,9 +1,8 @@
-"""Plans a run before weights are read: the fastest plan that fits.
+"""Finds the fastest plan that fits, without reading weights.
 
-Start with `plan_run`. A step is traced with shapes only, from a model on meta, its optimizer and
-the largest micro-batch. Without a memory limit the lowest ZeRO stage that fits is used. Each stage
-is first tried with smaller micro-batches, because accumulation is free while a higher stage
-communicates more.
+Start with `plan_run`. A step is traced on the meta device with the largest micro-batch. Without a
+memory limit, the lowest ZeRO stage that fits is used. Each stage is first tried with smaller
+micro-batches, because accumulation is free while a higher stage communicates more.
 """
 
 from __future__ import annotations
@@ -28,15 +27,14 @@ from gulliver.plan.plan import Plan
 from gulliver.plan.tree import Work
 from gulliver.planner.measure import estimate_work
 
-CHUNK_MB = 4.0
-"""ZeRO chunk size: with steps of many lengths, tuning it would not converge."""
+CHUNK_MB = 4.0  # ZeRO chunk size; tuning it would not converge for steps of many different lengths
 USABLE = 0.9
-"""Fraction of the memory that a plan without a limit may use: the interpreter needs some, too."""
+"""Fraction of the memory that a plan without a limit may use; the interpreter needs the rest."""
 HOST_SHARE = "70%"
-"""Default fraction of the host's memory behind a GPU with a limit, if no disk is given."""
+"""Default share of host memory for a GPU with a memory limit, if no disk is given."""
 UNMEASURED = "for a typical machine of this kind (gulliver probe measures this one)"
 AGAIN = {"keep": (False,), "recompute": (True,), "auto": (False, True)}
-"""Recomputation settings in the order in which they are tried if ranks share a model."""
+"""Recomputation settings to try, in order, if ranks share a model."""
 STATE = ("parameters", "gradients", "optimizer_state")
 
 
@@ -50,7 +48,7 @@ class StepShape:
     length: int
 
     def per_micro(self, places: int, accumulate: int) -> int:
-        """Maximum rows that a rank computes at once."""
+        """Maximum number of rows that a rank computes together."""
         return math.ceil(self.rows / (places * accumulate))
 
 
@@ -75,18 +73,16 @@ class PlannedRun:
 
     @property
     def disk(self) -> Path | None:
-        """Folder for state that exceeds a limit; None if no disk is used."""
         tiers = self.plan.zero.tiers if self.plan.zero is not None else None
         return Path(tiers.disk) if tiers is not None and tiers.disk is not None else None
 
     @property
     def seconds(self) -> float:
-        """Predicted seconds of an optimizer step."""
         one = self.plan.predicted.seconds
         return self.accumulate * (one.step - one.update) + one.update
 
     def lines(self, steps: int) -> list[str]:
-        """Formats the plan: memory by kind and tier, seconds and disk traffic."""
+        """Formats the plan: memory by kind and tier, step time and disk traffic."""
         plan, moved = self.plan, self.plan.predicted.moved
         stage = "" if plan.stage is None else f", stage {plan.stage}"
         found = [
@@ -218,7 +214,6 @@ def _room(config: FinetuneConfig, ranks: int) -> int | None:
 
 
 def fitting(config: Any, plan: Plan, places: int, accumulate: int) -> PlannedRun:
-    """Returns a plan that fits in the available memory."""
     memory, work = plan.memory, plan.work
     state = sum(getattr(memory, kind) for kind in STATE)
     if plan.limited:
@@ -240,7 +235,7 @@ def fitting(config: Any, plan: Plan, places: int, accumulate: int) -> PlannedRun
     if needed > room:
         raise GulliverError(
             f"each rank needs {size_text(needed)} (state {size_text(state)}, activations "
-            f"{size_text(needed - state)}), but only {size_text(room)} are available; use "
+            f"{size_text(needed - state)}), but only {size_text(room)} is available; use "
             f"--memory-limit {size_at_least(int(room))} --disk FOLDER:SIZE, --method lora, or more "
             "--ranks"
         )
@@ -251,14 +246,12 @@ def fitting(config: Any, plan: Plan, places: int, accumulate: int) -> PlannedRun
 # Defaults of a run that depend on model and data, each with its reason.
 
 
-LEAST_STEPS = 100
-"""Minimum number of steps for the learning rate schedule to rise and fall."""
-MOST_TOKENS = 32_768
-"""Tokens per step beyond which more steps are better than larger ones."""
+LEAST_STEPS = 100  # minimum number of steps for the learning rate to rise and decay
+MOST_TOKENS = 32_768  # tokens per step above which more steps are better than larger ones
 LR_FULL, FULL_SIZE = 2e-5, 7e9
 """Learning rate of full fine-tuning, and the model size for which it is typical."""
 LORA_FACTOR = 10.0
-"""Ratio of the learning rates of adapters and of full fine-tuning
+"""Ratio of the learning rate of adapters to that of full fine-tuning
 (https://thinkingmachines.ai/blog/lora/).
 """
 LR_MOST = 1e-3
@@ -289,7 +282,6 @@ class Recipe:
     reasons: Mapping[str, str] = field(default_factory=dict)
 
     def lines(self) -> list[str]:
-        """Formats each choice with its reason."""
         shown = {
             "precision": self.precision,
             "batch": f"{self.batch_tokens:,} tokens per step",
@@ -304,7 +296,7 @@ class Recipe:
 
 
 def choose_precision(config: FinetuneConfig, device: str) -> tuple[str, str]:
-    """Chooses the training dtype of the weights; returns it with the reason."""
+    """Chooses the training dtype of the weights; also returns the reason."""
     if config.dtype != "auto":
         return config.dtype, "as requested"
     if device == "cuda":
@@ -313,7 +305,7 @@ def choose_precision(config: FinetuneConfig, device: str) -> tuple[str, str]:
 
 
 def choose_batch(config: FinetuneConfig, tokens: int, length: int) -> tuple[int, str]:
-    """Chooses the tokens per optimizer step; returns them with the reason."""
+    """Chooses the tokens per optimizer step; also returns the reason."""
     if config.batch_tokens is not None:
         least = max(config.batch_tokens, length)
         return least, "as requested" if least == config.batch_tokens else "the longest sequence"
@@ -338,7 +330,7 @@ def complete(
     parameters: int,
     held_out: bool,
 ) -> Recipe:
-    """Completes the hyperparameters of a run."""
+    """Fills in the hyperparameters that were not given."""
     reasons = {"precision": precision[1], "batch": batch[1]}
     steps = config.steps
     if steps is None:
@@ -366,7 +358,7 @@ def complete(
 
 
 def _rate(method: str, parameters: int) -> tuple[float, str]:
-    """Peak learning rate by method and size; it falls with the square root of the size."""
+    """Peak learning rate by method, falling with the square root of the size; also why."""
     full = min(LR_MOST, LR_FULL * math.sqrt(FULL_SIZE / parameters))
     size = f"{parameters / 1e9:.2g} B" if parameters >= 1e8 else f"{parameters / 1e6:.2g} M"
     why = f"{LR_FULL:g} at 7 B, scaled by the square root of the size, for {size} parameters"
@@ -378,5 +370,5 @@ def _rate(method: str, parameters: int) -> tuple[float, str]:
 
 
 def as_values(recipe: Recipe) -> dict[str, Any]:
-    """Converts a recipe to plain values, without its reasons."""
+    """Converts a recipe to a dict, without the reasons."""
     return {k: v for k, v in vars(recipe).items() if k != "reasons"}

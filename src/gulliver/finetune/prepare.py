@@ -1,4 +1,4 @@
-"""Folder of a fine-tuning run, and everything known before weights are read.
+"""Prepares a fine-tuning run in its folder, without reading weights.
 
 run/
   ...                  see `gulliver.jobs.RunFolder`
@@ -50,20 +50,18 @@ FINGERPRINTS = {
     "data": "--data or the tokenizer is not the one that the run was started with",
 }
 
-WRITTEN = ("result", "save_dtype")
-"""Options that apply only to a merged model."""
+WRITTEN = ("result", "save_dtype")  # options that apply only to a merged model
 
 
 @dataclass(frozen=True)
 class FinetuneRun(RunFolder):
-    """A folder with a fine-tuning run."""
+    """Folder of a fine-tuning run."""
 
     may_change: frozenset[str] = MAY_CHANGE
     fingerprints: Mapping[str, str] = field(default_factory=lambda: FINGERPRINTS)
 
     @property
     def best(self) -> CheckpointFolder:
-        """Weights of the best evaluation."""
         return CheckpointFolder(self.folder / "best", keep=1)
 
     def open(
@@ -114,11 +112,10 @@ class FinetuneJob:
 
     @property
     def length(self) -> int:
-        """Tokens per row: the row length, or that of the longest text."""
+        """Tokens per row: the length of packed rows, or of the longest text."""
         return row_length(self.data, self.packing)
 
     def batches(self, place: int, held_out: bool = False) -> Any:
-        """The loader of a rank's micro-batches."""
         return loader_of(
             self.config,
             self.data.held_out if held_out else self.data.train,
@@ -133,7 +130,6 @@ class FinetuneJob:
 
 
 def row_length(data: TextData, packing: bool) -> int:
-    """Longest row of a data set in tokens."""
     if packing:
         return int(data.facts["length"])
     return max(map(len, (*data.train, *data.held_out)))
@@ -147,7 +143,6 @@ def loader_of(
     packing: bool,
     **options: Any,
 ) -> Any:
-    """A loader of micro-batches; see `make_batches`."""
     return make_batches(
         examples,
         tokens=tokens,
@@ -163,7 +158,7 @@ def loader_of(
 def make_optimizer(
     model: nn.Module, config: FinetuneConfig, learning_rate: float
 ) -> torch.optim.AdamW:
-    """AdamW for the trained parameters: matrices decay, biases and norms do not."""
+    """AdamW for the trained parameters, with weight decay only on matrices."""
     trained = [p for p in model.parameters() if p.requires_grad]
     groups: list[dict[str, Any]] = [{"params": trained}]
     if config.weight_decay:
@@ -308,7 +303,6 @@ def _prompts(
 
 
 def _bytes_of_run(job: FinetuneJob) -> int:
-    """Maximum disk space in bytes for everything that a run writes."""
     plan, config = job.planned.plan, job.config
     # Each checkpoint has float32 weights and both moments of the trained parameters.
     weights = 4 * plan.model.trainable

@@ -36,7 +36,6 @@ SHOWN_SAMPLES = 3
 
 
 def model_card(job: FinetuneJob, run: FinetuneRun, step: int, which: str) -> str:
-    """The text of README.md."""
     log = run.log.read()
     evaluations = [line for line in log if "held_out_loss" in line]
     sections = [
@@ -106,7 +105,7 @@ def _training(job: FinetuneJob) -> list[tuple[str, Any]]:
 
 
 def _samples(run: FinetuneRun, step: int) -> str:
-    """Samples before training and at the step that became the result."""
+    """Formats samples from before training and from the resulting step."""
     found = run.samples.read()
     parts = []
     for number in dict.fromkeys((0, step)):
@@ -144,14 +143,13 @@ def _version(name: str) -> str:
 
 
 NO_BETTER = "no evaluation improved on the first"
-CARRIED = ("generation_config.json",)
-"""Files copied from the base model's folder to the result."""
+CARRIED = ("generation_config.json",)  # files copied from the base model's folder to the result
 
 
 def write_result(
     job: FinetuneJob, run: FinetuneRun, model: nn.Module, world: World, best: int
 ) -> Path:
-    """Writes the result of a finished run; called on every rank, written by rank 0."""
+    """Writes the result of a finished run on rank 0; called on every rank."""
     whole, adapter = run.folder / "model", run.folder / "adapter"
     if world.is_main:
         step, which = _chosen(job, run, best)
@@ -180,7 +178,6 @@ def write_result(
 
 
 def _chosen(job: FinetuneJob, run: FinetuneRun, best: int) -> tuple[Path, str]:
-    """The folder of the resulting weights, and a description."""
     if job.config.result == "best" and best >= 0:
         if best == 0 and job.config.method != "lora":
             return job.base.folder, f"the initial weights ({NO_BETTER})"
@@ -251,7 +248,6 @@ class Merged(Weights):
 
 
 def _model_config(job: FinetuneJob) -> dict[str, Any]:
-    """The base model's configuration, with the dtype of the result."""
     values = dict(read_json(job.base.folder / "config.json"))
     values.pop("quantization_config", None)
     key = "dtype" if "dtype" in values else "torch_dtype"
@@ -265,7 +261,7 @@ def _dtype(job: FinetuneJob) -> torch.dtype:
 
 
 def _carry(job: FinetuneJob, folder: Path) -> None:
-    """Copies the tokenizer and generation settings to the weights' folder."""
+    """Copies the tokenizer and the generation settings next to the weights."""
     job.tokenizer.save_pretrained(folder)
     for name in CARRIED:
         if (job.base.folder / name).is_file():

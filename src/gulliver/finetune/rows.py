@@ -1,9 +1,8 @@
 """Reads rows of JSON Lines, JSON, Parquet, CSV, TSV and plain text, with their positions.
 
-Files may have byte order marks, CRLF, blank lines, truncated lines or invalid UTF-8. A row that
-cannot be read becomes a `BadRow` with its file and line, not an exception: the caller counts bad
-rows and decides whether to skip them. A file that is unreadable as a whole (a truncated list,
-UTF-16) raises an error.
+Files may have byte order marks, CRLF, blank lines, truncated lines or invalid UTF-8. An unreadable
+row becomes a `BadRow` with its file and line, not an exception, and the caller decides whether to
+skip it. A file that is unreadable as a whole (a truncated list, UTF-16) raises an error.
 """
 
 from __future__ import annotations
@@ -23,13 +22,12 @@ from gulliver.io.files import named_errors
 MARK, WIDE_MARKS = b"\xef\xbb\xbf", (b"\xff\xfe", b"\xfe\xff")
 """Byte order marks of UTF-8, and of UTF-16 and UTF-32."""
 PARQUET_ROWS = 1024
-"""Rows read from a Parquet file at a time."""
 LONGEST_FIELD = 2**31 - 1
 
 
 @dataclass(frozen=True)
 class Row:
-    """A row: values by column, with file and line."""
+    """A row as values by column, with its file and line."""
 
     values: dict[str, Any]
     source: str
@@ -37,14 +35,13 @@ class Row:
 
 @dataclass(frozen=True)
 class BadRow:
-    """An unusable row: a reason to count by, and details after a colon."""
+    """An unusable row, with a reason and, after a colon, details."""
 
     source: str
     why: str
 
     @property
     def reason(self) -> str:
-        """The reason without the details."""
         return self.why.partition(": ")[0]
 
     def __str__(self) -> str:
@@ -58,12 +55,12 @@ def read_rows(paths: Iterable[Path]) -> Rows:
     """Yields the rows of all files, in order.
 
     Args:
-        paths: files, or folders whose files are read in the order of their names. Files with a
-            suffix not in `READERS` are plain text: one row with the column ``text``.
+        paths: files, or folders whose files are read in the order of their names. Files whose
+            suffix is not in `READERS` are read as plain text, as one row with the column ``text``.
 
     Raises:
         GulliverError: a path does not exist or cannot be opened, a folder has no files, a table has
-            no valid header, or a file has another encoding or is truncated.
+            no valid header, or a file is truncated or not in UTF-8.
     """
     for path in paths:
         for file in _files(Path(path)):
@@ -229,9 +226,6 @@ READERS: dict[str, Callable[[Path], Rows]] = {
     ".tsv": _table("\t"),
     ".parquet": _parquet,
 }
-"""Readers by file suffix."""
-
-
 # Row formats: conversation, instruction, prompt and completion, or plain text.
 #
 # A data set has one form, detected from the columns; if several match, the richest one is used,
@@ -246,7 +240,7 @@ COLUMNS: dict[str, tuple[tuple[str, ...], ...]] = {
     "completion": (("prompt", "completion"), ("prompt", "response")),
     "text": (("text",),),
 }
-"""Columns of each form, richest form first."""
+"""Columns of each form, from the richest to the simplest form."""
 KNOWN = "messages; instruction and output; prompt and completion; or text"
 ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
 """Aliases of roles in conversations with `from` and `value`."""
@@ -265,7 +259,7 @@ WITHOUT_INPUT = (
 
 @dataclass(frozen=True)
 class TextSample:
-    """Content of a row: messages, or a prompt, possibly empty, with an answer."""
+    """Content of a row: messages, or an answer with a (possibly empty) prompt."""
 
     source: str
     prompt: str = ""
@@ -275,7 +269,7 @@ class TextSample:
 
     @property
     def content(self) -> str:
-        """The whole content as one text, for comparing rows."""
+        """Full content as one text, for comparing rows."""
         return json.dumps(
             [self.prompt, self.answer, self.messages, self.tools], sort_keys=True, default=str
         )
@@ -283,7 +277,7 @@ class TextSample:
 
 @dataclass(frozen=True)
 class Form:
-    """The schema of a data set: its name and columns.
+    """The schema of a dataset: its name and columns.
 
     Attributes:
         name: name of the form, one of `COLUMNS`.
@@ -294,7 +288,7 @@ class Form:
     rows: int
 
     def parse(self, row: Row) -> TextSample | BadRow:
-        """Parses a row; missing columns or invalid values make it a bad row."""
+        """Parses a row; returns a `BadRow` for missing columns or invalid values."""
         given = [c for c in COLUMNS[self.name] if all(row.values.get(n) is not None for n in c)]
         if len(given) > 1:
             names = " and ".join(columns[-1] for columns in given)
@@ -316,11 +310,11 @@ def recognise(rows: Iterable[Row], form: str = "auto") -> Form:
     """Detects the form of all rows.
 
     Args:
-        rows: rows of a data set; rows without the columns of any form are ignored.
+        rows: rows of a dataset; rows without the columns of any form are ignored.
         form: name of the form, or ``auto``.
 
     Raises:
-        GulliverError: no row has a form, or rows have several.
+        GulliverError: no row has a known form, or rows have different forms.
     """
     counts: Counter[str] = Counter()
     first: dict[str, Row] = {}
@@ -360,7 +354,7 @@ def _refuse_unknown(row: Row | None, form: str) -> None:
 
 
 def _columns_of(row: Row, form: str, filled: bool = False) -> tuple[str, ...] | None:
-    """The columns of a form in a row, if it has them; with `filled`, only those with values."""
+    """Returns a row's columns for a form, or None if any is missing (or empty, with `filled`)."""
     for columns in COLUMNS[form]:
         # A table has a column for all rows, with None where a row has no value.
         empty = filled and any(row.values.get(name) is None for name in columns)

@@ -1,9 +1,9 @@
-"""Trains on, evaluates, or samples from a micro-batch on one rank.
+"""Trains, evaluates and samples with micro-batches on one rank.
 
 Start with `FinetuneStep.learn`. A step's loss is the sum of token losses divided by the number of
 trained tokens, over all ranks and micro-batches, so it does not depend on how the step is split.
-Each micro-batch contributes its sum divided by that number, and a factor cancels the averaging of
-gradients over ranks.
+The loss of each micro-batch is its sum divided by that number, and a factor that cancels the
+averaging of gradients over ranks.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class FinetuneStep:
         self._takes = set(inspect.signature(type(plain).forward).parameters)
 
     def learn(self, batches: Sequence[Mapping[str, Any]]) -> Tensor:
-        """Runs backward for the micro-batches of a step."""
+        """Runs forward and backward of a step's micro-batches; returns the loss."""
         share = torch.zeros((), dtype=torch.float64, device=self.world.device)
         for number, batch in enumerate(batches):
             last = number == len(batches) - 1
@@ -68,7 +68,7 @@ class FinetuneStep:
 
     @torch.no_grad()
     def judge(self, batches: Iterator[Mapping[str, Any]]) -> float:
-        """The mean loss over all trained tokens of all ranks; called on every rank."""
+        """Returns the mean loss over all trained tokens of all ranks; called on every rank."""
         total = torch.zeros(2, dtype=torch.float64, device=self.world.device)
         with self.evaluating():
             for batch in batches:
@@ -83,7 +83,6 @@ class FinetuneStep:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Context manager for evaluation mode."""
         self.model.eval()
         try:
             yield
@@ -110,13 +109,12 @@ class FinetuneStep:
         return found[0, given.shape[1] :].tolist()
 
     def _on_device(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Moves a micro-batch's model inputs to this rank's device."""
         known = {name: batch[name] for name in (*INPUTS, "labels") if name in batch}
         taken = {n: v for n, v in known.items() if n in self._takes}
         return {name: value.to(self.world.device) for name, value in taken.items()}
 
     def _loss(self, batch: dict[str, Tensor], items: int) -> Tensor:
-        """The sum of a micro-batch's token losses divided by a number of tokens."""
+        """Returns the sum of a micro-batch's token losses divided by `items`."""
         if self._own:
             return self.model(**batch, num_items_in_batch=items).loss
         labels = batch.pop("labels")
@@ -125,7 +123,7 @@ class FinetuneStep:
     def _through_stages(
         self, batch: Mapping[str, Any], items: int, optimizer: BoostedOptimizer | None
     ) -> Tensor:
-        """Loss through pipeline stages, with backward if there is an optimizer."""
+        """Returns the loss through pipeline stages; runs backward if there is an optimizer."""
         given = self._on_device(self._with_enough_rows(batch))
         count = int((given["labels"][:, 1:] != IGNORED).sum())
         factor = (self.places if optimizer is not None else 1) * count / max(1, items)
@@ -145,9 +143,9 @@ class FinetuneStep:
         return done["loss"].double() * (1 / self.places if optimizer is not None else 1)
 
     def _with_enough_rows(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Pads a micro-batch to a row per pipeline micro-batch; added rows are not trained.
+        """Pads a batch so that each pipeline micro-batch has a row; added rows are not trained.
 
-        They repeat the first row, so that they have no other effect.
+        Added rows repeat the first row, so that they do not affect the others.
         """
         lacking = self.micro_batches - len(batch["labels"])
         if lacking <= 0:
@@ -159,7 +157,7 @@ class FinetuneStep:
 
 
 def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
-    """The sum of the token losses of ``[B, L, vocabulary]`` logits, in float32."""
+    """Returns the sum of token losses of ``[B, L, vocabulary]`` logits, in float32."""
     found = logits[:, :-1].flatten(0, 1).float()
     wanted = labels[:, 1:].flatten().to(found.device)
     return F.cross_entropy(found, wanted, ignore_index=IGNORED, reduction="sum")
@@ -173,13 +171,12 @@ def _plain(model: nn.Module) -> nn.Module:
 # Prompts for sampling during training: from held-out texts and from the user.
 
 
-SHOWN = 32
-"""Maximum prompt tokens taken from a plain text."""
+SHOWN = 32  # maximum number of prompt tokens taken from a plain text
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """The beginning of a text."""
+    """The beginning of a text, and its continuation in the data."""
 
     # Tokens of the prompt.
     ids: list[int]
@@ -189,7 +186,7 @@ class Prompt:
     source: str
 
     def continued(self, learner: FinetuneStep, tokenizer: Any, tokens: int) -> dict[str, str]:
-        """The model's continuation, and the one in the data; called on every rank."""
+        """Returns the model's continuation and the data's; called on every rank."""
         made = learner.continuation(self.ids, tokens, tokenizer.eos_token_id)
 
         def text(ids: Sequence[int]) -> str:
@@ -206,7 +203,6 @@ class Prompt:
 def prompts_of(
     examples: Sequence[Example], count: int, texts: Sequence[str], tokenizer: Any
 ) -> list[Prompt]:
-    """Prompts from evenly chosen examples, and from texts of the user."""
     chosen = sorted({len(examples) * n // count for n in range(count)}) if count else []
     found = [_prompt_of(examples[number]) for number in chosen if number < len(examples)]
     for text in texts:
@@ -216,7 +212,7 @@ def prompts_of(
 
 
 def _prompt_of(example: Example) -> Prompt:
-    """A text up to its first answer; a plain text up to a number of tokens."""
+    """Returns a text up to its first answer; of a plain text, the first tokens."""
     first = int(np.argmax(example.answer)) if example.answer.any() else len(example)
     if first <= 1:
         first = min(SHOWN, max(1, len(example) // 2))

@@ -1,4 +1,4 @@
-"""The data set of a fine-tuning run: rows, form, tokens and held-out split.
+"""Reads the dataset of a fine-tuning run: rows, form, tokens and held-out split.
 
 Start with `read_text`. Rows that are skipped, truncated or split are counted in `TextData.facts`
 and reported.
@@ -35,12 +35,12 @@ Item = TypeVar("Item")
 # windows.
 @dataclass(frozen=True, eq=False)
 class TextData:
-    """A tokenized data set.
+    """A tokenized dataset.
 
     Attributes:
         train: training sequences.
         held_out: evaluation sequences.
-        bad: skipped rows, with reasons.
+        bad: skipped rows with their reasons.
         facts: statistics, JSON serializable.
         fingerprint: digest of all tokens and of the tokenizer.
     """
@@ -62,7 +62,7 @@ def read_text(
     *,
     context: int | None = None,
 ) -> TextData:
-    """Reads a data set, and reports its contents.
+    """Reads a dataset, and reports its contents.
 
     Args:
         config: data options.
@@ -71,8 +71,8 @@ def read_text(
         context: maximum sequence length of the model in tokens; None for no limit.
 
     Raises:
-        GulliverError: a file or an option is invalid, rows have several forms, a row is bad and
-            rows must not be skipped, or nothing is left.
+        GulliverError: a file or an option is invalid, rows have different forms, a row is bad and
+            bad rows are not to be skipped, or no text is left.
     """
     check_data(config)
     length = _length(config, context)
@@ -107,7 +107,7 @@ def read_text(
 
 
 class _Bad:
-    """Collects bad rows, or raises an error for the first."""
+    """Collects bad rows, or raises an error for the first one."""
 
     def __init__(self, may_skip: bool) -> None:
         self.rows: list[BadRow] = []
@@ -156,7 +156,7 @@ def _samples(paths: Sequence[Path], form: str, bad: _Bad) -> tuple[Form, list[Te
 def divide(
     items: Sequence[Item], share: float, content: Callable[[Item], bytes]
 ) -> tuple[list[Item], list[Item]]:
-    """Splits texts into training and held-out ones."""
+    """Splits texts into training and held-out texts by a hash of their content."""
     hashes = [_hash(content(item)) for item in items]
     ordered = sorted(set(hashes))
     if share == 0 or len(ordered) < 2:
@@ -177,7 +177,7 @@ def _encoded(
     parts: Sequence[Sequence[TextSample]],
     bad: _Bad,
 ) -> Iterator[tuple[list[Example], int]]:
-    """Yields the sequences of each part, and the number of texts they come from."""
+    """Yields the sequences of each part, and the number of texts that they come from."""
     for part in parts:
         examples, texts = list[Example](), 0
         for found in encoder.encode(part):
@@ -238,7 +238,7 @@ def _lines(data: TextData) -> Iterator[str]:
 
 
 def _fingerprint(encoder: Encoder, *parts: list[Example]) -> str:
-    """Digest of all tokens and of the tokenizer, which defines the meaning of ids."""
+    """Digest of all tokens and of the tokenizer."""
     tokenizer = encoder.tokenizer
     digest = hashlib.blake2b(digest_size=16)
     if tokenizer.is_fast:

@@ -1,4 +1,4 @@
-"""Cost models: devices, links and disks, measured or described, and formulas based on them."""
+"""Cost models: measured or described devices, links and disks, and formulas based on them."""
 
 from typing import TYPE_CHECKING
 

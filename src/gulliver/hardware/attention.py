@@ -1,9 +1,9 @@
-"""FLOPs, bytes and seconds of attention over a sequence that is split over several ranks.
+"""FLOPs, bytes and seconds of attention over a sequence sharded over several ranks.
 
-With B batch, H heads, G KV heads, L and K the tokens of queries and keys, D and E the dims of
-queries and values, s the bytes per element and w those of partial results (4, and 8 for float64), u
-Ulysses, o outer, i inner and n = o i positions, the keys and values of a position and their
-gradients have
+Let B be the batch size, H and G the numbers of query and KV heads, L and K of query and key tokens,
+D and E the dims of queries and values, s the bytes per element and w per element of partial results
+(4, or 8 for float64). With u Ulysses ranks, o outer and i inner ring ranks and n = o i, the keys
+and values of one ring position and their gradients take
 
     kv = B (G / u) (K / n) (D + E) s        grads = kv w / s
 
@@ -17,19 +17,19 @@ bytes. A rank sends
 In units of B H (L / N) D elements a flat ring of N therefore sends 2 (N - 1) forward and 4 (N - 1)
 backward in float32, while the two rings of RSA send 2 (N - 1) and 6 (N - 1). Ulysses sends (u - 1)
 / u of a rank's q, k, v and output, in forward and in backward; KV heads that several ranks need are
-sent to each.
+sent to each of them.
 
-Along the outer ring each rank of a node sends about 1 / i of what the rank at the node's end sends
-in a flat ring: (o - 1) blocks instead of (n - 1).
+Along the outer ring, each rank sends (o - 1) blocks between nodes; in a flat ring, the last rank of
+a node sends (n - 1).
 
-A ring step overlaps communication with compute: with c the seconds of a block and f, s those of a
-hop along the inner and the outer ring, a forward takes
+A ring step overlaps communication with compute: with c seconds per block, and f and s seconds per
+hop along the inner and outer ring, forward takes
 
     turn = (i - 1) max(c, f) + c        forward = (o - 1) max(turn, s) + turn
 
-and a backward the same with the backward's messages and 5/2 of the operations. A head exchange does
-not overlap. Under a causal mask a balanced layout (zigzag) gives every rank half of the pairs; the
-last rank of the plain layout has all of them.
+and backward the same, with its own messages and 5/2 of the operations. Head exchanges do not
+overlap. Under a causal mask a balanced layout (zigzag) gives every rank half of the pairs; the last
+rank of the plain layout has all of them.
 """
 
 from __future__ import annotations
@@ -47,19 +47,18 @@ from gulliver.hardware.costs import (
 )
 
 EXCHANGE_LAUNCHES, EXCHANGE_RANK_LAUNCHES = 7, 8
-"""Packing operations of a head exchange, constant and per rank of it."""
+"""Packing operations of a head exchange: a constant, and per rank."""
 RING_LAUNCHES, RING_RANK_LAUNCHES = 58, 26
-"""Additional operations of ring attention compared with a single attention, forward and backward,
-constant and per rank: blocks, merging, and saved state. All four were counted in steps of 2 and 4
-ranks (tests/data_centric/test_step_prices.py counts them again).
+"""Additional operations of ring attention over plain attention, in forward and backward: a
+constant, and per rank. All four numbers were counted in steps of 2 and 4 ranks
+(tests/data_centric/test_step_prices.py counts them again).
 """
-GATHER_LAUNCHES = 5
-"""Packing operations of a sequence that tensor ranks gather, or reduce and scatter."""
+GATHER_LAUNCHES = 5  # packing operations if tensor ranks all-gather, or reduce-scatter, a sequence
 
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """One attention."""
+    """Sizes of one attention call."""
 
     batch: int
     # Number of query heads.
@@ -81,17 +80,14 @@ class AttentionShape:
 
     @property
     def keys(self) -> int:
-        """Tokens of the keys."""
         return self.length if self.key_length is None else self.key_length
 
     @property
     def values(self) -> int:
-        """Dims of a value."""
         return self.head_dim if self.value_dim is None else self.value_dim
 
     @property
     def item(self) -> int:
-        """Bytes per element."""
         return ITEM_BYTES[self.dtype]
 
     @property
@@ -102,7 +98,7 @@ class AttentionShape:
 
 @dataclass(frozen=True)
 class SequenceSplit:
-    """Numbers of ranks along each dim of a split sequence."""
+    """Number of ranks along each dim of a sharded sequence."""
 
     # Ranks that exchange sequence for heads (Ulysses).
     ulysses: int
@@ -117,12 +113,10 @@ class SequenceSplit:
 
     @property
     def ring(self) -> int:
-        """Size of both rings together."""
         return self.outer * self.inner
 
     @property
     def degree(self) -> int:
-        """Number of ranks that share the sequence."""
         return self.ring * self.ulysses
 
 
@@ -145,7 +139,7 @@ class AttentionBytes:
 
     @property
     def ring(self) -> float:
-        """Bytes along both rings, forward and backward."""
+        """Bytes sent along both rings, in forward and backward."""
         return self.inner_forward + self.inner_backward + self.outer_forward + self.outer_backward
 
     @property
@@ -154,13 +148,12 @@ class AttentionBytes:
 
     @property
     def backward(self) -> float:
-        """Bytes of the whole backward."""
         return self.ulysses_backward + self.inner_backward + self.outer_backward
 
 
 @dataclass(frozen=True)
 class AttentionSeconds:
-    """Seconds of a forward and a backward."""
+    """Seconds of attention in forward and in backward."""
 
     # Seconds of both, including communication.
     total: float
@@ -171,7 +164,7 @@ class AttentionSeconds:
 
 
 def split_attention_bytes(split: SequenceSplit, shape: AttentionShape) -> AttentionBytes:
-    """Bytes sent by each rank in one attention; see the module docstring."""
+    """Bytes sent by each rank in one attention call; see the module docstring."""
     forward, backward = _hop_bytes(split, shape)
     inner, outer = split.outer * (split.inner - 1), split.outer - 1
     exchanged = head_exchange_bytes(split, shape)
@@ -183,7 +176,7 @@ def split_attention_bytes(split: SequenceSplit, shape: AttentionShape) -> Attent
 
 
 def head_exchange_bytes(split: SequenceSplit, shape: AttentionShape) -> float:
-    """Bytes sent by each rank in the exchanges of one forward, or of one backward."""
+    """Bytes sent by each rank in the head exchanges of one forward, or of one backward."""
     of_q = shape.batch * shape.length / split.degree * shape.heads
     of_kv = shape.batch * shape.keys / split.degree * split.kv_heads
     sent = of_q * shape.head_dim + of_kv * (shape.head_dim + shape.values) + of_q * shape.values
@@ -191,7 +184,6 @@ def head_exchange_bytes(split: SequenceSplit, shape: AttentionShape) -> float:
 
 
 def exchange_launches(ranks: int) -> float:
-    """Packing operations of one head exchange."""
     return EXCHANGE_LAUNCHES + EXCHANGE_RANK_LAUNCHES * ranks
 
 
@@ -209,18 +201,7 @@ def attention_seconds(
     dtype: str = "float32",
     backward: bool = False,
 ) -> float:
-    """Seconds of softmax(Q K^T) V on one rank: 2 rows queries keys (D + E) FLOPs forward.
-
-    Args:
-        device: device.
-        rows: batch times heads.
-        queries: number of query tokens.
-        keys: number of key tokens.
-        dims: dims of queries and keys, and of values.
-        dtype: dtype of the tensors.
-        backward: whether to include the backward: five matrix products in addition to the forward's
-            two.
-    """
+    """Seconds of softmax(Q K^T) V on one rank: 2 rows queries keys (D + E) FLOPs forward."""
     forward = sum(matmul_seconds(device, queries, rows * dim, keys, dtype) for dim in dims)
     return forward * (1 + BACKWARD_OF_ATTENTION) if backward else forward
 
@@ -228,7 +209,7 @@ def attention_seconds(
 def split_attention_seconds(
     cluster: Cluster, shape: AttentionShape, split: SequenceSplit, stride: int = 1
 ) -> AttentionSeconds:
-    """Seconds of a forward and a backward on every `stride`-th rank of a cluster."""
+    """Seconds of attention over every `stride`-th rank of a cluster."""
     lines = _Lines(cluster.resized(split.degree * stride), split, stride)
     block = _block_seconds(cluster.device, shape, split)
     forward, backward = _hop_bytes(split, shape)
@@ -240,14 +221,14 @@ def split_attention_seconds(
 
 
 def _hop_bytes(split: SequenceSplit, shape: AttentionShape) -> tuple[float, float]:
-    """Bytes of one hop of a position's block, forward and backward with returned gradients."""
+    """Bytes of a block sent in one ring hop, in forward and, with gradients, in backward."""
     dims, places = shape.head_dim + shape.values, split.ulysses * split.ring
     block = shape.batch * split.kv_heads * shape.keys / places * dims
     return block * shape.item, block * (shape.item + shape.wide)
 
 
 def _block_seconds(device: Device, shape: AttentionShape, split: SequenceSplit) -> float:
-    """Forward seconds of one position's queries and another's keys, on the busiest rank."""
+    """Forward seconds of one ring position's queries with another's keys, on the busiest rank."""
     half = shape.causal and (split.balanced or split.ring == 1)
     rows = shape.batch * -(-shape.heads // split.ulysses)
     queries = max(1, shape.length // split.ring // (2 if half else 1))
@@ -258,13 +239,13 @@ def _block_seconds(device: Device, shape: AttentionShape, split: SequenceSplit) 
 
 
 class _Lines:
-    """Links used by each dim of a split."""
+    """Links used by each dim of a sharded sequence."""
 
     def __init__(self, cluster: Cluster, split: SequenceSplit, stride: int) -> None:
         self._cluster, self._split, self._stride = cluster, split, stride
 
     def ring_seconds(self, block: float, hop_bytes: float) -> float:
-        """A pass over both rings with `block` seconds of compute per block."""
+        """Seconds of a pass over both rings, with `block` seconds of compute per block."""
         split = self._split
         fast = self._hop(split.ulysses, split.inner, hop_bytes)
         slow = self._hop(split.ulysses * split.inner, split.outer, hop_bytes)
@@ -272,7 +253,6 @@ class _Lines:
         return (split.outer - 1) * max(turn, slow) + turn
 
     def exchange_seconds(self, sent: float) -> float:
-        """An all-to-all in which each rank sends a number of bytes."""
         u = self._split.ulysses
         if u == 1:
             return 0.0

@@ -1,10 +1,9 @@
 """Seconds and bytes of micro-batches of 1, 2, ... equal samples, with recomputation.
 
-A backward recomputes a block, or the block's activations are kept. `BatchCosts` starts with all
-blocks recomputed; `keep_blocks` then uses the remaining memory to keep those that save the most
-time. Blocks of one kind are equal, so the choice is a bounded knapsack over counts, solved exactly
-in bytes: kept bytes are proportional to the number of samples, so one Pareto front of (bytes,
-seconds) serves all batch sizes.
+`BatchCosts` starts with all blocks recomputed; `keep_blocks` then keeps the activations that save
+the most time in the remaining memory. Blocks of one kind are equal, so this is a bounded knapsack
+over counts. Kept bytes are proportional to the number of samples, so one exact Pareto front of
+(bytes, seconds) serves all batch sizes.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class BlockKind:
 
 @dataclass(frozen=True)
 class BatchCosts:
-    """Costs of micro-batches of one shape on a group of ranks: entry b - 1 is for b samples."""
+    """Costs of micro-batches of one shape on a group of ranks; entry b - 1 is for b samples."""
 
     # Seconds of forward and backward including communication: [B]; B is the largest batch that
     # fits, 0 if not even one sample does.
@@ -58,7 +57,6 @@ class BatchCosts:
         return len(self.seconds)
 
     def first(self, batches: int) -> BatchCosts:
-        """Costs of batches up to a number of samples."""
         return BatchCosts(*(getattr(self, f.name)[:batches] for f in fields(self)))
 
 
@@ -84,7 +82,7 @@ def keep_blocks(
 
 
 def kept_front(kinds: Sequence[BlockKind]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Pareto front of kept blocks in bytes and seconds."""
+    """Pareto front of bytes and seconds saved by keeping blocks."""
     weights, shares = np.zeros(1), np.zeros(1)
     kept = np.zeros((1, 0), dtype=np.int64)
     for kind in kinds:

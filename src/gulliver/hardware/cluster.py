@@ -1,8 +1,7 @@
-"""Measured curves: seconds by size, for costs that a single rate does not describe.
+"""Clusters of devices, links and disks, described by rates and measured curves.
 
-Caches, small matrices and size-dependent protocols deviate from the line of a latency and a
-bandwidth. A curve interpolates linearly between a few measured points, which is exact for Hockney's
-model; it is unreliable far outside the points.
+Caches, small matrices and size-dependent protocols are not described by a latency and a bandwidth,
+so a `Curve` interpolates linearly between measured points. It is unreliable far outside of them.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from gulliver.options import byte_size
 
 @dataclass(frozen=True)
 class Curve:
-    """Seconds by size."""
+    """Measured seconds by size."""
 
     # Ascending, in bytes (for matrix products in operations).
     sizes: tuple[int, ...]
@@ -38,12 +37,12 @@ class Curve:
 
     def __post_init__(self) -> None:
         if not self.sizes or len(self.sizes) != len(self.seconds):
-            raise GulliverError("a curve needs sizes and as many seconds")
+            raise GulliverError("a curve needs equally many sizes and seconds")
         if any(a >= b for a, b in itertools.pairwise(self.sizes)):
-            raise GulliverError("the sizes of a curve must ascend")
+            raise GulliverError("the sizes of a curve must be in ascending order")
 
     def at(self, size: float) -> float:
-        """Seconds at a size, interpolated, or extrapolated beyond the last point at its rate."""
+        """Seconds at a size: interpolated, or extrapolated beyond the last point at its rate."""
         right = bisect.bisect_left(self.sizes, size)
         if right == 0:
             return self.seconds[0]
@@ -63,7 +62,6 @@ ZERO_ALLOWED = {"alpha_s", "launch_s", "latency_s", "error", "spread", "rank_ord
 
 
 def read(kind: Any, values: Any, where: str) -> Any:
-    """Builds a dataclass of a given type."""
     if not isinstance(values, dict):
         raise GulliverError(f"{where} has no {kind.__name__.lower()}")
     known = {f.name: f for f in fields(kind)}
@@ -82,7 +80,7 @@ def read(kind: Any, values: Any, where: str) -> Any:
 
 
 def _value(hint: Any, value: Any, where: str, name: str) -> Any:
-    """Reads a value of an annotated type; `name` is its field."""
+    """Converts a value to an annotated type; `name` is its field."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
         if value is None:
@@ -142,7 +140,6 @@ RANKS = (1, 1e6), "ranks", "64 nodes are 64"
 def check_plausible(
     values: Iterable[tuple[str, float | None, tuple[tuple[float, float], str, str]]], where: str
 ) -> None:
-    """Raises an error for implausible values."""
     for name, value, ((least, most), unit, example) in values:
         if value is not None and not least <= value <= most:
             raise GulliverError(
@@ -186,7 +183,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Along:
-    """Collectives measured along a number of ranks."""
+    """Collectives measured over a given number of ranks."""
 
     # Number of participating ranks.
     ranks: int
@@ -198,7 +195,7 @@ class Along:
 
 @dataclass(frozen=True)
 class Link:
-    """Link between two ranks of an axis, full duplex."""
+    """A full-duplex link between two ranks of an axis."""
 
     # Latency in seconds.
     alpha_s: float
@@ -216,7 +213,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Disk:
-    """A folder's disk, measured with direct I/O if possible."""
+    """The disk of a folder, measured with direct I/O if possible."""
 
     # Bytes/s written, including sync.
     write_rate: float
@@ -230,7 +227,7 @@ class Disk:
     folder: str = ""
 
     def has(self, folder: Path | str) -> bool:
-        """Whether a folder is in the measured file system, as far as can be determined."""
+        """Whether a folder is in the measured file system, as far as this can be determined."""
         try:
             return os.stat(self.folder).st_dev == os.stat(folder).st_dev
         except OSError:
@@ -248,12 +245,12 @@ class Axis:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Equal devices on named axes, slowest links first.
+    """Identical devices on named axes, with the slowest links first.
 
     Attributes:
         name: name of the cluster.
         device: compute device of every rank.
-        axes: outer to inner; the product of their sizes is the number of ranks.
+        axes: axes from outer to inner; the product of their sizes is the number of ranks.
         disk: disk for checkpoints and for state beyond a memory limit.
         measured: False for descriptions from published figures.
         source: origin of the figures.
@@ -281,7 +278,6 @@ class Cluster:
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
         return math.prod(axis.size for axis in self.axes)
 
     def links(self) -> list[tuple[int, Link]]:
@@ -289,11 +285,11 @@ class Cluster:
         return [(axis.size, axis.link) for axis in self.axes]
 
     def crossed(self, stride: int, size: int) -> list[tuple[int, Link]]:
-        """Size and link of each axis that a line of positions crosses, outer to inner.
+        """Size and link of each axis that a line of ranks crosses, outer to inner.
 
         Args:
-            stride: distance between positions of the line.
-            size: number of positions in the line.
+            stride: distance between consecutive positions.
+            size: number of positions.
         """
         crossed, unit, span = [], 1, stride * size
         for axis in reversed(self.axes):
@@ -314,7 +310,7 @@ class Cluster:
         raise AssertionError("different positions differ on some axis")
 
     def resized(self, size: int) -> Cluster:
-        """The same machines for `size` ranks: inner axes stay full, or fewer of them are used.
+        """The same machines with `size` ranks, filling inner axes first.
 
         If the ranks do not fill whole nodes, all traffic is charged to the outermost link.
         """
@@ -322,20 +318,19 @@ class Cluster:
         return replace(self, axes=axes, rank_order=None)
 
     def to_yaml(self) -> str:
-        """The text of a file; unknown values are omitted."""
+        """Formats the cluster as YAML, omitting unknown values."""
         return to_yaml(_known(asdict(self)))
 
     def save(self, path: Path) -> None:
-        """Writes the file atomically."""
         write_text(Path(path), self.to_yaml())
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Reads a file.
+        """Reads a YAML file.
 
         Raises:
-            GulliverError: the file is missing or not YAML, or has an unknown, missing or invalid
-                entry.
+            GulliverError: the file is missing or not YAML, or an entry is unknown, missing or
+                invalid.
         """
         path = Path(path)
         if not path.is_file():
@@ -346,7 +341,7 @@ class Cluster:
 
     @classmethod
     def from_yaml(cls, text: str, where: str) -> Self:
-        """Parses the text of a file; errors name its origin, `where`."""
+        """Parses YAML; errors name its origin, `where`."""
         import yaml
 
         try:
@@ -361,7 +356,6 @@ class Cluster:
 
 
 def _bounded(cluster: Cluster) -> list[tuple[str, float | None, Any]]:
-    """Entries of a file that are checked for wrong units, with their ranges."""
     device = cluster.device
     found: list[tuple[str, float | None, Any]] = [
         ("device.memory_rate", device.memory_rate, RATE),
@@ -381,13 +375,12 @@ def _bounded(cluster: Cluster) -> list[tuple[str, float | None, Any]]:
 
 
 def described_names() -> list[str]:
-    """Names of the cluster descriptions included in the library."""
     folder = resources.files("gulliver.hardware") / "described"
     return sorted(f.name.removesuffix(".yaml") for f in folder.iterdir() if f.name.endswith("yaml"))
 
 
 def described(name: str) -> Cluster:
-    """Returns a cluster description included in the library, from published figures.
+    """Returns a cluster description from the library, based on published figures.
 
     Raises:
         GulliverError: the name is unknown.
@@ -426,7 +419,7 @@ _RATE = re.compile(r"([0-9.]+)\s*([KMGTP]?)(b|B|F|)(?:/s|ps|it/s)?")
 
 
 def changed_cluster(cluster: Cluster, changes: Sequence[str]) -> Cluster:
-    """Changes properties of a cluster; measured curves are replaced by the changed rate."""
+    """Changes rates of a cluster; a changed rate replaces its measured curve."""
     for text in changes:
         name, _, value = text.partition("=")
         if name not in CHANGES or not value:

@@ -1,8 +1,8 @@
 """Cost formulas: seconds, bytes and FLOPs from sizes.
 
 `axes` are pairs of size and link, outer to inner, as returned by `Cluster.links`; n is the size of
-an axis, alpha and B its link's latency and bandwidth. Messages follow Hockney's model (Parallel
-Computing 20, 1994). Collectives run axis by axis.
+an axis, alpha and B are the latency and bandwidth of its link. Messages follow Hockney's model
+(Parallel Computing 20, 1994). Collectives run axis by axis.
 
 | cost | along one axis | over several |
 | --- | --- | --- |
@@ -12,9 +12,9 @@ Computing 20, 1994). Collectives run axis by axis.
 | all-reduce | a reduce-scatter and an all-gather | in, along the outer axes, out |
 | all-to-all | h alpha + (n-1)/n bytes / B | all bytes along every axis |
 
-h is the number of latencies: 1 if every rank sends to all others at once (Gulliver over gloo), n-1
-in a ring (NCCL; Thakur, Rabenseifner, Gropp 2005). Measurements take precedence over formulas:
-curves of a device, of messages, and of a collective along n ranks, at n ranks.
+h is the number of latencies: 1 if every rank sends to all others together (Gulliver over gloo), n-1
+in a ring (NCCL; Thakur, Rabenseifner, Gropp 2005). Measured curves of a device, of messages, or of
+a collective over n ranks take precedence over formulas.
 
 Attention over several ranks is in `attention.py`.
 """
@@ -33,24 +33,23 @@ Axes = Sequence[tuple[int, Link]]
 Collective = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all"]
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 BACKWARD_OF_LINEAR, BACKWARD_OF_ATTENTION = 2.0, 2.5
-"""FLOPs of a backward relative to its forward: two matrix products instead of one, five instead of
-two.
-"""
+"""FLOPs of backward relative to forward: two matrix products for one, and five for two."""
 RING_BYTES = 128 << 10
-"""Bytes from which gloo's ring is assumed to be faster for more than two ranks, if not measured:
-below, its 2 (n - 1) sequential messages cost more than the CPU time it saves (single-threaded ranks
+"""Message size above which gloo's ring is assumed to be faster for more than two ranks, if not
+measured.
+Below, its 2 (n - 1) sequential messages cost more than the CPU time it saves (single-threaded ranks
 over loopback, see docs/collectives.md).
 """
 
 
 def matmul_seconds(device: Device, m: int, k: int, n: int, dtype: str = "float32") -> float:
-    """Matrix product of ``[m, k]`` and ``[k, n]``: 2 m k n operations, or its bytes if slower."""
+    """Seconds to multiply ``[m, k]`` by ``[k, n]``: 2 m k n operations, or its bytes if slower."""
     size = ITEM_BYTES.get(dtype, 1 if dtype.startswith("float8") else 4)
     return roofline_seconds(device, 2 * m * k * n, size * (m * k + k * n + m * n), dtype)
 
 
 def roofline_seconds(device: Device, operations: float, count: int, dtype: str) -> float:
-    """Roofline for matrix products: the slower of FLOPs and bytes (Williams et al. 2009)."""
+    """Roofline for matrix products: the slower of compute and memory (Williams et al. 2009)."""
     if dtype not in device.matmul:
         raise GulliverError(
             f"{device.name} has no rate for {dtype}, only for {', '.join(device.matmul)}; convert "
@@ -63,7 +62,7 @@ def roofline_seconds(device: Device, operations: float, count: int, dtype: str) 
 
 
 def linear_flops(weights: int, tokens: int = 1) -> float:
-    """Forward FLOPs of matrices with `weights` elements: one multiply-add each, per token."""
+    """Forward FLOPs of matrices with `weights` elements: one multiply-add per element and token."""
     return 2.0 * weights * tokens
 
 
@@ -75,13 +74,12 @@ def linear_seconds(
     dtype: str = "float32",
     backward: bool = False,
 ) -> float:
-    """Seconds of a linear layer; `backward` adds the gradients of both factors."""
+    """Seconds of a linear layer; `backward` adds the gradients of input and weight."""
     forward = matmul_seconds(device, tokens, inputs, outputs, dtype)
     return forward * (1 + BACKWARD_OF_LINEAR) if backward else forward
 
 
 def memory_seconds(device: Device, count: int) -> float:
-    """Seconds of a memory-bound operation that moves `count` bytes."""
     # On a CPU, a tensor that is written without being read counts twice: its cache lines are
     # fetched before the write.
     if device.memory_curve is not None:
@@ -90,7 +88,6 @@ def memory_seconds(device: Device, count: int) -> float:
 
 
 def copy_seconds(device: Device, count: int, to_device: bool) -> float:
-    """Seconds of a copy between pinned host memory and the device."""
     rate = device.to_device_rate if to_device else device.to_host_rate
     if rate is None:
         raise GulliverError(f"{device.name} has no copy rate because it computes in host memory")
@@ -98,24 +95,24 @@ def copy_seconds(device: Device, count: int, to_device: bool) -> float:
 
 
 def point_to_point_seconds(link: Link, count: int) -> float:
-    """Seconds of a message of `count` bytes, with another in the opposite direction."""
+    """Seconds of a message, while another is sent in the opposite direction."""
     if link.messages is not None:
         return link.messages.at(count)
     return link.alpha_s + count / link.bandwidth
 
 
 def reduce_scatter_seconds(axes: Axes, count: int) -> float:
-    """Seconds for `count` bytes, along the axes from the innermost outwards."""
+    """Seconds of a reduce-scatter of `count` bytes, from the innermost axis outwards."""
     return _shrinking("reduce_scatter", axes, count)
 
 
 def all_gather_seconds(axes: Axes, count: int) -> float:
-    """Seconds up to `count` bytes, along the axes from the outermost inwards."""
+    """Seconds of an all-gather to `count` bytes, from the outermost axis inwards."""
     return _shrinking("all_gather", axes, count)
 
 
 def all_reduce_seconds(axes: Axes, count: int) -> float:
-    """Seconds for `count` bytes: reduce-scatters in, an all-reduce outermost, all-gathers back."""
+    """Seconds of reduce-scatters, an all-reduce on the outermost axis, and all-gathers."""
     total, left = 0.0, float(count)
     several = [axis for axis in axes if axis[0] > 1]
     for size, link in reversed(several[1:]):
@@ -128,13 +125,8 @@ def all_reduce_seconds(axes: Axes, count: int) -> float:
 def all_reduce_ways(link: Link, ranks: int, count: int) -> dict[str, float]:
     """Seconds of an all-reduce over gloo by algorithm, if both were measured.
 
-    "direct" is an exchange from each rank to all others, "ring" is gloo's own. Formulas do not
-    distinguish them: they send the same bytes, but differ in CPU time per message.
-
-    Args:
-        link: slowest link between the ranks.
-        ranks: number of ranks.
-        count: bytes of the tensor.
+    "direct" sends from each rank to all others, "ring" is gloo's own. Both send the same bytes but
+    differ in CPU time per message, which formulas do not describe.
     """
     for measured in link.along:
         curves = measured.collectives
@@ -145,7 +137,7 @@ def all_reduce_ways(link: Link, ranks: int, count: int) -> dict[str, float]:
 
 
 def all_to_all_seconds(axes: Axes, count: int) -> float:
-    """Seconds for `count` bytes on each rank, a part for each: all of them cross every axis."""
+    """Seconds of an all-to-all of `count` bytes per rank; all bytes cross every axis."""
     return sum(_one_axis("all_to_all", size, link, count) for size, link in axes if size > 1)
 
 
@@ -184,8 +176,8 @@ def resharding_bytes(before: Sequence[int], after: Sequence[int], item: float) -
     """Mean bytes sent by each rank when a matrix is resharded from rows to columns.
 
     Args:
-        before: rows per rank before.
-        after: columns per rank after.
+        before: rows of each rank before resharding.
+        after: columns of each rank after resharding.
         item: bytes per element of the matrix.
     """
     stay = sum(rows * columns for rows, columns in zip(before, after, strict=True))
@@ -193,7 +185,7 @@ def resharding_bytes(before: Sequence[int], after: Sequence[int], item: float) -
 
 
 def zero_collectives(stage: int, chunks: Sequence[int]) -> list[tuple[Collective, int]]:
-    """Collectives of a ZeRO step, with the bytes of the whole tensor of each."""
+    """Collectives of a ZeRO step, with the bytes of each full tensor."""
     # Gradients of a chunk are reduce-scattered and its parameters gathered, at stage 3 once for the
     # forward and once for the backward, except for the last chunk, which backward uses first and
     # which is still gathered; stage 0 all-reduces gradients instead (Rajbhandari et al., ZeRO,
@@ -211,7 +203,7 @@ def zero_collectives(stage: int, chunks: Sequence[int]) -> list[tuple[Collective
 
 
 def conversion_seconds(device: Device, kind: str, axes: Axes, before: int, after: int) -> float:
-    """A step of a layout conversion: its message, and reading and writing."""
+    """Seconds of one step of a layout conversion, including reads and writes of memory."""
     local = memory_seconds(device, before + after)
     if kind == "swap":
         return local + max(point_to_point_seconds(link, before) for _, link in axes)
@@ -227,7 +219,6 @@ def conversion_seconds(device: Device, kind: str, axes: Axes, before: int, after
 
 
 def collective_seconds(axes: Axes, collective: str, count: int) -> float:
-    """Seconds of a collective of `count` bytes, by its name."""
     _check_collective(collective)
     return _SECONDS[collective](axes, count)
 
@@ -242,7 +233,6 @@ def _shrinking(collective: Collective, axes: Axes, count: int) -> float:
 
 
 def _one_axis(collective: Collective, size: int, link: Link, count: float) -> float:
-    """Seconds of a collective of `count` bytes along one axis."""
     for measured in link.along:
         if measured.ranks == size and collective in measured.collectives:
             return measured.collectives[collective].at(count)
@@ -269,8 +259,7 @@ _SECONDS = {
 # Costs of a step's collectives on a torus of any shape, mapped to a cluster.
 
 
-Collectives = Sequence[tuple[str, int]]
-"""Names of collectives, and bytes of their whole tensors."""
+Collectives = Sequence[tuple[str, int]]  # names of collectives, and bytes of their full tensors
 
 
 # [Note: like with like] A measured cluster has timings of collectives on its own axes and on all
@@ -282,11 +271,9 @@ def torus_seconds(cluster: Cluster, sizes: Sequence[int], collectives: Collectiv
 
     Args:
         cluster: measured or described cluster.
-        sizes: ranks along each axis of the torus, outer to inner; one size means all ranks at once.
+        sizes: ranks along each axis of the torus, outer to inner; a single size is a flat group of
+            all ranks.
         collectives: names and bytes of the collectives.
-
-    Raises:
-        GulliverError: the product of the sizes is not the number of ranks.
     """
     if math.prod(sizes) != cluster.size:
         shown = " x ".join(map(str, sizes))
@@ -302,7 +289,7 @@ def torus_seconds(cluster: Cluster, sizes: Sequence[int], collectives: Collectiv
 
 
 def torus_links(cluster: Cluster, sizes: Sequence[int]) -> list[tuple[int, Link]]:
-    """Size and link of each axis of a torus: the slowest link that any of its lines crosses."""
+    """Size and link of each axis of a torus; the link is the slowest one that its lines cross."""
     found, stride = [], cluster.size
     for size in sizes:
         stride //= size
@@ -312,7 +299,7 @@ def torus_links(cluster: Cluster, sizes: Sequence[int]) -> list[tuple[int, Link]
 
 
 def _slowest(cluster: Cluster, stride: int, size: int) -> Link:
-    """The link of the outermost axis that lines of every `stride`-th position cross."""
+    """The slowest link that lines of every `stride`-th position cross."""
     lines = [
         (block + place, block + place + stride * (size - 1))
         for block in range(0, cluster.size, stride * size)

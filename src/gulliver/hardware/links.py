@@ -1,10 +1,9 @@
 """Measures the links between ranks, and groups the ranks into nodes by speed.
 
-Every pair of ranks exchanges messages of several sizes in both directions at once, in rounds of
-disjoint pairs: n ranks take n - 1 rounds. All rounds are repeated several times, so that a load
-spike affects each pair at most once; latency and bandwidth are fitted to the medians. Then the
-collectives are timed along each axis, because many ranks communicate at once there, and the CPU may
-be the bottleneck.
+Every pair of ranks exchanges messages of several sizes in both directions together, in n - 1 rounds
+of disjoint pairs. All rounds are repeated, so that a load spike affects each pair at most once;
+latency and bandwidth are fitted to the medians. Then the collectives are timed along each axis,
+because the CPU may be the bottleneck if many ranks communicate.
 """
 
 from __future__ import annotations
@@ -28,17 +27,14 @@ MESSAGE_BYTES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 21)
 COLLECTIVE_BYTES = (1 << 12, 1 << 15, 1 << 18, 1 << 20, 1 << 22, 1 << 23)
 SWEEPS = 3
 LONG_S, BUDGET_S = 0.3, 1.0
-"""Seconds above which a collective is the largest to measure; and the total limit per collective.
-"""
+"""Seconds above which no larger size of a collective is measured, and limit per collective."""
 EXCHANGES, EXCHANGES_S = 7, 0.05
-"""Maximum exchanges of a size in a sweep, and their maximum seconds; there is at least one."""
+"""Maximum number of exchanges per size in a sweep, and their maximum seconds."""
 FASTEST = LINK[0][1]
-NEAR = 2.0
-"""Minimum ratio between the fastest link between nodes and the slowest link needed inside them."""
+NEAR = 2.0  # links between nodes must be slower than the links inside nodes by this factor
 BUSY_SIDE, BUSY_PRODUCTS = 512, 4
-"""Side and number of the matrices that a rank multiplies before a collective between computing."""
-SEEN_BY = 1 << 20
-"""Message size in bytes for comparing links."""
+"""Side and number of the matrices multiplied before a collective that is timed under load."""
+SEEN_BY = 1 << 20  # message size in bytes at which links are compared
 
 
 # [Note: from a meeting] All ranks synchronize before each timed message, as before each collective.
@@ -50,7 +46,7 @@ SEEN_BY = 1 << 20
 # Start with `probe_links`, `pair_rounds`, `fit_line`, `group_into_nodes`, `proposed_axes`. Only
 # nodes and their ranks are detected, not racks.
 def probe_links(progress: Progress = lambda _: None) -> dict[Pair, Link]:
-    """Measures the link of every pair of ranks; a collective call with one result for all."""
+    """Measures the link of every pair of ranks (collective; the same result on all ranks)."""
     if not dist.is_initialized() or dist.get_world_size() < 2:
         raise GulliverError(
             "links need several ranks; run torchrun --nproc-per-node 2 -m gulliver probe"
@@ -84,7 +80,7 @@ def probe_collectives(
     busy: bool = False,
     sizes: Sequence[int] | None = None,
 ) -> dict[str, Curve]:
-    """Times collectives along an axis; a collective call, with the same result on all ranks."""
+    """Times collectives along an axis (collective; the same result on all ranks)."""
     compute = _computing(link_device()) if busy else None
     device, item = link_device(), 4 * ranks
     wanted = sizes or COLLECTIVE_BYTES
@@ -114,7 +110,7 @@ def probe_collectives(
 
 
 def pair_rounds(size: int) -> list[list[Pair]]:
-    """Every pair of ranks once, in rounds of disjoint pairs: a round-robin tournament."""
+    """Round-robin tournament: every pair of ranks once, in rounds of disjoint pairs."""
     ranks: list[int | None] = [*range(size), *([None] if size % 2 else [])]
     rounds = []
     for _ in range(len(ranks) - 1):
@@ -126,7 +122,7 @@ def pair_rounds(size: int) -> list[list[Pair]]:
 
 
 def fit_line(counts: Sequence[int], seconds: Sequence[float]) -> Link:
-    """Latency and bandwidth by least squares of relative errors, and the largest error."""
+    """Fits latency and bandwidth by least squares of relative errors."""
     # On a busy machine large messages may take no longer than small ones: the bandwidth is then the
     # largest allowed in a file, and the error shows the quality of the fit. Weights 1 / seconds:
     # microseconds of a small message count as much as those of a large one.
@@ -146,7 +142,7 @@ def fit_line(counts: Sequence[int], seconds: Sequence[float]) -> Link:
 
 
 def group_into_nodes(size: int, links: Mapping[Pair, Link]) -> list[list[int]]:
-    """Groups ranks into nodes of equal size by link speed; a single node if links do not differ."""
+    """Groups ranks into nodes of equal size by link speed; a single node if links are similar."""
     # Pairs are joined from the fastest on (single linkage). Groups of equal size are nodes if the
     # next join, which is the fastest link between them, takes at least `NEAR` times as long as the
     # previous one, the slowest that was needed inside; of several such moments the last one, with
@@ -172,7 +168,7 @@ def group_into_nodes(size: int, links: Mapping[Pair, Link]) -> list[list[int]]:
 def proposed_axes(
     size: int, links: Mapping[Pair, Link]
 ) -> tuple[tuple[Axis, ...], tuple[int, ...] | None]:
-    """Axes for ranks with these links, and the order in which the ranks fill them."""
+    """Axes for ranks with these links, and the order in which ranks fill them."""
     # An axis is as fast as its slowest link.
     nodes = group_into_nodes(size, links)
     inside = {pair for node in nodes for pair in itertools.combinations(node, 2)}
@@ -186,13 +182,12 @@ def proposed_axes(
 
 
 def link_device() -> torch.device:
-    """Device of tensors sent between ranks."""
     nccl = torch.cuda.is_available() and "nccl" in str(dist.get_backend_config())
     return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
 
 
 def _computing(device: torch.device) -> Callable[[], object]:
-    """Creates a load of a few milliseconds: equal work on each rank, with different timing."""
+    """Creates a compute load of a few milliseconds, which ranks run at different times."""
     a, b, out = (torch.ones(BUSY_SIDE, BUSY_SIDE, device=device) for _ in range(3))
 
     def run() -> None:
@@ -203,7 +198,7 @@ def _computing(device: torch.device) -> Callable[[], object]:
 
 
 def _exchanges(peer: int | None, count: int) -> list[float]:
-    """Seconds of two-way messages in all pairs of a round (collective)."""
+    """Seconds of two-way messages between all pairs of a round (collective)."""
     device = link_device()
     out = torch.ones(count, dtype=torch.uint8, device=device)
     into = torch.empty_like(out)

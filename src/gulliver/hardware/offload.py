@@ -1,7 +1,7 @@
-"""Seconds of a step with state offloaded to a disk or to host memory.
+"""Predicts the time of a step with state offloaded to host memory or a disk.
 
-State is in a slower tier and is loaded for each visit: for a chunk's forward, backward and update.
-One processor computes visits in order; one link loads their state and writes evicted state. The
+State is loaded from the slower tier for each visit: a chunk's forward, backward or update. The
+device computes visits in order, while one link loads their state and writes evicted state. The
 caller decides which bytes move and when (`gulliver.solve` has the replacement policies).
 """
 
@@ -14,12 +14,10 @@ from dataclasses import dataclass, replace
 from gulliver.hardware.cluster import Cluster, Device
 
 VISIT_LAUNCHES, TRANSFER_LAUNCHES = 120, 80
-"""CPU time of a use of state, and of a transfer between tiers, in units of an operation's launch
-time: hooks, decisions and views in Python. From CPU seconds of a model of tiny layers, with and
-without a limit (docs/lab-notes.md).
+"""CPU time of a visit to state, and of a transfer between tiers, in units of an operation's launch
+time. Measured on a model of tiny layers, with and without a limit (docs/lab-notes.md).
 """
-REPEATS = 4
-"""Simulated steps: the first ones start without transfers in flight."""
+REPEATS = 4  # number of simulated steps; the first ones start without transfers in flight
 DISK, HOST = "disk", "host"
 
 
@@ -29,7 +27,7 @@ DISK, HOST = "disk", "host"
 # ended, so loads may have to wait for evictions.
 @dataclass(frozen=True)
 class TierRates:
-    """The link to the slower tier."""
+    """Rates of the link to the slower tier."""
 
     # ``disk`` or ``host``.
     name: str
@@ -51,7 +49,6 @@ class TierRates:
     behind: TierRates | None = None
 
     def seconds(self, transfer: Transfer) -> float:
-        """Seconds of a transfer without contention."""
         rate = self.write_rate if transfer.write else self.read_rate
         return self.latency_s + transfer.bytes / rate if transfer.bytes else 0.0
 
@@ -69,7 +66,7 @@ class TierRates:
         return min(max(self.both_rate / (2 * min(self.read_rate, self.write_rate)), 0.5), 1.0)
 
     def busy(self, reads: float, writes: float) -> float:
-        """Busy seconds for given seconds of reads and writes, without idle time."""
+        """Seconds that the link is busy with these reads and writes."""
         both = min(reads, writes)
         return both / self.at_once + max(reads, writes) - both
 
@@ -90,7 +87,7 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Visit:
-    """A use of state in a step."""
+    """A use of a chunk's state in a step."""
 
     # Seconds of compute.
     seconds: float
@@ -104,7 +101,7 @@ class Visit:
 
 @dataclass(frozen=True)
 class TieredSeconds:
-    """Predicted step time with tiered memory."""
+    """Predicted time of a step with tiered memory."""
 
     # Seconds from one step to the next.
     step: float
@@ -121,18 +118,17 @@ class TieredSeconds:
 
     @property
     def exposed(self) -> float:
-        """Seconds without compute, including CPU time for visits."""
+        """Step time in addition to compute, including CPU time for visits."""
         return max(0.0, self.step - self.compute)
 
     @property
     def bottleneck(self) -> str:
-        """The bottleneck of the step, such as ``disk: 18.2 s of 20.1 s``."""
+        """Describes the bottleneck, such as ``disk: 18.2 s of 20.1 s``."""
         name, seconds = (self.link, self.busy) if self.busy > self.compute else ("", self.compute)
         return f"{name or 'compute'}: {seconds_text(seconds)} of {seconds_text(self.step)}"
 
 
 def tiered_seconds(visits: Sequence[Visit], rates: TierRates) -> TieredSeconds:
-    """Seconds of a repeating step."""
     # A visit begins when the previous one has ended; then its transfers are queued, and it computes
     # as soon as all its inputs have arrived. The link handles the transfers of each direction in
     # order.
@@ -170,7 +166,7 @@ class _Moving:
 
 
 class _Link:
-    """Transfers in flight, each direction in order."""
+    """Transfers in flight, in order for each direction."""
 
     def __init__(self, at_once: float) -> None:
         self._at_once = at_once
@@ -178,7 +174,6 @@ class _Link:
         self._reads, self._writes = deque[_Moving](), deque[_Moving]()
 
     def send(self, transfer: Transfer, seconds: float) -> None:
-        """Queues a transfer."""
         queue = self._writes if transfer.write else self._reads
         queue.append(_Moving(transfer, seconds))
         self._writing += transfer.bytes * transfer.write
@@ -199,7 +194,7 @@ class _Link:
                     self._end(queue.popleft().transfer)
 
     def _moves(self, queue: deque[_Moving]) -> bool:
-        """Whether the head of a queue is in flight, which requires memory for it."""
+        """Whether the first transfer of a queue is in flight, which requires memory for it."""
         if not queue:
             return False
         first = queue[0].transfer
@@ -212,7 +207,7 @@ class _Link:
 
 
 def disk_rates(cluster: Cluster) -> TierRates | None:
-    """The disk as the slower tier behind host memory; None if none is known."""
+    """The cluster's disk as the slower tier; None if unknown."""
     disk = cluster.disk
     if disk is None:
         return None
@@ -231,7 +226,7 @@ def disk_rates(cluster: Cluster) -> TierRates | None:
 
 
 def host_rates(device: Device) -> TierRates | None:
-    """Pinned host memory as the slower tier behind a device; None if the device is the host."""
+    """Pinned host memory as the slower tier of a device; None if the device is the host."""
     if device.to_device_rate is None or device.to_host_rate is None:
         return None
     rates = device.to_device_rate, device.to_host_rate
@@ -239,7 +234,6 @@ def host_rates(device: Device) -> TierRates | None:
 
 
 def seconds_text(seconds: float) -> str:
-    """Formats seconds in readable units."""
     if seconds >= 0.9995:
         return f"{seconds:,.1f} s"
     if 0 < seconds < 0.9995e-4:
@@ -248,12 +242,10 @@ def seconds_text(seconds: float) -> str:
 
 
 def rate_text(count: float) -> str:
-    """Formats a rate per second in readable units, with four digits if it is small."""
     return f"{count:,.0f}" if count >= 1000 else f"{count:.4g}"
 
 
 def flops_text(count: float) -> str:
-    """Formats a number of floating-point operations in readable units."""
     for unit, size in (("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6), ("kFLOP", 1e3)):
         if count >= size or size == 1e3:
             return f"{count / size:,.2f} {unit}"

@@ -1,8 +1,8 @@
-"""Costs of torch operators: FLOPs as counted by torch, bytes, and seconds on a device.
+"""Costs of torch operators: FLOPs, bytes, and seconds on a device.
 
-FLOPs are those of `torch.utils.flop_counter`: matrix products, convolutions and attention;
-everything else is charged by its bytes. Torch has no formula for the CPU attention kernel, which
-uses that of the GPU kernels here, nor for grouped products of experts and for LSTMs on CPUs.
+FLOPs of matrix products, convolutions and attention come from `torch.utils.flop_counter`; other
+operators are charged for their bytes. Formulas that torch lacks are added here: CPU attention
+kernels, grouped matmuls of experts, and LSTMs on CPUs.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ ON_CPU = {
 ROWS = {aten.embedding, aten.index, aten.index_select, aten.gather}
 """Operators that read as many bytes of their first tensor as they return."""
 EMPTY = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
-"""Operators that allocate memory without touching it."""
+"""Operators that allocate memory without accessing it."""
 
 
 @cache
 def flop_formulas() -> Mapping[Any, Callable[..., int]]:
-    """FLOP formulas of operators, called with the arguments and ``out_val``, their output."""
+    """FLOP formulas by operator, called with its arguments and its output as ``out_val``."""
     from torch.utils.flop_counter import FlopCounterMode
 
     formulas = dict(FlopCounterMode(display=False).flop_registry)
@@ -61,15 +61,15 @@ def _grouped_flops(one: Tensor, other: Tensor, *_: Any, **__: Any) -> int:
 def _recurrent_flops(
     products: int, rows: Tensor, inner: Tensor, outer: Tensor, *_: Any, **__: Any
 ) -> int:
-    """FLOPs of an LSTM layer: each row of the input, and of the state, times a matrix of gates.
+    """FLOPs of an LSTM layer: inputs and states are multiplied by the matrices of the gates.
 
-    Backward has two products for each one in forward: the gradients of rows and matrix.
+    Backward has two products per forward product, for the gradients of rows and matrix.
     """
     return products * 2 * (rows.numel() // rows.shape[-1]) * (inner.numel() + outer.numel())
 
 
 def operator_flops(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
-    """FLOPs of an operator call; 0 without matrix products."""
+    """FLOPs of an operator call; 0 if it has no matrix products."""
     formula = flop_formulas().get(operator.overloadpacket)
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
 
@@ -77,7 +77,7 @@ def operator_flops(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 def operator_bytes(
     operator: Any, taken: Sequence[Tensor], given: Sequence[Tensor]
 ) -> tuple[int, int]:
-    """Bytes read and written by an operator call, if each is accessed once."""
+    """Bytes read and written by an operator call that accesses each element once."""
     packet = operator.overloadpacket
     if packet in EMPTY:
         return 0, 0
@@ -88,7 +88,7 @@ def operator_bytes(
 
 
 def touched_bytes(tensor: Tensor) -> int:
-    """Bytes of a tensor's distinct elements; those repeated by an expanded dim count once."""
+    """Bytes of a tensor's distinct elements; elements repeated by an expanded dim count once."""
     count = tensor.element_size()
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         count *= size if stride or not size else 1
@@ -124,15 +124,13 @@ def operator_seconds(
 
 
 FP8 = "float8_e4m3fn"
-ITEM = 2
-"""Bytes per element in high precision."""
-STEP, LARGEST = 16, 1 << 16
-"""Sides of square layers to try for the break-even size."""
+ITEM = 2  # bytes per element of the 16-bit layer that FP8 is compared with
+STEP, LARGEST = 16, 1 << 16  # step and maximum of the layer sides to try for the break-even size
 
 
 @dataclass(frozen=True)
 class Fp8Seconds:
-    """Seconds of a linear layer, forward and backward."""
+    """Seconds of a linear layer in 16 bits and in FP8, forward and backward."""
 
     # Seconds in 16 bits.
     plain: float
@@ -143,7 +141,6 @@ class Fp8Seconds:
 
     @property
     def gain(self) -> float:
-        """Speedup of FP8."""
         return self.plain / (self.products + self.casts)
 
 
@@ -151,13 +148,6 @@ def fp8_seconds(
     device: Device, tokens: int, inputs: int, outputs: int, scaling: str = "tensorwise"
 ) -> Fp8Seconds:
     """Seconds of a linear layer in 16 bits and in FP8, from measured or described rates.
-
-    Args:
-        device: device with rates of bfloat16 and of FP8.
-        tokens: number of rows.
-        inputs: number of inputs.
-        outputs: number of outputs.
-        scaling: ``tensorwise`` or ``rowwise``.
 
     Raises:
         GulliverError: the device has no rate for FP8.
@@ -175,7 +165,7 @@ def fp8_seconds(
 
 
 def fp8_break_even(device: Device, tokens: int, scaling: str = "tensorwise") -> int | None:
-    """Smallest side of a square layer that is faster in FP8; None if none is."""
+    """Smallest side of a square layer that is faster in FP8; None if there is none."""
 
     def pays(side: int) -> bool:
         return fp8_seconds(device, tokens, side, side, scaling).gain > 1
@@ -209,14 +199,14 @@ def _casts(device: Device, size: int, scaling: str) -> float:
 
 
 PASSES = 4
-"""Memory passes over the elements of a used row per step: read in the forward, written as a
-gradient, read and written by the update.
+"""Memory passes over a used row per step: read in forward, written as a gradient, read and written
+by the update.
 """
 
 
 @dataclass(frozen=True)
 class LookupLoad:
-    """Work of one rank in a step."""
+    """Embedding work of one rank in a step."""
 
     # Number of row uses, including repetitions.
     rows: float
@@ -231,7 +221,7 @@ class LookupLoad:
 
 
 def lookup_seconds(cluster: Cluster, load: LookupLoad) -> dict[str, float]:
-    """Returns the seconds of a step's lookups by component."""
+    """Returns the seconds of a step's embedding lookups, by component."""
     device = cluster.device
     touched = int(4 * load.rows * (PASSES * load.width + 2 * load.state))
     record = int(4 * load.missed * (load.width + load.state))

@@ -1,7 +1,7 @@
-"""Times operations round-robin, so that load spikes affect all of them a little.
+"""Measures devices and disks, and finds the cluster of the current machines.
 
-A run is a batch of calls long enough for the clock, ended by a device synchronization; the mean
-time per call is used, so that launches overlap on a GPU as in a real step.
+Operations are timed round-robin, so that load spikes affect all of them equally. A run is a batch
+of calls followed by a device synchronization, so that launches overlap on a GPU as in a real step.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ MOST_CALLS = 100
 def in_turns(
     operations: Mapping[Key, Callable[[], object]], device: torch.device, turns: int = 9
 ) -> dict[Key, list[float]]:
-    """Seconds per call of each operation, once per round, after a warm-up."""
+    """Seconds per call of each operation in each round, after a warm-up."""
     calls = {}
     for key, operation in operations.items():
         once(operation, device)
@@ -58,7 +58,7 @@ def in_turns(
 
 
 def once(operation: Callable[[], object], device: torch.device, calls: int = 1) -> float:
-    """Seconds of a call, averaged over several in a row."""
+    """Seconds per call, averaged over consecutive calls."""
     begun = time.perf_counter()
     for _ in range(calls):
         operation()
@@ -68,7 +68,6 @@ def once(operation: Callable[[], object], device: torch.device, calls: int = 1) 
 
 
 def curve_of(times: Mapping[int, Sequence[float]]) -> Curve:
-    """Medians by size, and the typical interquartile range."""
     # A size that took longer than a larger one was disturbed: it gets the larger one's seconds.
     sizes = tuple(sorted(times))
     medians = [statistics.median(times[size]) for size in sizes]
@@ -89,9 +88,9 @@ def spread_of(values: Sequence[float]) -> float:
 
 _ROOT = Path("/sys/fs/cgroup")
 _LIMITS = {"": "memory.max", "memory": "memory.limit_in_bytes"}
-"""Files with the limit, for version 2 and version 1 of the hierarchy."""
+"""Files with the memory limit, for cgroup versions 2 and 1."""
 PLANNED = {"cuda": (0.9, "from its GPU"), "cpu": (0.1, "from the machine, divided among its ranks")}
-"""Fraction of a memory to plan with."""
+"""Fraction of the memory to plan with, and a description of its origin."""
 
 
 def memory_bytes(device: str) -> int:
@@ -99,7 +98,7 @@ def memory_bytes(device: str) -> int:
 
     Args:
         device: ``cuda`` for the current GPU, or ``cpu``: the smaller of the machine's memory and
-            the limit of this process's control group (version 1 or 2).
+            the limit of the process's cgroup (version 1 or 2).
     """
     if device == "cuda":
         return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
@@ -107,13 +106,13 @@ def memory_bytes(device: str) -> int:
 
 
 def planned_memory(kind: str, size: int | None = None) -> tuple[float, str]:
-    """Default bytes per rank for planning data-centric steps, and their origin."""
+    """Default bytes per rank for planning data-centric steps, and a description of their origin."""
     share, whose = PLANNED[kind]
     return float(math.floor(share * (size or memory_bytes(kind)))), f"{share:.0%} of {whose}"
 
 
 def group_limits(root: Path = _ROOT, member: Path = Path("/proc/self/cgroup")) -> list[int]:
-    """Memory limits in bytes of this process's control groups, innermost first."""
+    """Memory limits in bytes of this process's cgroups, innermost first."""
     limits = list[int]()
     for line in _lines(member):
         _, kinds, path = line.split(":", 2)
@@ -150,17 +149,18 @@ LIKE = {
     "A100": "8xa100-infiniband",
     "": "4x4090-pcie",
 }
-"""Descriptions for GPUs by a word in their name; the first match is used."""
+"""Descriptions for GPUs by a word in their name; the first match wins."""
 CPU = "cpu-loopback"
 Seconds = TypeVar("Seconds", bound=tuple[float, ...])
 
 
 def current_cluster(world_size: int) -> Cluster:
-    """Returns the cluster of the current machines, as far as it is known.
+    """Returns the cluster of the current machines.
 
-    This is the measurement of ``gulliver probe`` for the current fingerprint, or else a description
-    of machines with the same kind of device, with `measured` False. If a process group of
-    `world_size` ranks is initialized, this is a collective call that returns rank 0's result.
+    Uses the measurement of ``gulliver probe`` for the current fingerprint if there is one,
+    otherwise a description of machines with the same kind of device (`measured` is False). If a
+    process group of `world_size` ranks is initialized, this is a collective call that returns rank
+    0's result.
 
     Args:
         world_size: number of ranks.
@@ -185,7 +185,7 @@ def current_cluster(world_size: int) -> Cluster:
 
 
 def likely_cluster(world_size: int) -> Cluster:
-    """A description of machines with this kind of device, resized to a number of ranks."""
+    """Description of machines with this kind of device, resized to a number of ranks."""
     if not torch.cuda.is_available():
         return described(CPU).resized(world_size)
     gpu = torch.cuda.get_device_properties(0)
@@ -195,24 +195,19 @@ def likely_cluster(world_size: int) -> Cluster:
 
 
 def kept_path(world_size: int) -> Path:
-    """The file of the measurement; a collective call if the process group is initialized."""
+    """Path of the stored measurement; a collective call if the process group is initialized."""
     return cache_folder() / "clusters" / f"{fingerprint(world_size)}.yaml"
 
 
 def fingerprint(world_size: int) -> str:
-    """Sixteen digits that change when a measurement becomes invalid."""
+    """Hash of all facts on which a measurement depends, 16 digits."""
     return digest({"hosts": _hosts(world_size), **machine_facts(), "ranks": world_size})
 
 
 def kept_seconds(facts: dict[str, Any], measure: Callable[[], Seconds], count: int = 2) -> Seconds:
     """Returns stored seconds for the same facts; otherwise measures and stores them.
 
-    So a resumed run gets the same plan as before.
-
-    Args:
-        facts: everything they depend on, in addition to the machine.
-        measure: measures them.
-        count: number of values.
+    This way, a resumed run gets the same plan as before.
     """
     path = _seconds_folder() / f"{digest({**machine_facts(), **facts})}.json"
     try:
@@ -229,7 +224,6 @@ def kept_seconds(facts: dict[str, Any], measure: Callable[[], Seconds], count: i
 
 
 def forget_seconds() -> None:
-    """Deletes the seconds stored by `kept_seconds`."""
     shutil.rmtree(_seconds_folder(), ignore_errors=True)
 
 
@@ -249,7 +243,7 @@ def machine_facts() -> dict[str, Any]:
 
 
 def digest(facts: dict[str, Any]) -> str:
-    """Sixteen digits of everything that a measurement depends on."""
+    """Hash of facts, 16 digits."""
     return hashlib.sha256(repr(sorted(facts.items())).encode()).hexdigest()[:16]
 
 
@@ -285,12 +279,11 @@ SHORT = {
     "laptop": "laptop-cpu",
 }
 """Descriptions by short device names."""
-MOST = 1 << 14
-"""Maximum ranks of a named cluster."""
+MOST = 1 << 14  # maximum number of ranks of a named cluster
 
 
 def named_cluster(text: str, ranks: int | None = None) -> Cluster:
-    """Returns a cluster by name."""
+    """Returns a cluster by name, such as ``h100x64``, or from a .yaml file."""
     if text == "here":
         return current_cluster(ranks or 1)
     if text.endswith((".yaml", ".yml")) or "/" in text:
@@ -324,19 +317,15 @@ def named_cluster(text: str, ranks: int | None = None) -> Cluster:
 
 Progress = Callable[[str], None]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-FP8_CAPABILITY = (8, 9)
-"""Minimum compute capability for FP8: Ada, Hopper and later."""
+FP8_CAPABILITY = (8, 9)  # minimum compute capability for FP8: Ada, Hopper and later
 SIDES = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
-"""Sides of square matrices; ends when a product takes longer than `LONGEST_S`."""
+"""Sides of the square matrices to time, until a product takes longer than `LONGEST_S`."""
 LONGEST_S = 0.02
 TENSOR_BYTES = (1 << 12, 1 << 16, 1 << 19, 1 << 21, 1 << 23, 1 << 25, 1 << 27)
-"""Sizes of tensors of an element-wise operation, which reads two and writes one."""
-BLOCK_BYTES = 1 << 24
-"""Bytes of a disk request."""
-DISK_BYTES = 1 << 28
-"""Bytes of the file for measuring a disk."""
-TURN_S = 0.5
-"""Seconds of a round on a disk, unless a block takes longer."""
+"""Tensor sizes for an element-wise operation that reads two tensors and writes one."""
+BLOCK_BYTES = 1 << 24  # bytes of a disk request
+DISK_BYTES = 1 << 28  # bytes of the file for measuring a disk
+TURN_S = 0.5  # target seconds of a round on a disk
 WAYS = {"reading": (True, False), "writing": (False, True), "both at once": (True, True)}
 
 
@@ -378,7 +367,7 @@ def probe_disk(
 
     Args:
         folder: folder on the disk.
-        count: maximum bytes of the file; less on a slow disk.
+        count: maximum size of the file in bytes; smaller on a slow disk.
         turns: number of rounds for medians.
         progress: called with the current measurement and the finished fraction.
 
@@ -400,7 +389,6 @@ def probe_disk(
 
 
 def processor() -> str:
-    """The model of this machine's CPU."""
     info = Path("/proc/cpuinfo")
     if info.exists():
         for line in info.read_text().splitlines():
@@ -418,7 +406,7 @@ def _matmul_curve(device: torch.device, dtype: torch.dtype) -> Curve:
 
 
 def _fp8_curve(device: torch.device) -> Curve:
-    """Seconds by operations of scaled products with 16-bit results."""
+    """Measures scaled FP8 products with 16-bit results: seconds by number of operations."""
     one = torch.ones((), device=device)
 
     def product(a: Tensor, b: Tensor) -> Callable[[], object]:
@@ -474,7 +462,7 @@ def _empty_file_seconds(folder: Path) -> float:
 
 
 class _DiskFile:
-    """An unlinked file with the access pattern of the memory manager's files."""
+    """An unlinked file that is accessed like the memory manager's files."""
 
     # Each direction has its own engine. Blocks are written once before timing, so that the file
     # system has allocated them.
@@ -506,7 +494,7 @@ class _DiskFile:
         self._close_engines()
 
     def rates(self, turns: int, progress: Callable[[str, float], None]) -> dict[str, float]:
-        """Bytes/s by direction, of a file that takes about `TURN_S` per round."""
+        """Bytes/s by direction, with a file size such that a round takes about `TURN_S`."""
         progress("first writes", 0.0)
         took = self._moved((False, True))
         self.count = self._whole(int(self.count * min(TURN_S / took, 1.0)))
@@ -517,7 +505,6 @@ class _DiskFile:
         return {way: statistics.median(rates) for way, rates in found.items()}
 
     def _moved(self, kinds: tuple[bool, bool]) -> float:
-        """Seconds of reading, writing, or both, block by block."""
         os.posix_fadvise(self._handle, 0, 0, os.POSIX_FADV_DONTNEED)
         reads, writes = kinds
         begun, tickets = time.perf_counter(), []

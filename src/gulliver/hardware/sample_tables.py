@@ -1,8 +1,8 @@
-"""Sample costs from a table of measured or computed seconds.
+"""Costs of samples from a table of measured or computed seconds.
 
-A table has seconds by shape, sequence degree and batch size, with all blocks recomputed. Values
-between batch sizes are interpolated linearly, and extrapolated beyond the last up to the memory
-limit. Other degrees and shapes are not available.
+The table has seconds by shape, sequence parallel degree and batch size, with all blocks recomputed.
+Between batch sizes, it interpolates linearly; beyond the last, it extrapolates up to the memory
+limit.
 """
 
 from __future__ import annotations
@@ -23,14 +23,13 @@ from gulliver.hardware.batch_costs import BatchCosts, BlockKind, keep_blocks
 from gulliver.options import size_text, whole_number
 
 PATCH, STRIDE, LATENTS = 16, 17, 5
-"""Pixels per token side; numbers of frames and of the corresponding latent frames (Open-Sora 1.2).
-"""
+"""Pixels per token side; frames per group and corresponding latent frames (Open-Sora 1.2)."""
 Parts = Callable[[Any, int, int], tuple[float, float]]
 """Seconds of communication and of recomputation for (shape, degree, batch)."""
 
 
 def no_parts(shape: str, degree: int, batch: int) -> tuple[float, float]:
-    """Returns no breakdown, since a table has only total times."""
+    """Returns zeros, for tables with only total times."""
     return 0.0, 0.0
 
 
@@ -41,11 +40,11 @@ class TableCosts:
     Attributes:
         seconds: seconds of a micro-batch by shape, degree and batch, all blocks recomputed.
         lengths: tokens per sample of each shape.
-        token_bytes: bytes per token on its rank, all blocks recomputed.
+        token_bytes: activation bytes per token with all blocks recomputed.
         memory: bytes per rank for activations.
-        kinds: kinds of blocks whose activations can be kept; none: all are always recomputed.
-        parts: components of the seconds; required for `kinds`.
-        model: name of the model, for files and states.
+        kinds: kinds of blocks whose activations can be kept; if empty, all blocks are recomputed.
+        parts: returns components of the seconds; required with `kinds`.
+        model: name of the model in files and saved states.
     """
 
     seconds: Mapping[str, Mapping[int, Mapping[int, float]]]
@@ -63,14 +62,14 @@ class TableCosts:
 
     @classmethod
     def load(cls, path: Path | str, **changes: Any) -> TableCosts:
-        """Reads a JSON file with a `cost_table`, and resolutions and frames in its `cost_model`.
+        """Reads a JSON file with `cost_table`, and with resolutions and frames in `cost_model`.
 
         Args:
             path: path to the file.
             changes: fields that are not in the file.
 
         Raises:
-            GulliverError: the file is not such a table, or its lengths contradict its seconds.
+            GulliverError: the file has another format, or its lengths contradict its seconds.
         """
         try:
             values = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -113,7 +112,7 @@ class TableCosts:
             cost: seconds of forward and backward of one sample of a shape on one rank, or any
                 number proportional to them.
             length: tokens per sample of a shape, or any number proportional to its memory.
-            memory: tokens that fit on a rank at once, used in place of bytes.
+            memory: number of tokens that fit on a rank, used in place of bytes.
             fixed: constant cost of a micro-batch.
             lost: fraction of a sample's cost that each rank of a group spends on communication.
             allowed: numbers of ranks that may share a sample.
@@ -139,21 +138,20 @@ class TableCosts:
 
     @property
     def room(self) -> str:
-        """Description of a rank's memory, in tokens if their bytes are unknown."""
+        """Describes a rank's memory: in tokens if their bytes are unknown."""
         return f"the {self.memory:,.0f} tokens" if self.token_bytes == 1 else size_text(self.memory)
 
     @property
     def identity(self) -> str:
-        """Identity of the costs in a saved state: the model."""
+        """Identifies the costs in saved states: the model."""
         return self.model
 
     def degrees(self, ranks: int) -> tuple[int, ...]:
-        """Degrees in the table, up to a number of ranks."""
+        """Sequence parallel degrees in the table, up to a number of ranks."""
         found = {degree for row in self.seconds.values() for degree in row}
         return tuple(sorted(degree for degree in found if degree <= ranks))
 
     def tokens(self, shape: Any) -> int:
-        """Tokens per sample of a shape."""
         self._known(shape)
         return self.lengths[shape]
 
@@ -162,7 +160,7 @@ class TableCosts:
 
         Args:
             shape: name of the shape.
-            degree: ranks of the group.
+            degree: number of ranks in the group.
             pac: whether to keep activations in spare memory; otherwise all blocks are recomputed.
             most: largest batch to consider.
 
@@ -200,7 +198,7 @@ class TableCosts:
 
 
 def _along(sizes: np.ndarray, values: np.ndarray, at: np.ndarray) -> np.ndarray:
-    """Linear interpolation, extrapolated with the last line; a single point with its rate."""
+    """Interpolates linearly; extrapolates the last segment, or the rate of a single point."""
     if len(sizes) == 1:
         return values[0] * at / sizes[0]
     found = np.interp(at, sizes, values)
@@ -224,7 +222,7 @@ def _tokens(shape: str, resolutions: Mapping[str, Sequence[int]]) -> int:
 def _check(
     seconds: Mapping[str, Mapping[int, Mapping[int, float]]], lengths: Mapping[str, int]
 ) -> None:
-    """Raises an error for tables in which more or longer samples take less time."""
+    """Rejects tables in which more or longer samples take less time."""
     if not seconds:
         raise GulliverError("the cost table is empty; give seconds by shape, degree and batch")
     for shape, degrees in seconds.items():

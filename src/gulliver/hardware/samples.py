@@ -1,19 +1,19 @@
-"""Seconds and bytes per sample: analytic terms for tokens and attention, with a few measured rates.
+"""Seconds and bytes per sample, from analytic terms with a few measured rates.
 
-A micro-batch of b samples in a model of L blocks, on a group of d ranks, all blocks recomputed:
+The cost of a micro-batch of b samples in a model of L blocks, on a group of d ranks, with all
+blocks recomputed, is
 
     seconds = fixed + L call + b (4 L F / rate + token N + pixel P) / d + messages
     F       = 2 weights N + 4 hidden pairs + 4 hidden N text           (one forward of one block)
     bytes   = states + b N (token + L block) / d
 
-N are tokens, P pixels encoded by an autoencoder, and 4 F is forward, recomputation and a backward
-that costs two forwards. Two depths separate the blocks from the rest, two batch sizes the constant
-from the proportional part: four points determine all rates, more points give an error. Messages are
-those of
-Ulysses: four head exchanges in each of three passes. With tensor parallelism, blocks take
-proportionally less time and their outputs are summed in each pass; everything else is replicated.
+N is the number of tokens, P of pixels encoded by an autoencoder, and 4 F covers forward,
+recomputation and backward (two forwards). Measurements at two depths and two batch sizes determine
+all rates; more points allow an error estimate. Messages are the four head exchanges of Ulysses in
+each of three passes. With tensor parallelism, blocks take proportionally less time and their
+outputs are summed in each pass; everything else is replicated.
 
-Start with `fit_samples`, then `SampleCosts.batches`. `measure_samples` calls back for measurements.
+Start reading with `fit_samples`, then `SampleCosts.batches`.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ from gulliver.hardware.probe import machine_facts
 from gulliver.io.files import write_text
 
 PASSES, EXCHANGES = 4, 4
-"""Forwards' worth of compute with recomputation; head exchanges per pass (q, k, v, output)."""
+"""Compute with recomputation, in forward passes; and head exchanges per pass (q, k, v, output)."""
 
 
 @dataclass(frozen=True)
 class SampleShape:
-    """Sizes of a sample that its costs depend on.
+    """Sizes of a sample that determine its costs.
 
     Attributes:
-        tokens: tokens of the sample.
+        tokens: number of tokens.
         pairs: query-key pairs per block, averaged over blocks.
-        text: text tokens that every token attends to.
-        pixels: pixels that the autoencoder encodes during training; 0 for stored latents.
-        name: name in messages.
+        text: number of text tokens that every token attends to.
+        pixels: number of pixels that the autoencoder encodes during training; 0 for stored latents.
+        name: name for error messages.
     """
 
     tokens: int
@@ -69,7 +69,7 @@ class SampleShape:
     def clip(
         cls, frames: int, rows: int, columns: int, text: int = 0, pixels: int = 0
     ) -> SampleShape:
-        """Shape of a clip's tokens, for alternating spatial and temporal blocks."""
+        """Shape of a video clip's tokens, for alternating spatial and temporal blocks."""
         place = rows * columns
         tokens = frames * place
         name = f"{frames}x{rows}x{columns}"
@@ -77,7 +77,6 @@ class SampleShape:
 
     @classmethod
     def document(cls, length: int, causal: bool = True) -> SampleShape:
-        """Shape of a text with a number of tokens."""
         return cls(length, length * length / (2 if causal else 1), name=f"{length} tokens")
 
     def __str__(self) -> str:
@@ -86,7 +85,7 @@ class SampleShape:
 
 @dataclass(frozen=True)
 class SampleModel:
-    """Sizes of a model that its sample costs depend on."""
+    """Sizes of a model that determine the costs of samples."""
 
     # Name of the model; files of other models are rejected.
     name: str
@@ -101,18 +100,17 @@ class SampleModel:
 
     @property
     def depth(self) -> int:
-        """Number of blocks."""
         return sum(kind.count for kind in self.kinds)
 
     def forward_flops(self, shape: SampleShape) -> float:
-        """FLOPs of one forward of one block for one sample."""
+        """Forward FLOPs of one block for one sample."""
         linear = 2.0 * self.weights * shape.tokens
         return linear + 4.0 * self.hidden * (shape.pairs + shape.tokens * shape.text)
 
 
 @dataclass(frozen=True)
 class SamplePoint:
-    """One measurement on one rank, all blocks recomputed."""
+    """A measurement on one rank with all blocks recomputed."""
 
     # Shape of the samples.
     shape: SampleShape
@@ -128,7 +126,7 @@ class SamplePoint:
 
 @dataclass(frozen=True)
 class SampleFit:
-    """Rates fitted to points."""
+    """Rates fitted to measurements."""
 
     # Constant seconds of a micro-batch.
     fixed_s: float
@@ -161,12 +159,12 @@ class SampleCosts:
         model: sizes of the model.
         fit: rates of this machine.
         memory: bytes per rank.
-        cluster: ranks and links; None: groups of one rank only.
-        allowed: degrees that the model supports, such as divisors of its heads; None: all.
+        cluster: ranks and links; None if groups have only one rank.
+        allowed: degrees that the model supports, such as divisors of its heads; None for all.
         encoded_alike: whether every rank of a group encodes all pixels of its samples rather than
             its share.
-        tensor: tensor parallel size; each rank here stands for that many. Bytes are given without
-            tensor parallelism, as an upper bound.
+        tensor: tensor parallel size; each rank here represents that many. Bytes are those without
+            tensor parallelism, an upper bound.
     """
 
     model: SampleModel
@@ -179,17 +177,17 @@ class SampleCosts:
 
     @property
     def alone(self) -> SampleCosts:
-        """Costs without tensor parallelism, which determine the samples of a step."""
+        """Costs without tensor parallelism, by which the samples of a step are chosen."""
         return replace(self, tensor=1)
 
     @property
     def identity(self) -> str:
-        """Identity of the costs in a saved state: model and dtype."""
+        """Identifies the costs in saved states: model and dtype."""
         return f"{self.model.name}, {self.model.dtype}"
 
     @property
     def kinds(self) -> tuple[BlockKind, ...]:
-        """Kinds of blocks, in the order in which recomputed ones are counted."""
+        """Kinds of blocks, in the order in which recomputed blocks are counted."""
         return self.model.kinds
 
     def degrees(self, ranks: int) -> tuple[int, ...]:
@@ -198,20 +196,12 @@ class SampleCosts:
         return tuple(d for d in range(1, most + 1) if self.allowed is None or d in self.allowed)
 
     def tokens(self, shape: SampleShape) -> int:
-        """Tokens of a sample."""
         return shape.tokens
 
     def batches(
         self, shape: SampleShape, degree: int, pac: bool = True, most: int = 4096
     ) -> BatchCosts:
-        """Costs of micro-batches of 1, 2, ... samples on a group of ranks, as many as fit.
-
-        Args:
-            shape: shape of the samples.
-            degree: ranks of the group.
-            pac: whether to keep activations in spare memory; otherwise all blocks are recomputed.
-            most: largest batch to consider.
-        """
+        """Costs of micro-batches of 1, 2, ... samples, up to the memory, on a group of ranks."""
         fit, model = self.fit, self.model
         tokens = shape.tokens / degree
         each = tokens * (fit.token_bytes + model.depth * fit.block_bytes)
@@ -234,7 +224,7 @@ class SampleCosts:
         return keep_blocks(costs, tokens, self.memory, model.kinds)
 
     def _messages(self, tokens: float, degree: int, size: np.ndarray) -> np.ndarray:
-        """Seconds of head exchanges: [B]; linear, from two sizes."""
+        """Seconds of head exchanges, [B]; linear, from two sizes."""
         if degree == 1 or not len(size):
             return np.zeros(len(size))
         assert self.cluster is not None, "degrees() gives one rank without a cluster"
@@ -245,7 +235,7 @@ class SampleCosts:
         return count * np.interp(size, [1, max(2, len(size))], ends)
 
     def _sums(self, shape: SampleShape, tokens: float, size: np.ndarray) -> np.ndarray:
-        """Seconds that tensor ranks spend summing block outputs, [B], as in `_messages`."""
+        """Seconds that tensor ranks spend summing block outputs, [B]."""
         if self.tensor == 1 or not len(size):
             return np.zeros(len(size))
         if self.cluster is None:
@@ -264,11 +254,6 @@ def fit_samples(
     states: float | None = None,
 ) -> SampleFit:
     """Fits rates to measured points.
-
-    Args:
-        model: sizes of the model.
-        points: points of at least two depths times two batch sizes.
-        states: bytes of the states at full depth, if the points do not include them.
 
     Raises:
         GulliverError: there are too few points, or points are not positive.
@@ -307,15 +292,7 @@ def measure_samples(
     depths: Sequence[int] = (1, 2),
     repeats: int = 3,
 ) -> list[SamplePoint]:
-    """Measures points: the median of several runs after a warm-up run.
-
-    Args:
-        run: runs forward and backward of (shape, batch, depth); returns seconds and peak bytes.
-        shapes: shapes to measure.
-        batches: batch sizes.
-        depths: numbers of blocks.
-        repeats: runs per point.
-    """
+    """Measures samples; `run(shape, batch, depth)` returns seconds and peak bytes."""
     points = []
     for shape, batch, depth in itertools.product(shapes, batches, depths):
         run(shape, batch, depth)
@@ -344,7 +321,7 @@ def _left_out(rows: np.ndarray, seconds: np.ndarray, place: int) -> float:
 
 
 def _not_negative(rows: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Least squares without negative rates: terms with negative results are removed one at a time.
+    """Fits non-negative rates by least squares, removing negative terms one at a time.
 
     Columns are rescaled, because FLOPs and numbers of calls differ by ten orders of magnitude.
     """
@@ -372,7 +349,7 @@ WORDS = {"machine": "another machine", "model": "another model", "dtype": "anoth
 
 @dataclass(frozen=True)
 class SavedSamples:
-    """Sample costs in a file, for any machine."""
+    """Sample costs read from a file, for any machine."""
 
     # Sizes of the model.
     model: SampleModel
@@ -384,7 +361,7 @@ class SavedSamples:
 
 
 def sample_fingerprint(model: SampleModel) -> dict[str, Any]:
-    """Everything that sample costs depend on: machine, torch, the model's sizes and dtype."""
+    """Facts that sample costs depend on: machine, torch, the model's sizes and dtype."""
     machine = {name: str(value) for name, value in machine_facts().items()}
     version = machine.pop("torch")
     kinds = [[kind.name, kind.count] for kind in model.kinds]
@@ -395,14 +372,7 @@ def sample_fingerprint(model: SampleModel) -> dict[str, Any]:
 def save_samples(
     path: Path | str, model: SampleModel, fit: SampleFit, shapes: Iterable[SampleShape] = ()
 ) -> None:
-    """Writes sample costs and their measurement conditions.
-
-    Args:
-        path: path to the file.
-        model: sizes of the model.
-        fit: rates.
-        shapes: shapes of the samples, for planning with the file alone.
-    """
+    """Writes sample costs, with the conditions of their measurement."""
     values = {
         "format": FORMAT,
         "fingerprint": sample_fingerprint(model),
@@ -414,11 +384,7 @@ def save_samples(
 
 
 def load_samples(path: Path | str, model: SampleModel) -> SampleFit:
-    """Reads sample costs measured on this machine for this model.
-
-    Raises:
-        GulliverError: the file is for another machine, model, dtype or version, or is invalid.
-    """
+    """Reads sample costs measured on this machine for this model."""
     values = _read(path)
     expected = json.loads(json.dumps(sample_fingerprint(model)))
     found = values["fingerprint"]
@@ -447,7 +413,7 @@ def read_samples(path: Path | str) -> SavedSamples:
 
 
 def holds_samples(path: Path | str) -> bool:
-    """Whether a file looks like sample costs, rather than a table or anything else."""
+    """Whether a file looks like sample costs, rather than a cost table or something else."""
     try:
         values = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -1,12 +1,12 @@
-"""Seconds of a training step by slots and batch size, described or fitted; batch efficiency.
+"""Models the time of a training step by slots and batch size, and the efficiency of large batches.
 
     step(n, B) = sample_seconds ceil(B / n) + step_seconds + exchange_seconds 2 (n - 1) / n
 
 The slowest of n slots has ceil(B / n) samples, and a ring all-reduce sends 2 (n - 1) / n times the
 gradients (Patarasuk and Yuan 2009). A sample in a batch of B is worth (noise + base) / (noise + B)
-of one in a batch of `base`, with `noise` the gradient noise scale in samples (McCandlish et al.
-2018, "An empirical model of large-batch training"): goodput is throughput times that (Qiao et al.
-2021, "Pollux").
+samples in a batch of `base`, with `noise` the gradient noise scale in samples (McCandlish et al.
+2018, "An empirical model of large-batch training"); goodput is throughput times this efficiency
+(Qiao et al. 2021, "Pollux").
 """
 
 from __future__ import annotations
@@ -38,25 +38,23 @@ class Scaling:
     error: float = 0.0
 
     def seconds(self, slots: int, batch: int) -> float:
-        """Seconds of a step of `batch` samples on `slots` slots."""
         shared = self.exchange_seconds * 2 * (slots - 1) / slots
         return self.sample_seconds * math.ceil(batch / slots) + self.step_seconds + shared
 
     def throughput(self, slots: int, batch: int) -> float:
-        """Samples per second."""
         return batch / self.seconds(slots, batch)
 
     def across(self, parts: Sequence[int], slower: float) -> Scaling:
-        """Costs on several nodes.
+        """Scales the costs to slots on several nodes.
 
-        Gradients are reduced within each node, a share of them between the nodes, and back
+        Gradients are reduced within each node, then shares of them between nodes, and then gathered
         (`gulliver.hardware.all_reduce_seconds` over two axes): with k slots on each of m nodes they
         take exchange_seconds x (2 (k - 1) / k + slower x 2 (m - 1) / (m k)). If k differs, its
         maximum is used within the nodes, and its minimum between them.
 
         Args:
             parts: slots on each node; zeros are ignored.
-            slower: cost of a byte between nodes, relative to within one.
+            slower: cost of sending a byte between nodes, relative to within a node.
         """
         held = [part for part in parts if part]
         slots, nodes = sum(held), len(held)
@@ -70,12 +68,11 @@ class Scaling:
 
 
 def batch_efficiency(noise: float, base: int, batch: int) -> float:
-    """Value of a sample at batch size `batch`, relative to one at `base`."""
+    """Value of a sample at batch size `batch`, relative to a sample at `base`."""
     return (noise + base) / (noise + batch)
 
 
 def best_batch(scaling: Scaling, slots: int, noise: float, base: int, least: int, most: int) -> int:
-    """Finds the batch size with the highest goodput, exactly."""
     # Among batches of equal step time the largest is best, so it is k samples on every slot, or
     # `most`. Goodput rises and then falls with k; for real numbers its maximum is where k^2 =
     # overhead x noise / (sample_seconds x slots).
@@ -97,13 +94,13 @@ def best_batch(scaling: Scaling, slots: int, noise: float, base: int, least: int
 def fit_scaling(points: Sequence[tuple[int, int, float]]) -> Scaling:
     """Fits the costs of a step to measured throughput, by least squares of relative errors.
 
-    Costs are non-negative: all sets of positive costs are tried, which is exact for three.
+    Costs are non-negative; the fit is exact, as it tries all subsets of the three costs as zero.
 
     Args:
         points: slots, batch and samples per second of each measurement.
 
     Raises:
-        GulliverError: there is no point, or an invalid one.
+        GulliverError: there are no points, or a point is invalid.
     """
     for slots, batch, speed in points:
         if not (slots >= 1 and batch >= 1 and 0 < speed < math.inf):

@@ -1,8 +1,8 @@
-"""Predicts a training step: seconds by kind, and bytes.
+"""Predicts the time of a training step by kind.
 
 A step consists of compute, communication and the optimizer update. Messages that may overlap with
-compute are hidden for as long as compute lasts; the others, and the remainder, are exposed.
-Pipeline ranks also wait for each other.
+compute are hidden while compute lasts; all other communication is exposed. Pipeline ranks also wait
+for each other.
 """
 
 from __future__ import annotations
@@ -71,17 +71,15 @@ class Message:
 
     @property
     def stops(self) -> float:
-        """Number of times that a rank blocks on these messages."""
         return self.count if self.axes and (not self.hidden or self.behind_s is not None) else 0.0
 
     @property
     def queued(self) -> bool:
-        """Whether they share one queue with all other messages of a rank."""
+        """Whether these messages share one queue with all other messages of the rank."""
         return any(not link.ring for size, link in self.axes if size > 1)
 
     @property
     def seconds(self) -> float:
-        """Total seconds, without overlap."""
         return self.count * self._one if self.axes else 0.0
 
     @cached_property
@@ -107,7 +105,6 @@ class Message:
 
     @property
     def sent(self) -> float:
-        """Bytes sent by a rank in all of these messages."""
         if self.kind == "sends":
             return self.count * self.bytes
         return self.count * sum(wire_bytes(self.axes, self.bytes, self.kind))
@@ -134,7 +131,6 @@ class StepCosts:
 
     @property
     def step(self) -> float:
-        """Seconds of the whole step."""
         return self.compute + self.recompute + self.exposed + self.bubble + self.update
 
 
@@ -147,7 +143,6 @@ def predict_step(
     free: float = 1.0,
     launch_s: float = 0.0,
 ) -> StepCosts:
-    """Seconds of a step."""
     spent: dict[str, float] = {}
     for message in messages:
         spent[message.kind] = spent.get(message.kind, 0.0) + message.seconds
@@ -192,7 +187,6 @@ def pipeline_seconds(
     chunks: int = 1,
     link_s: float = 0.0,
 ) -> float:
-    """Seconds of a pipeline's step, in closed form."""
     # Every micro-batch passes the slowest rank, and the first and the last also pass the others:
     # entirely (GPipe, 1F1B), one chunk of them (interleaved: Narayanan et al. 2021), or without
     # gradients of weights, which fill the bubbles (Qi et al. 2024: ZB-H1, and ZB-V for folded
@@ -214,7 +208,7 @@ def pipeline_seconds(
 
 
 def _hops(schedule: str, ranks: int, chunks: int, micro_batches: int) -> float:
-    """Sequential messages between ranks that a step waits for."""
+    """Number of sequential messages between ranks that a step waits for."""
     # [Note: what a schedule waits for] GPipe waits while the pipeline fills and drains. Under 1F1B
     # a rank has p - i micro-batches in flight, and each returns two messages late: (p - 1) / p of
     # them are exposed per micro-batch. More micro-batches in flight, of chunks or of a split
@@ -239,14 +233,14 @@ def _among_computing(link: Link) -> Link:
 
 
 def layer_seconds(device: Device, weights: int, tokens: int, dtype: str = "float32") -> float:
-    """Forward seconds of matrices with a number of elements for a number of rows."""
+    """Forward seconds of linear layers with `weights` elements in total."""
     rate = device.matmul.get(dtype, max(device.matmul.values()))
     return linear_flops(weights, tokens) / rate
 
 
 UNFUSED = {0: 3, 1: 8, 2: 21}
-"""Tensors that torch's optimizers read and write if each of their operations is a memory pass, by
-number of states: SGD, SGD with momentum, and AdamW.
+"""Tensors that unfused torch optimizers read and write, by number of states: SGD, SGD with
+momentum, and AdamW.
 """
 
 

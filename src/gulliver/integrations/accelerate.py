@@ -75,7 +75,7 @@ class Accelerator(accelerate.Accelerator):
 
     @classmethod
     def taking_over(cls, made: accelerate.Accelerator, gulliver: Options) -> Self:
-        """Converts an existing accelerator of a framework to one that boosts."""
+        """Converts an accelerator that a framework has created to this class."""
         plugin = plugin_of(gulliver)
         check_precision(made.mixed_precision)
         join_group(made.device)
@@ -88,9 +88,9 @@ class Accelerator(accelerate.Accelerator):
         world = current_world()
         if world.size != self.num_processes:
             raise GulliverError(
-                f"there are {world.size} ranks, but accelerate knows of {self.num_processes}; on "
-                "CPUs pass cpu=True (TrainingArguments: use_cpu=True), and create no other "
-                "accelerate object before"
+                f"there are {world.size} ranks, but accelerate was started with "
+                f"{self.num_processes}; on CPUs pass cpu=True (TrainingArguments: "
+                "use_cpu=True), and create no other accelerate object before"
             )
         self._choices = plugin.choices(world.size)
         self._check_ddp(plugin)
@@ -150,7 +150,7 @@ class Accelerator(accelerate.Accelerator):
         device_placement: bool | None = None,
         evaluation_mode: bool = False,
     ) -> nn.Module:
-        """Moves a model to its device, with autocast and compilation; its optimizer boosts it."""
+        """Moves a model to its device, with autocast and compilation; not yet boosted."""
         if isinstance(model, nn.parallel.DistributedDataParallel):
             raise GulliverError("the model is wrapped by DDP; prepare the unwrapped model")
         if any(p.is_meta for p in model.parameters()) or owner_of(model) is not None:
@@ -164,7 +164,7 @@ class Accelerator(accelerate.Accelerator):
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> Any:
-        """Boosts the model of an optimizer, which is prepared before or with it."""
+        """Boosts an optimizer and its model, which is prepared before or in the same call."""
         if getattr(optimizer, "_is_accelerate_prepared", False):
             boosted = getattr(optimizer, "boosted", None)
             if boosted is not None and all(o is not boosted for o in self._boosted.values()):
@@ -278,7 +278,7 @@ class Accelerator(accelerate.Accelerator):
             holder.clip_grad_by_value(clip_value)
 
     def _holder_of(self, parameters: list[Tensor], what: str) -> BoostedOptimizer | None:
-        """The optimizer of exactly these parameters; None if no boosted one has any of them."""
+        """Returns the optimizer of exactly these parameters; None if none of them is boosted."""
         given = {id(p) for p in parameters}
         found = [o for o in self._live() if any(id(p) in given for p in o.names)]
         if not found:
@@ -315,10 +315,10 @@ class Accelerator(accelerate.Accelerator):
     def get_state_dict(
         self, model: nn.Module, unwrap: bool = True, folder: Path | None = None
     ) -> dict[str, Any]:
-        """The full state dict of a model (collective).
+        """Returns the full state dict of a model (collective).
 
         With stage 3 or a memory limit only rank 0 gets it, mapped from an unlinked file on the disk
-        of `folder`, and the others get an empty one, as with FSDP; otherwise all ranks get it.
+        of `folder`; other ranks get an empty one, as with FSDP. Otherwise all ranks get it.
         """
         plain = self._plain(model)
         if self._saving_state and plain in self._boosted:

@@ -234,27 +234,24 @@ class GulliverStrategy(DDPStrategy):
             return self._called("training_step", *args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the module's validation step."""
         with self.precision_plugin.val_step_context():
             return self._called("validation_step", *args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the module's test step."""
         with self.precision_plugin.test_step_context():
             return self._called("test_step", *args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the module's predict step."""
         with self.precision_plugin.predict_step_context():
             return self._called("predict_step", *args, **kwargs)
 
     def _called(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Calls a step in place of the module's `forward`, so that hooks on the module run."""
+        """Calls a step in place of the module's `forward`, so that module hooks run."""
         assert self.model is not None
         return self._forward_redirection(self.model, self._module, name, *args, **kwargs)
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Calls Lightning's backward with gradients reduced to the shards."""
+        """Calls Lightning's backward; gradients are reduced to shards."""
         self.pre_backward(closure_loss)
         plugin, module = self.precision_plugin, self._module
         loss, scale = plugin.pre_backward(closure_loss, module), 1.0
@@ -271,7 +268,7 @@ class GulliverStrategy(DDPStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Accumulates gradients without reducing them, while Lightning accumulates."""
+        """Accumulates gradients without reducing them while Lightning accumulates."""
         with ExitStack() as stack:
             for stepped in self._stepped:
                 stack.enter_context(stepped.boosted.no_sync())
@@ -289,7 +286,7 @@ class GulliverStrategy(DDPStrategy):
     # Checkpoints.
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The full state of the module on rank 0; empty for folders, which all ranks write."""
+        """Returns the module's full state on rank 0; empty for folders, which all ranks write."""
         if self._saves == "folder":
             return {}
         state = self._module.state_dict()  # called on all ranks, because stage 3 gathers
@@ -299,7 +296,7 @@ class GulliverStrategy(DDPStrategy):
         return {k: v.clone() if isinstance(v, Tensor) else v for k, v in state.items()}
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """The full state of an optimizer on rank 0; empty for folders, which all ranks write."""
+        """Returns an optimizer's full state on rank 0; empty for folders, which all ranks write."""
         plain = getattr(optimizer, "optimizer", optimizer)
         if not isinstance(plain, SteppedOptimizer):
             return plain.state_dict()
@@ -359,7 +356,7 @@ class GulliverStrategy(DDPStrategy):
         super().remove_checkpoint(filepath)
 
     def _fill(self, fits: bool) -> None:
-        """Loads the boosted model, and during fit its optimizers, from a folder."""
+        """Loads the boosted model from a folder, and during fit its optimizers."""
         resumed, model = self._resumed, self._boosted
         if resumed is None or resumed.folder is None or model is None:
             return
@@ -381,7 +378,7 @@ class GulliverStrategy(DDPStrategy):
 
     @property
     def _stays(self) -> bool:
-        """Whether the module stays sharded after a run, because it may not fit on one rank."""
+        """Whether the module stays sharded after a run because it may not fit on one rank."""
         return getattr(self._plugin, "takes", ()) == ("meta",)
 
     @property
@@ -393,20 +390,19 @@ class GulliverStrategy(DDPStrategy):
         return next(self._module.parameters(), None) is not None
 
     def _sixteen_bits(self) -> bool:
-        """Whether 16-bit parameters are trained with float32 master weights."""
+        """Whether the parameters are 16-bit and have float32 master weights."""
         if isinstance(self._plugin, TorchDDPPlugin):
             return False
         halved = getattr(self._plugin, "precision", None) is not None
         return halved or any(p.dtype in HALVES for p in self._module.parameters())
 
     def _check_precision(self) -> None:
-        """Raises an error for a Trainer precision that needs gradients of full parameters."""
         plugin, precision = self.precision_plugin, str(self.precision_plugin.precision)
         if isinstance(self._plugin, TorchDDPPlugin):
             return
         if getattr(plugin, "scaler", None) is not None:
             raise GulliverError(
-                f"precision={precision!r} scales gradients of whole parameters; use "
+                f"precision={precision!r} scales gradients of full parameters; use "
                 "GulliverStrategy(precision='fp16'), which scales sharded ones, 'bf16-mixed' or "
                 "plugin=TorchDDPPlugin()"
             )
@@ -424,23 +420,14 @@ class GulliverStrategy(DDPStrategy):
 
 
 class _Resumed:
-    """The checkpoint that a run resumes from.
-
-    Args:
-        folder: folder to load the boosted model from; None for a file.
-        checkpoint: content of the checkpoint, after the module's hooks.
-    """
+    """The checkpoint that a run resumes from; `folder` is None for a file."""
 
     def __init__(self, folder: Path | None, checkpoint: dict[str, Any]) -> None:
         self.folder, self.checkpoint = folder, checkpoint
         self.strict, self.filled = True, False
 
     def fill_plain(self, optimizers: list[Any], sixteen_bits: bool) -> None:
-        """Loads the state of optimizers before they are boosted, which shards it.
-
-        Raises:
-            GulliverError: the file has no float32 master weights for 16-bit parameters.
-        """
+        """Loads optimizer states before boosting, because boosting shards them."""
         states = self.checkpoint.get("optimizer_states")
         if self.folder is not None or states is None:
             return
@@ -460,7 +447,6 @@ def choose_plugin(
     memory_limit: int | float | str | None,
     given: Mapping[str, Any],
 ) -> Plugin:
-    """Creates the plugin for a strategy's arguments."""
     if plugin is not None:
         rest = [*given, *(["stage"] if stage is not None else [])]
         _check_plugin(plugin, rest + (["memory_limit"] if memory_limit is not None else []))

@@ -50,17 +50,14 @@ class SteppedOptimizer(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> list[Any]:  # type: ignore[override]
-        """Groups with the parameters of the module."""
         return self._groups
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """State of this rank's shards."""
         return self.boosted.state
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """Defaults of the inner optimizer."""
         return self.boosted.defaults
 
     def __repr__(self) -> str:
@@ -80,7 +77,6 @@ class SteppedOptimizer(torch.optim.Optimizer):
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients."""
         self.boosted.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -97,17 +93,12 @@ class SteppedOptimizer(torch.optim.Optimizer):
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Raises an error: each rank has only a shard of the state; use checkpoints."""
         raise GulliverError(
             "the optimizer's state is sharded; load it with trainer.fit(ckpt_path=path)"
         )
 
     def whole_state(self, keep: bool) -> dict[str, Any]:
-        """The full state in the format of torch's optimizers (collective).
-
-        Args:
-            keep: whether this rank gets the result; others get an empty one.
-        """
+        """Returns the full state in torch's format (collective); empty on ranks without `keep`."""
         state = self.boosted.export_state(keep)
         if not keep:
             return {}
@@ -175,7 +166,7 @@ NAMES = "gulliver_names"
 
 
 def lightning_part_of(path: Path) -> Path | None:
-    """Finds Lightning's part of a folder; None if `path` is a file or does not exist."""
+    """Returns Lightning's part of a folder; None if `path` is a file or does not exist."""
     if not path.is_dir():
         return None
     if (path / REST).is_file():
@@ -193,7 +184,7 @@ def _rest_of_step(path: Path, step: str) -> Path:
 
 
 class Folders:
-    """Saves and loads checkpoints of a fit as folders."""
+    """Saves and loads checkpoints as folders."""
 
     def __init__(
         self, booster: Booster, write: Callable[[Any, Path], None], use_async: bool
@@ -209,7 +200,6 @@ class Folders:
         optimizers: Sequence[SteppedOptimizer],
         is_boosted: bool,
     ) -> None:
-        """Writes a checkpoint; a collective call."""
         self._booster.close()  # earlier saves are complete, and their memory is freed
         trains = "optimizer_states" in checkpoint
         rest = {**checkpoint, NAMES: [_names(optimizer) for optimizer in optimizers]}
@@ -256,7 +246,6 @@ class Folders:
         optimizers: Sequence[SteppedOptimizer],
         strict: bool,
     ) -> None:
-        """Loads a model and its optimizers, on any number of ranks; a collective call."""
         count = len(rest.get(NAMES, ()))
         if optimizers and count != len(optimizers):
             raise GulliverError(
@@ -314,7 +303,6 @@ def _optimizer_values(folder: Path) -> Any:
 
 
 def _torch_state(saved: Any, names: list[list[str | None]]) -> dict[str, Any]:
-    """Converts a checkpoint's state to the format of torch's optimizers."""
     state = {
         name: {key: _plain(value) for key, value in entries.items()}
         for name, entries in saved["state"].items()

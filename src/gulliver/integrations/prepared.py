@@ -1,4 +1,4 @@
-"""Arguments of an accelerator: the plugin, and unsupported arguments."""
+"""Preparation of models and optimizers for an accelerator, and checks of its arguments."""
 
 from __future__ import annotations
 
@@ -65,7 +65,6 @@ def refuse_arguments(owner: str, given: Mapping[str, Any]) -> None:
 
 
 def plugin_of(options: Options) -> Plugin:
-    """Creates the plugin for the options."""
     options = _read(options)
     if isinstance(options, LowLevelZeroPlugin | GeminiPlugin):
         return options
@@ -79,7 +78,7 @@ def plugin_of(options: Options) -> Plugin:
 
 
 def one_of(given: Options, of_arguments: Options) -> Options:
-    """The options of a trainer."""
+    """Returns the options of a trainer, given directly or in its arguments."""
     if given is None or of_arguments is None:
         return of_arguments if given is None else given
     if _read(given) != _read(of_arguments):
@@ -137,7 +136,6 @@ def join_world(arguments: Mapping[str, Any]) -> None:
 
 
 def join_group(device: torch.device) -> None:
-    """Joins the world of a process group created by a framework."""
     on_gpu = device.type == "cuda" and dist.is_initialized() and dist.get_world_size() > 1
     if on_gpu and "cpu:" not in str(dist.get_backend_config()):
         raise GulliverError(
@@ -157,7 +155,7 @@ _KEY = "_gulliver_owned"
 
 
 class _Owned:
-    """Module attribute that refers to its accelerator; copies of the module lack it."""
+    """Module attribute that refers to its accelerator; copies of the module do not have it."""
 
     def __init__(self, owner: Accelerator | None = None) -> None:
         self.owner = owner
@@ -170,13 +168,12 @@ class _Owned:
 
 
 def mark_owned(model: nn.Module, owner: Accelerator | None) -> None:
-    """Sets the accelerator of a model."""
     # Not with setattr or in a table: it lives as long as the model, without being a submodule.
     vars(model)[_KEY] = _Owned(owner)
 
 
 def owner_of(model: nn.Module) -> tuple[nn.Module, Accelerator] | None:
-    """Finds the boosted part of a model, and its accelerator."""
+    """Finds the boosted part of a model and its accelerator."""
     for part in model.modules():
         mark = vars(part).get(_KEY)
         if mark is not None and mark.owner is not None:
@@ -185,7 +182,6 @@ def owner_of(model: nn.Module) -> tuple[nn.Module, Accelerator] | None:
 
 
 def model_of(optimizer: torch.optim.Optimizer, known: list[nn.Module]) -> nn.Module:
-    """Finds the model of an optimizer."""
     stepped = {p for group in optimizer.param_groups for p in group["params"]}
     found = [model for model in dict.fromkeys(known) if not stepped.isdisjoint(model.parameters())]
     if not found:
@@ -202,7 +198,7 @@ def model_of(optimizer: torch.optim.Optimizer, known: list[nn.Module]) -> nn.Mod
 
 
 def detach_earlier(model: nn.Module, optimizer: torch.optim.Optimizer, taker: Accelerator) -> None:
-    """Ends an earlier phase of a model, so that the new optimizer gets plain parameters."""
+    """Ends an earlier training phase of a model, so that a new optimizer gets plain parameters."""
     found = owner_of(model)
     if found is None:
         return
@@ -214,7 +210,7 @@ def detach_earlier(model: nn.Module, optimizer: torch.optim.Optimizer, taker: Ac
         )
     if getattr(owner.booster.plugin, "memory", None) is not None:
         raise GulliverError(
-            "the model was trained under a memory limit and cannot be restored whole; save it "
+            "the model was trained under a memory limit and cannot be restored in full; save it "
             "(trainer.save_model, accelerator.save_model), load a new model from there and train "
             "that"
         )
@@ -231,7 +227,7 @@ def detach_earlier(model: nn.Module, optimizer: torch.optim.Optimizer, taker: Ac
 
 
 class PreparedOptimizer(AcceleratedOptimizer):
-    """A boosted optimizer that steps when gradients are complete."""
+    """A boosted optimizer that steps only when gradients are complete."""
 
     def __init__(self, boosted: BoostedOptimizer, accelerator: Accelerator) -> None:
         super().__init__(boosted, device_placement=False)
@@ -249,7 +245,7 @@ class PreparedOptimizer(AcceleratedOptimizer):
         self._is_overflow = getattr(boosted, "skipped", 0) > before
 
     def full_gradients(self) -> dict[str, Tensor]:
-        """Full averaged gradients by name (collective)."""
+        """Returns full averaged gradients by name (collective)."""
         return self.boosted.full_gradients()
 
     def state_dict(self) -> dict[str, Any]:
@@ -260,7 +256,7 @@ class PreparedOptimizer(AcceleratedOptimizer):
 
 
 def make_collective(model: nn.Module) -> None:
-    """Makes generation and saving collective if ranks need each other's parameters."""
+    """Makes generation and saving collective if parameters are sharded."""
     # Ranks generate until the last one is done, and save gathered state.
     for module in model.modules():
         if hasattr(type(module), "generate"):
@@ -271,7 +267,6 @@ def make_collective(model: nn.Module) -> None:
 
 
 def restore_methods(model: nn.Module) -> None:
-    """Reverts `make_collective`."""
     ours = (_generate, _save_pretrained)
     for module in model.modules():
         for name in ("generate", "save_pretrained"):

@@ -80,7 +80,6 @@ class _Boosted(_Base):
         self.add_callback(_Forget)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Creates the accelerator."""
         _check(self.args, self.model)
         self._gulliver = one_of(self._gulliver, getattr(self.args, "gulliver", None))
         plugin: Any = plugin_of(self._gulliver)
@@ -144,7 +143,7 @@ class _Boosted(_Base):
             )
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Loads the weights; trained ones are loaded again later without rounding."""
+        """Loads the weights; trained ones are loaded again later from unrounded values."""
         if not any(p.is_meta for p in (model or self._module).parameters()):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 

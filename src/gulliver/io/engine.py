@@ -21,24 +21,24 @@ from numpy.typing import NDArray
 from gulliver.errors import GulliverError, nearest
 
 BLOCK = 4096
-"""Bytes: alignment of pages and of direct I/O."""
+"""Alignment of pages and direct I/O, in bytes."""
 Auto = bool | Literal["auto"]
 Call = Literal["open", "fallocate", "write", "read", "fsync", "truncate"]
 CALLS: tuple[Call, ...] = ("open", "fallocate", "write", "read", "fsync", "truncate")
 
 
 class IoError(GulliverError):
-    """A file could not be opened, written, read or synced.
+    """A file could not be opened, read, written or synced.
 
     Attributes:
-        path: file that failed.
-        offset: byte offset of the failure; None if the call has none (opening, fsync).
-        errno: error number of the system; `errno.ENODATA` if the file is too short.
+        path: path of the file.
+        offset: byte offset of the failed call; None for calls without one (opening, fsync).
+        errno: system error number; `errno.ENODATA` if the file is too short.
     """
 
     def __init__(self, action: str, path: str | Path, offset: int | None, number: int) -> None:
         where = "" if offset is None else f" at byte {offset}"
-        reason = "the file ends there" if number == errno.ENODATA else os.strerror(number)
+        reason = "the file is too short" if number == errno.ENODATA else os.strerror(number)
         super().__init__(f"cannot {action} {path}{where}: {reason}")
         self.action = action
         self.path = Path(path)
@@ -49,12 +49,12 @@ class IoError(GulliverError):
         return IoError, (self.action, self.path, self.offset, self.errno)
 
     def again(self) -> IoError:
-        """Copies the error, so that several threads may raise it with their own tracebacks."""
+        """Returns a copy, so that several threads can raise the error with their own tracebacks."""
         return IoError(self.action, self.path, self.offset, self.errno)
 
 
 class File:
-    """A file opened by an engine; only that engine accepts it."""
+    """Handle of a file opened by an engine; only that engine accepts it."""
 
     # Path that it was opened with.
     path: Path
@@ -85,7 +85,7 @@ class StridedView:
 
 @dataclass(frozen=True)
 class Page:
-    """A page of the pool, obtained from `Engine.acquire`.
+    """A page of the pool, returned by `Engine.acquire`.
 
     Attributes:
         index: index of the page in the pool.
@@ -99,13 +99,13 @@ class Page:
 
     @property
     def array(self) -> NDArray[np.uint8]:
-        """The page's memory, (nbytes,); valid only until the page is written or released."""
+        """The page's memory, (nbytes,); valid until the page is written or released."""
         return np.ctypeslib.as_array((ctypes.c_uint8 * self.nbytes).from_address(self.address))
 
 
 @dataclass(frozen=True)
 class Counters:
-    """Counters of an engine's work so far."""
+    """Totals of an engine since it was created."""
 
     written: int
     read: int
@@ -119,7 +119,7 @@ class Counters:
 
 @dataclass(frozen=True)
 class Request:
-    """A request as submitted to an engine."""
+    """A request submitted to an engine."""
 
     # Operation; `page` writes an acquired page.
     kind: Literal["stage", "page", "write", "read", "sync"]
@@ -144,7 +144,7 @@ class Request:
 
 
 def check_process(owner: int) -> None:
-    """Raises an error if an engine or its ticket is used in another process than its own."""
+    """Raises an error if an engine or ticket is used in a forked process."""
     if os.getpid() != owner:
         raise GulliverError(
             "this I/O engine belongs to the parent process and its threads do not exist here; "
@@ -153,7 +153,7 @@ def check_process(owner: int) -> None:
 
 
 def check_segments(segments: NDArray[np.int64], page_bytes: int) -> NDArray[np.int64]:
-    """Raises an error for segments that do not fit into a page."""
+    """Validates a segment table against the page size."""
     table = np.ascontiguousarray(segments, dtype=np.int64).reshape(-1, 2)
     # In floating point: a sum of 64-bit integers could wrap around.
     if len(table) and (table[:, 1].min() < 0 or table[:, 1].sum(dtype=np.float64) > page_bytes):
@@ -164,7 +164,6 @@ def check_segments(segments: NDArray[np.int64], page_bytes: int) -> NDArray[np.i
 
 
 def check_sizes(page_bytes: int, **counts: int) -> None:
-    """Validates the sizes of an engine."""
     if page_bytes < BLOCK or page_bytes % BLOCK:
         raise GulliverError(f"page_bytes={page_bytes} must be a positive multiple of {BLOCK}")
     for name, value in counts.items():
@@ -195,7 +194,7 @@ _open_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
 class Ticket(ABC):
-    """Handle of a request."""
+    """Handle of a submitted request."""
 
     def __init__(self, process: int) -> None:
         self._process = process
@@ -203,7 +202,7 @@ class Ticket(ABC):
     @property
     @abstractmethod
     def copied(self) -> bool:
-        """Whether the source may be reused (for `read`, `write` and `sync`: same as `done`)."""
+        """Whether the source may be reused; same as `done` for `read`, `write` and `sync`."""
 
     @property
     @abstractmethod
@@ -213,7 +212,7 @@ class Ticket(ABC):
     @property
     @abstractmethod
     def checksum(self) -> int | None:
-        """CRC-32 of the bytes as in `zlib.crc32`; None until known, or if not requested."""
+        """CRC-32 of the bytes, as `zlib.crc32` computes it; None if pending or not requested."""
 
     def wait_copied(self, timeout: float | None = None) -> None:
         """Waits until the source may be reused; also returns if the request failed."""
@@ -222,7 +221,6 @@ class Ticket(ABC):
             raise TimeoutError(f"not copied within {timeout:g} s")
 
     def wait(self, timeout: float | None = None) -> None:
-        """Waits for completion."""
         check_process(self._process)
         if not self._wait_done(timeout):
             raise TimeoutError(f"not done within {timeout:g} s")
@@ -241,7 +239,7 @@ class Ticket(ABC):
 
     @abstractmethod
     def _failure(self) -> IoError | None:
-        """Returns a new error each time: several threads may raise it."""
+        """Returns a new error on each call, because several threads may raise it."""
 
 
 class Engine(ABC):
@@ -275,10 +273,10 @@ class Engine(ABC):
     @property
     @abstractmethod
     def counters(self) -> Counters:
-        """Returns the counters so far."""
+        """Returns a snapshot of the counters."""
 
     def grow(self, pages: int) -> None:
-        """Adds pages to the pool and touches them before returning.
+        """Adds pages to the pool; their memory is committed before it returns.
 
         Raises:
             GulliverError: there is not enough memory.
@@ -289,11 +287,11 @@ class Engine(ABC):
         self._grow(pages)
 
     def create(self, path: str | Path, nbytes: int) -> File:
-        """Creates a file for writing and reading, and reserves `nbytes` if the file system can.
+        """Creates a file for writing and reading, and preallocates `nbytes` if the file system can.
 
         Raises:
-            IoError: the file exists, the disk is full (no file is left behind), or the system
-                reports another error.
+            IoError: the file exists, the disk is full (no file is left behind), or another system
+                error occurred.
         """
         self._check_process()
         return self._create(Path(path), nbytes)
@@ -302,7 +300,7 @@ class Engine(ABC):
         """Opens a file for reading.
 
         Raises:
-            IoError: it does not exist, is a folder, or the system reports another error.
+            IoError: the file does not exist, is a folder, or another system error occurred.
         """
         self._check_process()
         return self._open(Path(path))
@@ -316,20 +314,20 @@ class Engine(ABC):
         priority: int = 0,
         views: Mapping[int, StridedView] = NO_VIEWS,
     ) -> Ticket:
-        """Gathers segments of memory into a page, and writes it.
+        """Gathers segments of memory into a page and writes the page.
 
-        Blocks only while `queue` requests are in flight, not for a page or the disk.
+        Blocks only while `queue` requests are in flight; it does not wait for a page or the disk.
 
         Args:
             file: file to write to.
             offset: byte offset in the file; multiples of 4096 allow direct I/O.
-            segments: table (n, 2), address and bytes of each; together at most a page.
-            priority: higher goes first.
-            views: views of non-contiguous segments, by segment index. In the table such a segment
-                has its first byte in the view instead of an address.
+            segments: table (n, 2) of addresses and byte counts; the total is at most a page.
+            priority: higher values are served first.
+            views: non-contiguous segments, by row of the table. The table has the position of such
+                a segment's first byte in the view instead of an address.
 
         Returns:
-            A ticket. Once `copied`, the segments may change and its checksum is known.
+            A ticket; once it is `copied`, the segments may change and the checksum is known.
 
         Raises:
             GulliverError: the segments exceed a page, or the file or engine is closed.
@@ -343,18 +341,18 @@ class Engine(ABC):
 
     @abstractmethod
     def acquire(self, timeout: float | None = None, *, priority: int = 0) -> Page:
-        """Takes a page for the caller to fill; `write_page` or `release` returns it.
+        """Acquires a page for the caller to fill; return it with `write_page` or `release`.
 
-        Queues together with staged requests, by priority.
+        Waits in the same priority queue as staged requests.
 
         Raises:
-            TimeoutError: no page was free in time.
+            TimeoutError: no page became free in time.
         """
 
     def write_page(
         self, file: File, offset: int, page: Page, nbytes: int, *, priority: int = 0
     ) -> Ticket:
-        """Writes the first bytes of an acquired page, which then returns to the pool.
+        """Writes the first bytes of an acquired page and returns the page to the pool.
 
         Returns:
             A ticket; it is `copied` once its checksum is known.
@@ -382,7 +380,7 @@ class Engine(ABC):
         """Reads directly into memory.
 
         Uses direct I/O if offset and address are multiples of 4096 and the file was not prefetched.
-        Reading past the end of the file is an error.
+        Reading past the end of the file raises an error.
         """
         self._check_process()
         request = Request("read", file, offset, address, nbytes, priority, checksum=checksum)
@@ -391,36 +389,36 @@ class Engine(ABC):
     def write(
         self, file: File, offset: int, address: int, nbytes: int, *, priority: int = 0
     ) -> Ticket:
-        """Writes directly from memory, which must not change until `done`."""
+        """Writes directly from memory, which must not change until the ticket is `done`."""
         self._check_process()
         return self._submit(Request("write", file, offset, address, nbytes, priority))
 
     def prefetch(self, file: File, offset: int, nbytes: int) -> None:
-        """Asks the system to read ahead; afterwards this file is read through the page cache."""
+        """Asks the system to read ahead; later reads of this file use the page cache."""
         self._check_process()
         self._prefetch(file, offset, nbytes)
 
     def sync(self, file: File) -> Ticket:
-        """Syncs a file to the disk after all writes submitted before.
+        """Syncs a file to disk after all writes submitted before.
 
-        Fails if any earlier write on the file failed, so that waiting for the sync alone is enough.
+        Also fails if any earlier write to the file failed, so waiting for the sync alone is enough.
         """
         self._check_process()
         return self._submit(Request("sync", file))
 
     @abstractmethod
     def close_file(self, file: File) -> None:
-        """Closes a file after its pending requests; closing twice is allowed.
+        """Closes a file after its pending requests; may be called twice.
 
         Raises:
-            IoError: the system reports a late failure.
+            IoError: the system reports a deferred write failure.
         """
 
     @abstractmethod
     def close(self) -> None:
         """Finishes all submitted requests, stops the threads and frees the pool.
 
-        Called at interpreter exit for engines that are still open. No acquired page may be in use.
+        Engines still open at interpreter exit are closed then. No acquired page may be in use.
         """
 
     def inject(
@@ -432,24 +430,24 @@ class Engine(ABC):
         *,
         times: int = 1,
     ) -> None:
-        """Makes future system calls fail; for tests.
+        """Injects failures into future system calls, for tests.
 
         Args:
             call: kind of system call.
-            nth: first call to fail, counted from now; 1 is the next.
-            errno: error number that it fails with.
-            short: maximum number of bytes that it moves, instead of an error.
+            nth: first call to fail; 1 is the next.
+            errno: error number to fail with.
+            short: maximum number of bytes to transfer, instead of an error.
             times: number of consecutive calls that fail.
         """
         if call not in CALLS:
             raise GulliverError(f"unknown call {call!r}: {nearest(call, CALLS)}")
         if nth < 1 or times < 1:
-            raise GulliverError("injections count from 1")
+            raise GulliverError("nth and times must be at least 1")
         self._inject(call, nth, errno, short, times)
 
     @abstractmethod
     def hold(self, held: bool) -> None:
-        """Blocks reads, writes and syncs while held, like a hanging disk; for tests."""
+        """Blocks reads, writes and syncs while `held`, like a hanging disk; for tests."""
 
     @abstractmethod
     def _grow(self, pages: int) -> None: ...
@@ -462,7 +460,7 @@ class Engine(ABC):
 
     @abstractmethod
     def _submit(self, request: Request) -> Ticket:
-        """Takes a validated request and waits for space in the queue."""
+        """Submits a validated request; blocks while the queue is full."""
 
     @abstractmethod
     def _prefetch(self, file: File, offset: int, nbytes: int) -> None: ...
@@ -479,13 +477,12 @@ class Engine(ABC):
         self.close()
 
     def _check_process(self) -> None:
-        """Raises an error in a forked child, which has no threads and would wait forever."""
+        """Raises an error in a forked child, which lacks the threads and would wait forever."""
         check_process(self._process)
 
 
 @atexit.register
 def _finish_all() -> None:
-    """Finishes submitted requests before the interpreter exits."""
     for engine in list(_open_engines):
         if engine._process == os.getpid():
             engine.close()

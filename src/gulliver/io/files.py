@@ -1,6 +1,6 @@
-"""Files and folders that are written atomically.
+"""Atomic writing of files and folders.
 
-Everything is written under a temporary name next to the final one, synced, and renamed.
+Content is written under a temporary name in the same folder, synced, and renamed.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from gulliver.errors import GulliverError
 from gulliver.options import size_text
 
 LEFT = re.compile(r"\..*\.([0-9]+)(?:-[0-9a-f]+)?\.partial", re.DOTALL)
-"""Temporary names, with the process id of the writer."""
+"""Pattern of temporary names, which contain the writer's process id."""
 PARTIAL = ".partial"
-"""Suffix of temporary names; such files may be deleted when nobody is writing."""
+"""Suffix of temporary names; such files may be deleted when no process is writing."""
 
 
 def sync(path: Path) -> None:
-    """Syncs a file or the entries of a folder to the disk."""
+    """Syncs a file, or a folder's entries, to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -40,7 +40,7 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def atomic_file(path: Path, needed: int = 0, durable: bool = True) -> Iterator[Path]:
-    """Yields a temporary path in the folder of `path`, renamed to `path` if the block succeeds."""
+    """Yields a temporary path next to `path`, which is renamed to `path` if the block succeeds."""
     require_space(path.parent, needed)
     # An unpredictable name; otherwise a link planted there would be followed.
     token = f"{os.getpid()}-{secrets.token_hex(6)}"
@@ -67,7 +67,7 @@ def write_text(path: Path, text: str, durable: bool = True) -> None:
 
 
 def finish_folder(partial: Path, path: Path) -> None:
-    """Syncs everything in a folder and gives it its final name."""
+    """Syncs everything in a folder and renames the folder to its final name."""
     # Replaces an existing folder of this name: at every moment one of the two exists.
     name_folder(partial, path)
     with named_errors(path):
@@ -75,7 +75,7 @@ def finish_folder(partial: Path, path: Path) -> None:
 
 
 def name_folder(partial: Path, path: Path) -> None:
-    """Does the same as `finish_folder` without syncing the new name."""
+    """Renames a folder to its final name without syncing the rename."""
     with named_errors(path):
         # Contents before the name: after a crash the final name must not refer to a partial folder.
         for found in sorted(partial.rglob("*")):
@@ -89,7 +89,7 @@ def name_folder(partial: Path, path: Path) -> None:
 
 
 def remove_folder(path: Path) -> None:
-    """Removes a folder; after a crash it is complete, under a temporary name, or gone."""
+    """Removes a folder so that after a crash it is complete, under a temporary name, or gone."""
     # For a link to a folder only the link is removed.
     with named_errors(path, "removed"):
         doomed = path.with_name(path.name + PARTIAL)
@@ -98,7 +98,7 @@ def remove_folder(path: Path) -> None:
 
 
 def remove_all(path: Path) -> None:
-    """Removes a file, a link (not its target) or a folder recursively."""
+    """Removes a file, a symbolic link (not its target) or a folder tree."""
     # Files that cannot be removed stay, together with their folder.
     if path.is_symlink() or not path.is_dir():
         with suppress(OSError):
@@ -108,7 +108,7 @@ def remove_all(path: Path) -> None:
 
 
 def remove_leftovers(folder: Path) -> list[Path]:
-    """Removes temporary files in a folder left by processes that were killed."""
+    """Removes temporary files that killed processes have left in a folder."""
     # Removes only files of processes that do not run on this machine and that are not locked
     # (`hold`): the lock protects files that another machine is writing.
     removed = []
@@ -148,7 +148,6 @@ def _is_alive(pid: int) -> bool:
 
 
 def require_space(folder: Path, needed: int) -> None:
-    """Raises an error if the disk has too little free space."""
     free = _free(folder)
     if free < needed:
         raise GulliverError(
@@ -159,7 +158,7 @@ def require_space(folder: Path, needed: int) -> None:
 
 @contextmanager
 def named_errors(path: Path, action: str = "written", needed: int = 0) -> Iterator[None]:
-    """Converts operating system errors to a one-line error that names the path."""
+    """Converts operating system errors to one-line errors that name the path."""
     try:
         yield
     except OSError as error:
@@ -204,7 +203,7 @@ def _swap(one: Path, other: Path) -> None:
 
 
 def cache_folder() -> Path:
-    """Folder that caches results across jobs: ``$GULLIVER_CACHE`` or ``~/.cache/gulliver``."""
+    """Returns the cache folder shared by all jobs: ``$GULLIVER_CACHE`` or ``~/.cache/gulliver``."""
     chosen = os.environ.get("GULLIVER_CACHE")
     return Path(chosen) if chosen else Path.home() / ".cache" / "gulliver"
 
@@ -240,12 +239,12 @@ class FileMappings:
             self._stops.append(stop)
 
     def hold(self, address: int, nbytes: int) -> bool:
-        """Whether memory is file-backed."""
+        """Whether memory is backed by a file."""
         number = bisect_right(self._begins, address) - 1
         return number >= 0 and 0 < nbytes <= self._stops[number] - address
 
     def release_pages(self, address: int, nbytes: int) -> None:
-        """Releases the whole pages of memory to the system if they are file-backed."""
+        """Releases the full pages in a memory range to the system, if they are file-backed."""
         # Only a hint: nothing happens if the system does not support it.
         begin = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
         size = (address + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - begin

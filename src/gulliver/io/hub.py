@@ -10,21 +10,21 @@ from pathlib import Path
 from gulliver.errors import GulliverError, missing_extra
 
 NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(@[\w./-]+)?")
-"""A repository's name, ``org/name`` or ``org/name@revision``."""
+"""Pattern of repository names, ``org/name`` or ``org/name@revision``."""
 
 READ = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt", "*.md")
-"""Files that are fetched: no pickles, and no weights of other frameworks."""
+"""Files to download: no pickles, and no weights of other frameworks."""
 
 
 def is_hub_name(path: Path | str) -> bool:
-    """Whether a path has the form of a name on the Hub, and nothing of it is here."""
+    """Whether a path looks like a name on the Hub and does not exist locally."""
     local = Path(path)
     return NAME.fullmatch(str(path)) is not None and not (local.exists() or local.parent.exists())
 
 
 @contextmanager
 def _errors(what: str) -> Iterator[None]:
-    """Makes one line of what huggingface_hub raises: of HTTP, of the network, of missing files."""
+    """Converts errors of huggingface_hub (HTTP, network, missing files) to one-line errors."""
     try:
         yield
     except ImportError:
@@ -34,18 +34,18 @@ def _errors(what: str) -> Iterator[None]:
 
 
 def fetch(path: Path, files: Sequence[str] = READ) -> Path:
-    """Returns a folder unchanged; downloads a model given by its name on the Hub.
+    """Downloads a model from the Hub if `path` is a name there; returns its folder.
 
-    Downloads are cached by huggingface_hub (``HF_HOME``), and ``HF_HUB_OFFLINE=1`` uses the cache
-    only; ``HF_ENDPOINT`` sets another server, ``HF_TOKEN`` the account.
+    Downloads are cached by huggingface_hub (``HF_HOME``). ``HF_HUB_OFFLINE=1`` uses only the cache,
+    ``HF_ENDPOINT`` sets another server, ``HF_TOKEN`` the account.
 
     Args:
-        path: folder, or a name such as ``org/name`` or ``org/name@revision``.
-        files: patterns of the files to fetch.
+        path: folder, returned unchanged, or a name such as ``org/name`` or ``org/name@revision``.
+        files: patterns of the files to download.
 
     Raises:
-        GulliverError: the Hub does not have it, or cannot be reached; or its first part is a folder
-            here, which makes it a path with a mistake.
+        GulliverError: the Hub has no such model or cannot be reached, or the first part of the name
+            is a local folder (probably a mistyped path).
     """
     if not is_hub_name(path):
         if NAME.fullmatch(str(path)) and not path.exists():
@@ -62,11 +62,6 @@ def fetch(path: Path, files: Sequence[str] = READ) -> Path:
 
 
 def check_push(name: str | None) -> None:
-    """Rejects an invalid repository name before a run.
-
-    Raises:
-        GulliverError: the name is not of the form ``org/name``.
-    """
     if name is not None and (NAME.fullmatch(name) is None or "@" in name):
         raise GulliverError(f"--push-to-hub {name}: name a repository, such as org/name")
 
@@ -74,15 +69,11 @@ def check_push(name: str | None) -> None:
 def push(folder: Path, name: str) -> str:
     """Uploads a folder to a repository, which is created as private if it does not exist.
 
-    Args:
-        folder: folder to upload.
-        name: repository, ``org/name``.
-
     Returns:
         The address of the commit.
 
     Raises:
-        GulliverError: the Hub rejects it, or cannot be reached; the folder is unchanged.
+        GulliverError: the Hub rejects the upload or cannot be reached; the folder is unchanged.
     """
     check_push(name)
     with _errors(f"{folder} is written, and cannot be pushed to {name}"):

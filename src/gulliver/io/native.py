@@ -38,17 +38,17 @@ Result = TypeVar("Result")
 INTERFACE = 2
 """Version of the extension's interface; incremented on both sides when its calls change."""
 HEARING_S = 0.1
-"""Seconds that a call into the extension waits before signals are handled."""
+"""Longest wait inside the extension before signals are handled, in seconds."""
 
 
 def native_problem() -> str | None:
-    """Returns why the native engine is not available; None if it is."""
+    """Returns why the native engine is unavailable; None if it is available."""
     try:
         built = _extension().INTERFACE
     except ImportError as error:
         return f"its extension is not built ({error})"
     if built != INTERFACE:
-        return "its extension has another version; rebuild it with pip install -e ."
+        return "its extension was built from another version; rebuild it with pip install -e ."
     return None
 
 
@@ -58,7 +58,7 @@ def _extension() -> Any:
 
 
 class NativeTicket(Ticket):
-    """A ticket of the extension."""
+    """Ticket backed by the extension."""
 
     def __init__(self, core: Any, path: Path, process: int) -> None:
         super().__init__(process)
@@ -89,7 +89,7 @@ class NativeTicket(Ticket):
 
 
 class NativeFile(File):
-    """A file of the extension."""
+    """File handle of the extension."""
 
     def __init__(self, core: Any, path: Path, nbytes: int) -> None:
         self.core = core
@@ -98,7 +98,7 @@ class NativeFile(File):
 
 
 class NativeEngine(Engine):
-    """The engine with C++ threads."""
+    """I/O engine with C++ threads."""
 
     def __init__(
         self,
@@ -222,7 +222,7 @@ class NativeEngine(Engine):
         return NativeTicket(ticket, request.file.path, self._process)
 
     def _call(self, request: Request, core: Any) -> Callable[[], Any]:
-        """Wraps a call of the extension, which returns None while its queue is full."""
+        """Returns a call of the extension; the call returns None while the queue is full."""
         r, ours = request, self._core
         match r.kind:
             case "stage":
@@ -269,7 +269,7 @@ def _view(view: StridedView) -> Any:
 
 
 def _within(timeout: float | None, wait: Callable[[float], bool]) -> bool:
-    """Waits in short intervals, between which Python handles signals."""
+    """Polls `wait` in short intervals so that Python can handle signals."""
     if timeout is None:
         while not wait(HEARING_S):
             pass
@@ -297,7 +297,7 @@ def _refusals() -> Iterator[None]:
 
 
 def gather(target: int, segments: NDArray[np.int64]) -> None:
-    """Copies segments of memory into one buffer; returns when all are copied."""
+    """Copies segments of memory into one buffer."""
     table = np.ascontiguousarray(segments, dtype=np.int64).reshape(-1, 2)
     if os.environ.get("GULLIVER_IO") != "python" and native_problem() is None:
         importlib.import_module("gulliver.io._core").gather(target, table)
@@ -306,12 +306,12 @@ def gather(target: int, segments: NDArray[np.int64]) -> None:
 
 
 CHOICES = ("native", "threads", "python")
-"""Values of ``$GULLIVER_IO``: native with io_uring if allowed, native without it, Python."""
+"""Values of ``$GULLIVER_IO``: native (io_uring if allowed), native without io_uring, Python."""
 _said: set[str] = set()
 
 
 def default_engine(**options: Any) -> Engine:
-    """Creates the native engine if it was built, else the Python engine, which is logged once.
+    """Creates the native engine if it was built, otherwise the Python engine (logged once).
 
     ``$GULLIVER_IO`` selects one: ``native``, ``threads`` (native without io_uring) or ``python``.
 
@@ -319,7 +319,8 @@ def default_engine(**options: Any) -> Engine:
         options: arguments of `NativeEngine` except `io_uring`.
 
     Raises:
-        GulliverError: the choice is unknown, or the native engine is required and was not built.
+        GulliverError: ``$GULLIVER_IO`` is unknown, or requires the native engine, which was not
+            built.
     """
     choice = os.environ.get("GULLIVER_IO", "")
     if choice and choice not in CHOICES:

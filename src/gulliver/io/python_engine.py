@@ -1,9 +1,9 @@
-"""The Python engine: small and correct, for machines without the native one.
+"""Python implementation of the I/O engine, for machines without the native one.
 
-A request waits in one of two heaps, for a page or for the disk. The thread that frees a page fills
-it at once for the first waiting request; `writers` threads call the system. One condition guards
-all shared state and is notified of every change. All I/O goes through the page cache, and staged
-requests get pages before `acquire`.
+A request waits in one of two heaps, for a page or for the disk. The thread that frees a page
+immediately fills it for the first waiting request; `writers` threads make the system calls. One
+condition guards all shared state and is notified of every change. All I/O uses the page cache, and
+staged requests get pages before `acquire`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ UNSUPPORTED = (errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 class PythonFile(File):
-    """A file descriptor and its requests in flight (guarded by the engine's condition)."""
+    """An open file descriptor and its pending requests, guarded by the engine's condition."""
 
     def __init__(self, owner: Engine, path: Path, handle: int, nbytes: int = 0) -> None:
         self.owner, self.path, self.nbytes, self.handle = owner, path, nbytes, handle
@@ -93,7 +93,7 @@ class PythonTicket(Ticket):
 
 
 class PythonEngine(Engine):
-    """The engine with Python threads; see `NativeEngine` for the arguments."""
+    """I/O engine with Python threads; see `NativeEngine` for the arguments."""
 
     # There are no copier threads: the thread that submits, or frees a page, copies. `direct` is not
     # used.
@@ -213,7 +213,7 @@ class PythonEngine(Engine):
         return file
 
     def _reserve(self, file: PythonFile, nbytes: int) -> None:
-        """Reserves space, so that a full disk is detected before hours of writing."""
+        """Preallocates a file, so that a full disk is detected early."""
         handle, file.nbytes = file.handle, nbytes
         try:
             if nbytes:
@@ -340,7 +340,7 @@ class PythonEngine(Engine):
             self._moved[call] += done
 
     def _finish(self, ticket: PythonTicket) -> None:
-        """Completes a request, and starts those that waited for it."""
+        """Completes a request and starts the requests that waited for it."""
         file = ticket.file
         if ticket.request.kind in ("stage", "page", "write"):
             file.writing -= 1
@@ -365,7 +365,7 @@ class PythonEngine(Engine):
         function: Callable[[int | None], Any],
         offset: int | None = None,
     ) -> Any:
-        """Makes a system call with a maximum number of bytes; retries after an interrupt."""
+        """Makes a system call, retrying after an interrupt."""
         while True:
             try:
                 return function(self._injected(call))
@@ -404,7 +404,7 @@ class PythonEngine(Engine):
             self._failures |= {(call, first + more): (errno, short) for more in range(times)}
 
     def _injected(self, call: Call) -> int | None:
-        """Raises an injected error, or returns an injected number of bytes."""
+        """Raises an injected error, or returns an injected byte limit."""
         with self._changed:
             self._made[call] += 1
             number, short = self._failures.pop((call, self._made[call]), (None, None))
@@ -418,7 +418,7 @@ def _start(memory: mmap.mmap) -> int:
 
 
 def _fallocate(handle: int, nbytes: int) -> None:
-    """Calls fallocate directly: `os.posix_fallocate` would write zeros where it is unsupported."""
+    """Calls fallocate directly, because `os.posix_fallocate` falls back to writing zeros."""
     call = getattr(ctypes.CDLL(None, use_errno=True), "fallocate64", None)
     if call is None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
@@ -440,7 +440,7 @@ def gather_slowly(target: int, table: NDArray[np.int64], views: Mapping[int, Str
 
 
 def memory_at(address: int, nbytes: int) -> memoryview:
-    """Returns memory of this process as a writable buffer, without a copy."""
+    """Returns memory of this process as a writable view."""
     return memoryview((ctypes.c_ubyte * nbytes).from_address(address))
 
 

@@ -1,4 +1,4 @@
-"""Common parts of long jobs: progress, a log, seeds, and stopping by signal.
+"""Infrastructure shared by long jobs: progress, logs, seeds, stopping by signal.
 
 The training loop and its run folder, which import torch, are in `loop.py` and `run_folder.py`.
 """

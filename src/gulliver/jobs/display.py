@@ -30,16 +30,16 @@ from gulliver.errors import GulliverError, missing_extra
 from gulliver.io.files import named_errors, require_space
 
 UNWRITTEN = 1 << 16
-"""Maximum pending bytes of TensorBoard scalars."""
+"""Maximum size of the TensorBoard write buffer in bytes."""
 SECONDS_BETWEEN_LINES = 15.0
 QUIET_SECONDS = 2.0
-"""Seconds before a command says what it is doing."""
+"""Seconds before a command shows its current work."""
 UNBROKEN = 100_000
-"""Columns where the output is no terminal: no line is that long."""
+"""Line width if the output is not a terminal; no line is that long."""
 
 
 def console() -> Console:
-    """The console for messages; standard output is reserved for results."""
+    """Returns the console for messages; standard output is reserved for results."""
     # Names are shown as they are: a folder called ``run[v2]`` is no markup.
     return Console(file=sys.stderr, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
@@ -50,7 +50,7 @@ class _Report(Console):
 
 
 def report_console() -> Console:
-    """Standard output; tables fit a terminal, and no line is wrapped in a file or a pipe."""
+    """Returns the console for results; lines are wrapped only on a terminal."""
     made = _Report(highlight=False, markup=False, emoji=False, soft_wrap=True)
     if not made.is_terminal and "COLUMNS" not in os.environ:
         made.width = UNBROKEN
@@ -58,15 +58,15 @@ def report_console() -> Console:
 
 
 def print_json(values: Mapping[str, Any]) -> None:
-    """Prints the JSON of a command, with the version of its fields."""
+    """Prints a command's results as JSON, with the version of its fields."""
     print(json.dumps({"schema": 1, **values}, indent=1, default=str))
 
 
 @contextmanager
 def working(what: str) -> Iterator[Callable[[str], None]]:
-    """Shows on standard error what a command computes, if it takes more than two seconds.
+    """Shows on standard error what a command is computing, if it takes over two seconds.
 
-    Yields a function that sets the current part of the work.
+    Yields a function that updates the message.
     """
     now, ended, begun = [what], threading.Event(), time.monotonic()
 
@@ -105,7 +105,7 @@ def memory_in_use() -> int:
 
 
 class Display:
-    """Progress of `total` steps, under a title, with figures next to the bar."""
+    """Progress bar of `total` steps, with a title and metrics."""
 
     # A context manager. On a terminal it is a live bar; elsewhere a line now and then, so that logs
     # stay readable. A disabled display shows nothing (ranks other than 0).
@@ -167,7 +167,7 @@ class Display:
 
 @dataclass(frozen=True)
 class Scalars:
-    """Writes a step's named numbers and images."""
+    """Writes a step's named scalars and images."""
 
     folder: Path
     writer: Any
@@ -186,7 +186,7 @@ class Scalars:
 
 @contextmanager
 def tensorboard(folder: Path, step: int, enabled: bool) -> Iterator[Scalars]:
-    """Yields a writer of scalars and pictures to TensorBoard, if installed."""
+    """Yields a TensorBoard writer if enabled and installed; otherwise one that writes nothing."""
     if not enabled:
         yield Scalars(folder, None)
         return

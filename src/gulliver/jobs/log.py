@@ -1,4 +1,4 @@
-"""A job's log, and seeds by purpose."""
+"""Log of a job, and seeds for its purposes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gulliver.io.files import named_errors, write_text
 
 
 def derive(*parts: int) -> int:
-    """A 63-bit seed from several numbers; seeds of different numbers are independent."""
+    """Derives a 63-bit seed from numbers; different numbers give independent seeds."""
     text = ":".join(map(str, parts)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
@@ -23,12 +23,11 @@ def derive(*parts: int) -> int:
 
 @dataclass(frozen=True)
 class Log:
-    """A file with one JSON object per line, each with its ``step``."""
+    """Log file with one JSON object per line, each with its ``step``."""
 
     path: Path
 
     def read(self) -> list[dict[str, Any]]:
-        """Reads the log, one mapping per line."""
         # What is no line of a log is left out: the last one of a run that was killed may be torn.
         if not self.path.is_file():
             return []
@@ -36,7 +35,7 @@ class Log:
         return [line for line in map(_parsed, lines) if line is not None]
 
     def cut(self, step: int) -> None:
-        """Drops lines after `step`: a resumed run writes them again."""
+        """Drops lines after `step`, which a resumed run writes again."""
         if self.path.is_file():
             lines = [line for line in self.read() if line["step"] <= step]
             write_text(self.path, "".join(json.dumps(line) + "\n" for line in lines))

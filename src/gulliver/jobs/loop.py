@@ -36,8 +36,8 @@ class Outcome:
 
     Attributes:
         step: last step.
-        finished: whether the run is over; False if a signal stopped it.
-        seconds: wall time of training, over all resumptions.
+        finished: whether the run is complete; False if a signal stopped it.
+        seconds: wall time of training, including earlier resumptions.
         best: lowest loss on held-out samples; nan if not evaluated.
         result: file or folder of the result; None if there is none yet.
     """
@@ -55,15 +55,15 @@ class LoopOptions(Options):
 
     Attributes:
         title: title of the progress bar.
-        steps: optimizer steps of the whole run.
+        steps: optimizer steps of the full run.
         save_every: steps between checkpoints.
         seed: seed of the run.
-        stream: number that separates the seeds of steps from other seeds that the job derives.
-        log_every: steps between lines of the log.
+        stream: number that separates the loop's seeds from other seeds of the job.
+        log_every: steps between log lines.
         clip: maximum gradient norm; None or 0 disables clipping.
         frozen: whether checkpoints include frozen parameters.
         use_async: whether checkpoints are written while training continues.
-        rate_option: option that a diverging run should lower.
+        rate_option: name of the option to lower if the run diverges, for the error.
         report_to: names of the experiment trackers.
     """
 
@@ -81,7 +81,7 @@ class LoopOptions(Options):
 
 
 class TrainingLoop(ABC):
-    """A boosted model and the loop over its batches; jobs subclass it."""
+    """Training loop over batches; jobs subclass it."""
 
     def __init__(
         self,
@@ -110,12 +110,12 @@ class TrainingLoop(ABC):
     def batches(self) -> Iterator[tuple[Any, Any]]:
         """Yields batches endlessly from the current position, each with the position after it.
 
-        The position is saved only once the step is done, so reading ahead of the steps is safe.
+        The position is saved only after the step, so batches may be prefetched.
         """
 
     @abstractmethod
     def forward_backward(self, batch: Any) -> Mapping[str, Tensor | float] | None:
-        """Computes gradients; returns this rank's share of ``loss`` and of other figures."""
+        """Computes gradients; returns this rank's share of ``loss`` and other metrics."""
         # The shares of all ranks add up to the figures of the step, so every rank names the same
         # ones. None, on all ranks, is no step: there was nothing to learn from.
 
@@ -123,43 +123,42 @@ class TrainingLoop(ABC):
 
     @property
     def is_over(self) -> bool:
-        """Whether all steps are done."""
         return self.step_number >= self.options.steps
 
     def after_update(self) -> Mapping[str, float]:
-        """Called after the optimizer's step; returns further figures, the same on all ranks."""
+        """Called after the optimizer step; returns additional metrics, the same on all ranks."""
         return {}
 
     def begin(self) -> bool:
-        """Called before the first step; returns whether a signal ended the run."""
+        """Called before the first step; returns whether a signal stopped the run."""
         return False
 
     def evaluate(self) -> None:  # noqa: B027
-        """Called after every step, before saving: held-out losses, samples."""
+        """Called after every step, before saving, for evaluation and samples."""
 
     def after_saving(self, stopping: bool) -> bool:
-        """Called after every step, after saving; returns whether a signal ended the run."""
+        """Called after every step, after saving; returns whether a signal stopped the run."""
         return False
 
     def describe(self, line: dict[str, Any], batch: Any, seconds: float) -> dict[str, str]:
-        """Completes a step's log line; returns the figures for the progress bar."""
+        """Adds to a step's log line; returns the metrics for the progress bar."""
         return {}
 
     def state(self) -> dict[str, Any]:
-        """Entries of a checkpoint; values of ``run`` are plain, others may be tensors."""
+        """Returns additional checkpoint entries; ``run`` may only have plain values."""
         return {}
 
     def loaded_in_place(self) -> dict[str, Any]:
-        """Entries that a resume fills in place; `load_state` may load others itself."""
+        """Returns the entries that resuming fills in place; `load_state` may load others."""
         return {}
 
     def load_state(self, run: dict[str, Any], folder: Path) -> None:  # noqa: B027
-        """Restores the ``run`` entry of `state`, and moves to its ``position`` in the data."""
+        """Restores the ``run`` entry of `state` and seeks to its ``position`` in the data."""
 
     # The loop.
 
     def start(self, checkpoint: Path | None, **facts: Any) -> None:
-        """Resumes from a checkpoint or starts, and writes the run's description (collective)."""
+        """Starts a run or resumes it from a checkpoint; writes its description (collective)."""
         if checkpoint is not None:
             self.restore(checkpoint)
         if self.world.is_main:
@@ -170,7 +169,7 @@ class TrainingLoop(ABC):
         barrier()
 
     def train(self, stop: StopRequest) -> bool:
-        """Trains until the end or a signal, and saves; returns whether the run is over."""
+        """Trains until the end or a signal, and saves; returns whether the run is complete."""
         self.stop = stop
         options, main = self.options, self.world.is_main
         facts = self.run.values().get("options", {}) if main else {}
@@ -206,7 +205,7 @@ class TrainingLoop(ABC):
                 return
 
     def _step(self, batch: Any, position: Any) -> bool:
-        """Runs one optimizer step and reports it; returns whether a rank wants to stop."""
+        """Runs and reports one optimizer step; returns whether any rank received a signal."""
         started = time.monotonic()
         # Seeded at each step, so that a resumed run needs no saved generator.
         seed, stream = self.options.seed, self.options.stream
@@ -233,7 +232,7 @@ class TrainingLoop(ABC):
         return wishes > 0
 
     def _add_up(self, shares: Mapping[str, Tensor | float]) -> tuple[dict[str, float], float]:
-        """Sums a step's figures over all ranks, and the number of ranks that want to stop."""
+        """Sums a step's metrics, and the number of ranks to stop, over all ranks."""
         # One message for all of them: the wish travels with the loss.
         values = [*(float(share) for share in shares.values()), float(self.stop.wanted)]
         totals = torch.tensor(values, dtype=torch.float64, device=self.world.device)
@@ -242,7 +241,6 @@ class TrainingLoop(ABC):
         return {n: f / self.replicas for n, f in zip(shares, figures, strict=True)}, wishes
 
     def _report(self, line: dict[str, Any], batch: Any, seconds: float) -> None:
-        """Shows a step, and logs it when due."""
         numbers = [name for name in line if name != "step"]
         shown = self.describe(line, batch, seconds)
         moved = self.booster.moved or ()  # None unless memory has a limit
@@ -303,7 +301,7 @@ class TrainingLoop(ABC):
         return past[-1] if past else 0.0
 
     def kept(self) -> str:
-        """Describes the checkpoint from which a failed run can be resumed."""
+        """Names the checkpoint from which a failed run can be resumed."""
         self.booster.wait()  # one may be in flight
         newest = self.run.checkpoints.latest()
         return f"the newest checkpoint is {newest}" if newest else "no checkpoint exists yet"
@@ -318,9 +316,9 @@ class TrainingLoop(ABC):
 def rate_factor(
     step: int, steps: int, warmup: int, schedule: str = "cosine", final: float = 0.0
 ) -> float:
-    """The learning rate of a step over its peak: linear warm-up, then the schedule down to `final`.
+    """Returns the learning rate of a step as a fraction of the peak: warm-up, then the schedule.
 
-    `schedule` is ``cosine``, ``linear`` or ``constant``.
+    `schedule` is ``cosine``, ``linear`` or ``constant``; the last step has the fraction `final`.
     """
     if step < warmup:
         return (step + 1) / warmup

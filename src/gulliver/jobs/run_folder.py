@@ -1,4 +1,4 @@
-"""A run's folder: options, log and checkpoints, and checks before resuming."""
+"""Folder of a training run: options, log, checkpoints, and checks before resuming."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gulliver.options import differences, resolved, with_new_names
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The folder of a training run."""
+    """Folder of a training run."""
 
     # run/
     #   config.json          resolved options, fingerprints of model and data
@@ -41,26 +41,25 @@ class RunFolder:
 
     @property
     def checkpoints(self) -> CheckpointFolder:
-        """The checkpoints of the run."""
         return CheckpointFolder(self.folder / "checkpoints", keep=self.keep)
 
     @property
     def log(self) -> Log:
-        """The log of steps and evaluations."""
+        """Log of steps and evaluations."""
         return Log(self.folder / "log.jsonl")
 
     @property
     def samples(self) -> Log:
-        """The log of samples."""
+        """Log of samples."""
         return Log(self.folder / "samples.jsonl")
 
     @property
     def config_path(self) -> Path:
-        """The file of options and fingerprints."""
+        """Path of the file with options and fingerprints."""
         return self.folder / "config.json"
 
     def values(self) -> dict[str, Any]:
-        """The values written by `write`; empty without a run."""
+        """Returns the values written by `write`; empty if there is no run."""
         return read_json(self.config_path) if self.config_path.is_file() else {}
 
     def options(self) -> dict[str, Any]:
@@ -70,7 +69,6 @@ class RunFolder:
     def open(
         self, config: Any, fingerprints: Mapping[str, str] | None = None, step: int | None = None
     ) -> Path | None:
-        """Finds the checkpoint to continue from."""
         check_trackers(getattr(config, "report_to", ()))
         newest = self.checkpoints.latest()
         if not config.resume:
@@ -104,7 +102,7 @@ class RunFolder:
         return newest
 
     def check_writable(self, needed: int) -> None:
-        """Rejects a folder that cannot be written to, or a disk without `needed` free bytes."""
+        """Rejects a folder that cannot be written, or a disk without `needed` free bytes."""
         with named_errors(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             with NamedTemporaryFile(dir=self.folder):

@@ -1,4 +1,4 @@
-"""Stops a job by signal at the end of a step."""
+"""Stops a job at the end of a step after a signal."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from contextlib import contextmanager
 
 
 class StopRequest:
-    """Turns SIGTERM and SIGINT into a request to stop after the current step."""
+    """Records SIGTERM and SIGINT as a request to stop after the current step."""
 
     def __init__(self) -> None:
         self.wanted = False
 
     @contextmanager
     def listening(self) -> Iterator[StopRequest]:
-        """Handles signals while the block runs; a second SIGINT interrupts at once."""
+        """Handles signals in the block; a second SIGINT interrupts immediately."""
         signals = (signal.SIGTERM, signal.SIGINT)
         before = {number: signal.signal(number, self._note) for number in signals}
         try:

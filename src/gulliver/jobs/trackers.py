@@ -1,6 +1,6 @@
 """Experiment trackers: TensorBoard, Weights & Biases and MLflow behind one writer.
 
-Their packages are imported when a run names them.
+Their packages are imported only for runs that use them.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from gulliver.jobs.display import Scalars, tensorboard
 from gulliver.options import Tracker
 
 MOST_PARAMETERS = 100
-"""Parameters that MLflow takes at once."""
+"""Maximum number of parameters in one MLflow call."""
 
 
 class WandbWriter:
-    """Writes to a Weights & Biases run; the entry of a run folder is continued."""
+    """Writes to a Weights & Biases run; continues the run stored in a run folder."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
         import wandb  # type: ignore[import-not-found]
@@ -35,7 +35,6 @@ class WandbWriter:
         _keep_id(folder, "wandb", self.run.id)
 
     def add_scalar(self, name: str, value: float, step: int) -> None:
-        """Writes a number."""
         self.run.log({name: value}, step=step)
 
     def add_image(self, name: str, pixels: Any, step: int, dataformats: str = "HWC") -> None:
@@ -43,12 +42,12 @@ class WandbWriter:
         self.run.log({name: self.wandb.Image(pixels)}, step=step)
 
     def close(self, failed: bool) -> None:
-        """Ends the run; a failed one is marked as such."""
+        """Ends the run, marking it as failed if it was."""
         self.run.finish(exit_code=int(failed))
 
 
 class MlflowWriter:
-    """Writes to an MLflow run; the entry of a run folder is continued."""
+    """Writes to an MLflow run; continues the run stored in a run folder."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
         import mlflow  # type: ignore[import-not-found]
@@ -62,7 +61,6 @@ class MlflowWriter:
             mlflow.log_params(dict(list(plain.items())[:MOST_PARAMETERS]))
 
     def add_scalar(self, name: str, value: float, step: int) -> None:
-        """Writes a number."""
         self.mlflow.log_metric(name, value, step=step)
 
     def add_image(self, name: str, pixels: Any, step: int, dataformats: str = "HWC") -> None:
@@ -70,7 +68,7 @@ class MlflowWriter:
         self.mlflow.log_image(pixels, f"{name}-{step:08d}.png")
 
     def close(self, failed: bool) -> None:
-        """Ends the run; a failed one is marked as such."""
+        """Ends the run, marking it as failed if it was."""
         self.mlflow.end_run("FAILED" if failed else "FINISHED")
 
 
@@ -79,12 +77,11 @@ WRITERS = {"wandb": WandbWriter, "mlflow": MlflowWriter}
 
 @dataclass(frozen=True)
 class Several:
-    """Writes the same to several trackers."""
+    """Writes to several trackers."""
 
     writers: Sequence[Any]
 
     def add_scalar(self, *arguments: Any) -> None:
-        """Writes a number to each tracker."""
         for writer in self.writers:
             writer.add_scalar(*arguments)
 
@@ -95,7 +92,7 @@ class Several:
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Rejects unknown trackers, and those whose package is missing."""
+    """Rejects unknown trackers, and trackers whose package is missing."""
     for name in names:
         if name not in get_args(Tracker):
             raise GulliverError(f"no tracker {name!r}: {nearest(name, get_args(Tracker))}")

@@ -1,4 +1,4 @@
-"""Layouts of tensors on a mesh of ranks, and the cheapest conversion between them."""
+"""Layouts of tensors on a mesh of ranks, and the cheapest conversions between them."""
 
 from typing import TYPE_CHECKING
 

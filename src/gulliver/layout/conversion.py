@@ -24,11 +24,10 @@ from gulliver.options import size_text
 from gulliver.solve.conversion import Conversion, ConversionStep, Sharding, convert_least
 
 SUMS = ("sum", "avg", "max")
-"""Reductions of partial values that are converted."""
+"""Supported reductions of partial values."""
 
 
 def sharding_of(placements: Sequence[Placement], dims: int) -> Sharding:
-    """Converts a DTensor layout to the search's representation."""
     cuts: list[list[int]] = [[] for _ in range(dims)]
     terms: list[int] = []
     for axis, placement in enumerate(placements):
@@ -50,7 +49,7 @@ def sharding_of(placements: Sequence[Placement], dims: int) -> Sharding:
 
 
 def reduction_of(*layouts: Sequence[Placement]) -> str:
-    """The single reduction of all partial values; sum if there are none."""
+    """Returns the common reduction of all partial values; "sum" if there are none."""
     found = {p.reduce_op for layout in layouts for p in layout if isinstance(p, Partial)}
     if len(found) > 1:
         raise GulliverError(
@@ -81,7 +80,6 @@ class ConversionPlan:
 
     @property
     def total(self) -> float:
-        """Predicted seconds of all moves."""
         return sum(self.seconds)
 
     def __str__(self) -> str:
@@ -97,7 +95,6 @@ class ConversionPlan:
 
 
 def text_of(layout: Sharding) -> str:
-    """Formats a layout: the axes that shard each dim, outer to inner, and partial axes."""
     cuts = ", ".join("".join(map(str, axes)) or "-" for axes in layout.cuts)
     terms = "".join(map(str, layout.terms))
     return f"[{cuts}]" + (f" sum over {terms}" if terms else "")
@@ -112,25 +109,25 @@ def plan_conversion(
     cluster: Cluster | None = None,
     room: int | None = None,
 ) -> ConversionPlan:
-    """Finds the cheapest conversion between two layouts; needs no ranks.
+    """Finds the cheapest conversion between two layouts, without communication.
 
     Args:
         shape: size of each dim of the full tensor.
         item: bytes of an element.
-        mesh: sizes of the axes, those with the slowest links first.
-        before: DTensor placements, one for each axis.
+        mesh: sizes of the mesh axes, from the slowest links to the fastest.
+        before: DTensor placements, one per axis.
         after: target placements.
-        cluster: hardware; None for the local machines, as measured or described.
-        room: maximum bytes that a rank may hold at once, inputs and outputs; None for no limit.
+        cluster: hardware description; None for the one of the running ranks.
+        room: maximum bytes of inputs and outputs of a step on a rank; None for no limit.
 
     Raises:
-        GulliverError: layouts do not fit the tensor or the mesh, the cluster has another number of
-            ranks, or `room` is too small (names the minimum).
+        GulliverError: layouts do not match the tensor or the mesh, the cluster has another number
+            of ranks, or `room` is too small (the error names the minimum).
     """
     for name, layout in (("before", before), ("after", after)):
         if len(layout) != len(mesh):
             raise GulliverError(
-                f"{name} has {len(layout)} placements, and the mesh {len(mesh)} axes"
+                f"{name} has {len(layout)} placements, but the mesh has {len(mesh)} axes"
             )
     op = reduction_of(before, after)
     cluster = cluster or current_cluster(math.prod(mesh))
@@ -157,7 +154,7 @@ def plan_conversion(
     found = search(None if room is None else room // item)
     if found is None:
         raise GulliverError(
-            f"{size_text(room or 0)} are too little memory to convert {text_of(ends[0])} to "
+            f"{size_text(room or 0)} of memory is not enough to convert {text_of(ends[0])} to "
             f"{text_of(ends[1])}: {_least_room(search, item)}"
         )
     times = tuple(seconds(move) for move in found.moves)
@@ -181,14 +178,16 @@ def convert(
     cluster: Cluster | None = None,
     room: int | None = None,
 ) -> DTensor:
-    """Converts a tensor at the least cost (collective over its mesh)."""
+    """Converts a tensor to other placements at the lowest cost (collective over its mesh)."""
     # The gradient comes back in the layout of `tensor` (replicated where that is partial), on the
     # least-cost way too.
     if not isinstance(tensor, DTensor):
         raise GulliverError(f"convert takes a DTensor, not a {type(tensor).__name__}")
     wanted = tuple(placements)
     if tensor.requires_grad and reduction_of(tensor.placements, wanted) != "sum":
-        raise GulliverError("gradients of partial values go through sums only: reduce them first")
+        raise GulliverError(
+            "only partial sums are differentiable: reduce other partial values first"
+        )
     return _Convert.apply(tensor, wanted, cluster, room)  # type: ignore[return-value]
 
 
@@ -239,13 +238,13 @@ def _positive(placement: Placement, dims: int) -> Placement:
 
 
 _found: dict[tuple[Any, ...], tuple[Cluster | None, tuple[ConversionStep, ...]]] = {}
-"""Moves by what asked for them, with the cluster, whose number is in the key."""
+"""Steps by the arguments of the search; holds the cluster, as its id is in the key."""
 
 
 def _broadcast_moves(
     tensor: DTensor, after: tuple[Placement, ...], cluster: Cluster | None, room: int | None
 ) -> tuple[ConversionStep, ...]:
-    """The moves found by the first rank, because ranks may have measured links differently."""
+    """Broadcasts the first rank's steps, because ranks may have measured links differently."""
     mesh, shape, item = tensor.device_mesh, tuple(tensor.shape), tensor.element_size()
     key = (mesh, shape, item, tensor.placements, after, id(cluster), room)
     if key not in _found:

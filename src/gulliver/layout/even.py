@@ -1,4 +1,4 @@
-"""Even partitions: sizes of parts that differ by at most one unit, and the intervals they make."""
+"""Even partitions, whose parts differ by at most one unit, and their intervals."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 Interval = tuple[int, int]
-"""First index and one past the last."""
+"""First index, and one past the last."""
 
 
 def split_evenly(count: int, parts: int, grain: int = 1) -> tuple[int, ...]:
-    """Splits a count as evenly as possible in multiples of `grain`, larger parts first."""
+    """Splits a count as evenly as possible into multiples of `grain`, larger parts first."""
     each, more = divmod(count // grain, parts)
     return tuple(grain * (each + (part < more)) for part in range(parts))
 
 
 def intervals(sizes: Sequence[int]) -> tuple[Interval, ...]:
-    """Returns the intervals of consecutive parts of some sizes."""
     ends = tuple(accumulate(sizes))
     return tuple((end - size, end) for end, size in zip(ends, sizes, strict=True))

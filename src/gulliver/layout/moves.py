@@ -1,7 +1,8 @@
-"""Runs the moves of a conversion on the local part of a tensor.
+"""Runs the steps of a layout conversion on this rank's part of a tensor.
 
-In every layout a rank holds one box, determined by its coordinate, so no sizes are exchanged. Boxes
-may have unequal sizes or be empty; collectives that need equal parts pad them.
+In every layout a rank has one box (an interval in each dim), which follows from its mesh
+coordinate, so no sizes are exchanged. Boxes may have unequal sizes or be empty; collectives of
+equal parts pad them.
 """
 
 from __future__ import annotations
@@ -24,13 +25,12 @@ from gulliver.solve.conversion import ConversionStep, Sharding, extent
 
 Box = tuple[tuple[int, int], ...]
 SWAP_TAG = 7103
-"""Tag of the messages of a swap."""
 OPS: dict[str, Literal["sum", "mean", "max"]] = {"sum": "sum", "avg": "mean", "max": "max"}
 
 
 @dataclass(frozen=True)
 class MeshTensor:
-    """A tensor on a mesh, and this rank on it."""
+    """A tensor's shape and mesh, and this rank's coordinate."""
 
     mesh: DeviceMesh
     shape: tuple[int, ...]  # Size of each dim of the whole tensor
@@ -38,18 +38,15 @@ class MeshTensor:
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Sizes of the mesh's axes."""
         return tuple(self.mesh.shape)
 
     @cached_property
     def here(self) -> tuple[int, ...]:
-        """Coordinate of this rank."""
         found = self.mesh.get_coordinate()
         assert found is not None, "this rank is on the mesh"
         return tuple(found)
 
     def box(self, layout: Sharding, coordinate: Sequence[int]) -> Box:
-        """First and last index of each dim that a rank holds."""
         return tuple(
             extent(length, [self.sizes[a] for a in axes], [coordinate[a] for a in axes])
             for length, axes in zip(self.shape, layout.cuts, strict=True)
@@ -58,7 +55,7 @@ class MeshTensor:
     def neighbours(
         self, axes: Sequence[int], at: tuple[int, ...] | None = None
     ) -> list[tuple[int, ...]]:
-        """Coordinates that differ from a given one on some axes; the last varies fastest."""
+        """Returns coordinates that differ from `at` only on `axes`, the last fastest."""
         found = []
         for values in itertools.product(*(range(self.sizes[axis]) for axis in axes)):
             changed = dict(zip(axes, values, strict=True))
@@ -66,11 +63,9 @@ class MeshTensor:
         return found
 
     def rank_at(self, coordinate: tuple[int, ...]) -> int:
-        """World rank at a coordinate."""
         return int(self.mesh.mesh[coordinate])
 
     def line(self, axis: int) -> tuple[RankGroup, list[int]]:
-        """Group of ranks along an axis, and the group index of each coordinate."""
         group = self.mesh.get_group(axis)
         ranks = dist.get_process_group_ranks(group)
         numbers = [ranks.index(self.rank_at(c)) for c in self.neighbours([axis])]
@@ -78,12 +73,11 @@ class MeshTensor:
 
 
 def run_move(local: Tensor, move: ConversionStep, place: MeshTensor) -> Tensor:
-    """Runs one move and returns the local part after it."""
     return _RUN[move.kind](_own(local), move, place)
 
 
 def _own(tensor: Tensor) -> Tensor:
-    """A contiguous copy for messages, from the start of its storage."""
+    """Returns a contiguous copy that starts its storage, as messages require."""
     if tensor.is_contiguous() and tensor.storage_offset() == 0:
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
@@ -178,7 +172,7 @@ def _swap(local: Tensor, move: ConversionStep, place: MeshTensor) -> Tensor:
 def _source(
     move: ConversionStep, place: MeshTensor, coordinate: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """Coordinate that holds, before a swap, the box that another has after it."""
+    """Returns the coordinate that has, before a swap, the box that `coordinate` has after it."""
     low, high = move.axes
     if place.sizes[low] == place.sizes[high]:
         # Of ranks that hold the same, each sends to one.
@@ -190,7 +184,6 @@ def _source(
 
 
 def _gathered(flat: Tensor, axis: int, place: MeshTensor) -> Tensor:
-    """All-gathers along an axis, in the order of coordinates: ``[n, elements]``."""
     group, numbers = place.line(axis)
     whole = flat.new_empty(group.size * flat.numel())
     all_gather(whole, flat, group.process_group)
@@ -199,7 +192,6 @@ def _gathered(flat: Tensor, axis: int, place: MeshTensor) -> Tensor:
 
 
 def _scattered(flat: Tensor, axis: int, place: MeshTensor) -> Tensor:
-    """Reduce-scatters along an axis."""
     group, numbers = place.line(axis)
     parts = flat.view(group.size, -1)
     if numbers != list(range(group.size)):
@@ -218,7 +210,6 @@ def _padded(flat: Tensor, parts: int) -> Tensor:
 
 
 def _filled(tensor: Tensor, count: int) -> Tensor:
-    """The elements of a tensor, zero-padded to a count."""
     flat = tensor.reshape(-1)
     if flat.numel() == count:
         return flat
@@ -226,7 +217,6 @@ def _filled(tensor: Tensor, count: int) -> Tensor:
 
 
 def _view(tensor: Tensor, outer: Box, inner: Box) -> Tensor:
-    """View of the inner box in the outer box's tensor."""
     for dim, ((low, _), (first, last)) in enumerate(zip(outer, inner, strict=True)):
         # An empty box may be beyond the end.
         tensor = tensor.narrow(dim, first - low if last > first else 0, last - first)

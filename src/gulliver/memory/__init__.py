@@ -1,6 +1,6 @@
-"""Chunks of tensors that are used together, and the memory tiers they move between.
+"""Chunks of tensors that are used together, and memory tiers.
 
-Start with `chunk.py`. `prefetch.py` loads chunks ahead of use; `manager.py` keeps objects within a
+Start with `chunk.py`. `prefetch.py` loads chunks ahead of use; `manager.py` keeps tensors within a
 memory limit; `traffic.py` moves them to and from the stores of `stores.py` and `host.py`.
 """
 

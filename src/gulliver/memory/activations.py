@@ -1,7 +1,6 @@
-"""Wraps module calls, for recomputation in backward and activation offloading.
+"""Recomputes modules in backward, and offloads activations, by wrapping module calls.
 
-The wrapper replaces one module's `forward`, or its compiled call. Copies of the module are not
-wrapped.
+A wrapper replaces a module's `forward`, or its compiled call. Copies of the module are not wrapped.
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ from gulliver.memory.stores import ManagedTensor
 from gulliver.solve.replacement import InsufficientMemory
 
 Around = Callable[..., Any]
-"""Called with the call, its positional and its keyword arguments."""
+"""Called with a module's original call and its positional and keyword arguments."""
 
 
 class AroundCall:
-    """A wrapped module call."""
+    """A wrapper of a module's call."""
 
     # [Note: copies] A function in the place of `forward` is shared by the copies of a module, whose
     # calls would all run the first one. So a copy, such as an average of the weights, gets what is
@@ -57,7 +56,6 @@ class AroundCall:
 
 
 def wrap_call(module: nn.Module, around: Around) -> None:
-    """Wraps a module's calls; a compiled module stays compiled."""
     compiled = compiled_call(module)
     if compiled is not None:
         replace_compiled_call(module, AroundCall(compiled, around))
@@ -86,11 +84,11 @@ def _again(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 LEAST_BYTES = 1 << 16
-"""Minimum bytes for which offloading is worth its bookkeeping."""
+"""Minimum bytes of a tensor worth offloading."""
 
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
-"""Called with a saved tensor on packing, and to restore it on unpacking."""
+"""Hooks that pack and unpack the tensors that autograd saves."""
 
 
 # [Note: saved tensors] What is copied is the whole memory behind a tensor, once, however many views
@@ -107,31 +105,25 @@ Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 # the manager. So it only notes what died; that is worked off at the next save or use, and at the
 # end of backward.
 class ActivationManager(Protocol):
-    """Methods needed from a manager."""
+    """Methods of a manager that activation offloading needs."""
 
     device: torch.device
 
     def add(self, name: str, kind: str, numel: int, dtype: torch.dtype) -> ManagedTensor: ...
 
-    def use(self, managed: ManagedTensor, write: bool = False, fresh: bool = False) -> Tensor:
-        """Loads an object, and pins it until `done`."""
-        ...
+    def use(self, managed: ManagedTensor, write: bool = False, fresh: bool = False) -> Tensor: ...
 
     def done(self, managed: ManagedTensor) -> None: ...
 
-    def discard(self, managed: ManagedTensor) -> None:
-        """Drops the content of an object."""
-        ...
+    def discard(self, managed: ManagedTensor) -> None: ...
 
     def remove(self, managed: ManagedTensor) -> None: ...
 
-    def view(self, managed: ManagedTensor) -> Tensor:
-        """Shows the content of an object in any tier."""
-        ...
+    def view(self, managed: ManagedTensor) -> Tensor: ...
 
 
 class _ActivationCopy:
-    """Memory of saved tensors, copied into an object of the manager."""
+    """A managed copy of a saved tensor's storage."""
 
     __slots__ = ("__weakref__", "managed", "source", "version")
 
@@ -141,7 +133,7 @@ class _ActivationCopy:
 
 @dataclass(frozen=True)
 class _Saved:
-    """A saved tensor that was copied, with its original layout."""
+    """A saved tensor that was offloaded, with its original layout."""
 
     copy: _ActivationCopy
     tensor: weakref.ref[Tensor]
@@ -162,13 +154,13 @@ class _KeptTensor:
 
 @dataclass(frozen=True)
 class _Outer:
-    """Value that outer hooks saved in place of a tensor."""
+    """A value that outer hooks packed."""
 
     saved: Any
 
 
 class ActivationOffload:
-    """Offloads tensors that forward saves for backward to a manager."""
+    """Offloads tensors that forward saves for backward."""
 
     def __init__(
         self, manager: ActivationManager, least: int = LEAST_BYTES, outer: Hooks | None = None
@@ -187,7 +179,6 @@ class ActivationOffload:
     def saving(
         self, module: nn.Module | None = None, others: Iterable[Tensor] = ()
     ) -> Iterator[None]:
-        """Offloads tensors saved inside, in this thread."""
         self.sweep()
         buffers = set() if module is None else {_key(buffer) for buffer in module.buffers()}
         buffers |= {_key(tensor) for tensor in others}
@@ -195,14 +186,13 @@ class ActivationOffload:
             yield
 
     def wrap(self, model: nn.Module, paths: Iterable[str]) -> None:
-        """Offloads tensors that modules save in each of their calls."""
         # A module that is compiled by itself is taken around its compiled call.
         for path in paths:
             module = model.get_submodule(path)
             wrap_call(module, self._around(module))
 
     def sweep(self) -> None:
-        """Discards dead objects, and unpins those that no node still uses."""
+        """Discards copies that no graph needs, and unpins those that no node is using."""
         for managed, users in list(self._used.values()):
             if managed.tensor is not None and storage_users(managed.tensor) <= users:
                 del self._used[managed.number]
@@ -216,7 +206,6 @@ class ActivationOffload:
             heapq.heappush(self._free[managed.nbytes], (managed.number, managed))
 
     def forget_unused(self) -> None:
-        """Frees the discarded objects that are kept for reuse."""
         for unused in self._free.values():
             while unused:
                 self.manager.remove(unused.pop()[1])
@@ -277,7 +266,7 @@ class ActivationOffload:
         return flat.as_strided(saved.size, saved.stride, saved.offset)
 
     def _brought(self, managed: ManagedTensor) -> Tensor:
-        """Memory of an object, pinned until no node refers to it."""
+        """Returns a copy's memory, pinned while nodes refer to it."""
         if managed.number not in self._used:
             try:
                 memory = self.manager.use(managed)
@@ -303,12 +292,10 @@ class ActivationOffload:
         return type(tensor) is Tensor
 
     def _fill(self, memory: Tensor, tensor: Tensor) -> None:
-        """Copies all memory behind a tensor."""
         source = torch.empty(0, dtype=torch.uint8, device=tensor.device)
         memory.copy_(source.set_(tensor.untyped_storage()))
 
     def _copy(self, tensor: Tensor) -> _ActivationCopy | None:
-        """The copy of a tensor's memory; None if it does not fit the budget."""
         storage = tensor.untyped_storage()
         known = self._copies.get(storage._cdata)
         copy = known() if known is not None else None
@@ -342,7 +329,7 @@ class ActivationOffload:
         return forget
 
     def _take(self, nbytes: int) -> ManagedTensor:
-        """An object of the given size: the first free one, so that steps reuse the same objects."""
+        """Returns a managed tensor of this size; reuse is in order, so steps get the same ones."""
         free = self._free.setdefault(nbytes, [])
         if free:
             return heapq.heappop(free)[1]
@@ -357,11 +344,11 @@ class ActivationOffload:
 
 @contextmanager
 def offload_activations(manager: Manager, least: int = LEAST_BYTES) -> Iterator[ActivationOffload]:
-    """Offloads tensors that a forward inside saves for backward to a manager.
+    """Context in which tensors that forward saves for backward are offloaded.
 
     Args:
-        manager: manager that places the activations among its other objects.
-        least: minimum bytes of offloaded memory.
+        manager: manager to offload to.
+        least: minimum bytes of an offloaded tensor.
 
     Example:
         with offload_activations(manager):
@@ -380,7 +367,7 @@ def _key(tensor: Tensor) -> int:
 
 
 def _is_own(tensor: Tensor) -> bool:
-    """Whether a tensor is a parameter or another leaf, which stays alive anyway."""
+    """Whether a tensor is a parameter or another leaf, whose memory stays allocated anyway."""
     return isinstance(tensor, nn.Parameter) or (tensor.is_leaf and tensor.requires_grad)
 
 

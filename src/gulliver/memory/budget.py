@@ -1,8 +1,8 @@
-"""Sets glibc's malloc to return freed memory to the system while a limit is set.
+"""Keeps a process within a memory limit: measures its memory and adapts the manager's budget.
 
-By default glibc keeps freed memory, below a threshold that grows up to 32 MiB, in heaps for later
-smaller allocations. A manager that shares a limit with activations needs it back: activation memory
-would stay resident after backward, when chunks need it.
+By default glibc keeps freed memory, below a threshold that grows up to 32 MiB, for later
+allocations. After backward, the memory of activations would stay resident when chunks need it, so
+malloc is set to return freed memory to the system while a limit is set.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from gulliver.memory.symbolic import ActivationPeak
 # From malloc.h: parameters of mallopt.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 MAPPED = 1 << 20
-"""Bytes from which allocations are mapped separately and returned when freed."""
+"""Minimum bytes of allocations that are mapped separately and returned when freed."""
 # Once set, glibc's thresholds do not move by themselves again, and cannot be asked where they were.
 # So they are put to where they end up in a process that trains, or to what its environment says.
 _GROWN_MMAP, _GROWN_TRIM = 32 << 20, 64 << 20
@@ -37,7 +37,7 @@ _ALL = (1 << 31) - 1
 # seconds. Where memory is not what a step waits for, it is kept after all (`FreedMemory.keep`), and
 # takes up to two fifths more room, because freed pieces do not fit the next tensors exactly.
 class FreedMemory:
-    """Returns freed memory to the system until the last instance is closed."""
+    """Makes malloc return freed memory to the system until the last instance is closed."""
 
     _open = 0
 
@@ -51,7 +51,6 @@ class FreedMemory:
             self.keep(False)
 
     def keep(self, keeps: bool) -> None:
-        """Keeps freed memory for later allocations of the process, or returns it at once."""
         if self._libc is not None:
             self._libc.mallopt(_M_MMAP_THRESHOLD, _GROWN_MMAP if keeps else self._mapped)
             self._libc.mallopt(_M_TRIM_THRESHOLD, _ALL if keeps else self._mapped)
@@ -59,12 +58,11 @@ class FreedMemory:
                 self.trim()
 
     def trim(self) -> None:
-        """Returns free pages between used ones to the system; walks over all heaps."""
+        """Returns free pages between used ones to the system; slow, as it scans all heaps."""
         if self._libc is not None:
             trim_heaps()
 
     def close(self) -> None:
-        """Restores glibc's default or configured handling of freed memory."""
         libc, self._libc = self._libc, None
         if libc is None:
             return
@@ -75,13 +73,12 @@ class FreedMemory:
 
 
 def trim_heaps() -> None:
-    """Returns already freed memory, if malloc is glibc's."""
     if not _reason():
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def _said(name: str, default: int) -> int:
-    """Value of a glibc environment variable, if glibc would accept it."""
+    """Returns the value of a glibc environment variable, if glibc would accept it."""
     text = os.environ.get(name, "")
     return min(int(text), (1 << 31) - 1) if text.isdecimal() else default
 
@@ -117,19 +114,19 @@ INTERVAL_S = 0.002
 
 
 class Gauge(Protocol):
-    """Reads the bytes of the fast tier that the process uses for any purpose."""
+    """Measures the process's memory in the fast tier."""
 
     def used(self) -> int: ...
 
     def most(self) -> int:
-        """Peak bytes since the last call, as far as the gauge tracks them itself."""
+        """Peak bytes since the last call, if the gauge tracks them; otherwise current bytes."""
         ...
 
     def close(self) -> None: ...
 
 
 class ProcessGauge:
-    """Anonymous resident memory of this process, which the system cannot reclaim."""
+    """Anonymous resident memory of this process."""
 
     # Pages of files (libraries, mapped checkpoints) are the system's to drop, so they do not count.
 
@@ -147,7 +144,7 @@ class ProcessGauge:
 
 
 class CudaGauge:
-    """Memory of a CUDA device handed out by PyTorch's caching allocator."""
+    """CUDA memory allocated by PyTorch's caching allocator."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -156,13 +153,11 @@ class CudaGauge:
         return int(torch.cuda.memory_stats(self._device).get("allocated_bytes.all.current", 0))
 
     def most(self) -> int:
-        """Peak bytes since the last call, as recorded by the allocator."""
         peak = torch.cuda.memory_stats(self._device).get("allocated_bytes.all.peak", 0)
         torch.cuda.reset_peak_memory_stats(self._device)
         return int(peak)
 
-    def close(self) -> None:
-        """Does nothing, as nothing is open."""
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -175,19 +170,19 @@ class StepFootprint:
 
 
 class Footprint:
-    """Measures per step the memory that is not model state.
+    """Measures in each step the memory that is not model state.
 
     Args:
-        held: returns the bytes that the manager holds in the fast tier.
+        held: function that returns the manager's bytes in the fast tier.
         device: device whose memory is the fast tier.
-        base: bytes used before the model was created; None takes the bytes used now that the
-            manager does not hold.
-        interval: seconds between two measurements, on a CPU.
-        gauge: gauge to read; None takes the device's.
+        base: bytes used before the model was created; None for the bytes used now, without the
+            manager's.
+        interval: seconds between measurements, on a CPU.
+        gauge: gauge to read; None for the device's.
 
     Attributes:
-        alarm: total bytes from which `alarmed` is set; None for none.
-        alarmed: set once a measurement exceeds that, until `clear_alarm`.
+        alarm: total bytes above which `alarmed` is set; None to disable.
+        alarmed: whether a measurement has exceeded `alarm` since `clear_alarm`.
 
     Raises:
         OSError: the system has no /proc.
@@ -221,19 +216,16 @@ class Footprint:
             self._thread.start()
 
     def watch(self, alarm: int) -> None:
-        """Sets `alarmed` once a measurement exceeds this total."""
         self.alarm = alarm
 
     def clear_alarm(self) -> None:
-        """Resets the alarm; the next measurement may set it again."""
         self.alarmed = False
 
     def now(self) -> tuple[int, int]:
-        """Bytes outside the manager, and in total, above the base; recorded as measured."""
+        """Returns the current bytes outside the manager, and in total, above the base."""
         return self._look(self.gauge.used)
 
     def end_step(self) -> StepFootprint:
-        """Returns the usage of the step that ends, and starts the next."""
         self._look(self.gauge.most)
         with self._lock:
             step = StepFootprint(self._other, self._total)
@@ -241,7 +233,6 @@ class Footprint:
         return step
 
     def close(self) -> None:
-        """Stops measuring."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
@@ -277,12 +268,12 @@ MARGIN_SHARE, MARGIN_BYTES = 32, 1 << 20
 UNSEEN_SHARE, UNSEEN_BYTES = 8, 16 << 20
 RISE_SHARE = 4
 STEADY_SHARE = 4
-"""Fraction of the margin within which a budget is kept, to save a new schedule."""
+"""Divisor of the margin: smaller changes of the budget are skipped, to save a new schedule."""
 WINDOW = 8
 KEPT_SHARE, KEPT_BYTES = 0.4, 64 << 20
-"""Shares of other memory: added while freed memory is kept, and too small for that."""
+"""Extra room for keeping freed memory, as a share of other memory, and the latter's minimum."""
 FEW_WAITS, MANY_WAITS = 0.1, 0.25
-"""Shares of step time spent waiting: keep freed memory below the first, not above the second."""
+"""Shares of step time spent waiting: freed memory is kept below the first, until the second."""
 
 
 # [Note: the loop] The budget of a step is the limit less a margin, less the most that other memory
@@ -314,7 +305,7 @@ class Change:
 
 
 class BudgetRule:
-    """Decides the budgets of coming steps from measurements alone."""
+    """Computes budgets from measurements."""
 
     def __init__(self, limit: int, minimum: int = 0) -> None:
         self.limit, self.minimum = limit, minimum
@@ -330,11 +321,10 @@ class BudgetRule:
 
     @property
     def alarm(self) -> int:
-        """Total bytes from which the rule reacts inside a step."""
+        """Total bytes above which the budget is lowered during a step."""
         return self.limit - self.margin // 2
 
     def begin(self, predicted: ActivationPeak | None, decides: str = "") -> int:
-        """Sets the budget of the first step."""
         known = None if predicted is None else predicted.bytes
         other = 0 if known is None else with_unseen(known)
         room = self.limit - self.margin - other
@@ -346,7 +336,6 @@ class BudgetRule:
         return self._set(max(self.minimum, room // 4), "", f"first step, {why}")
 
     def end_step(self, other: int, waits: float | None = None) -> int:
-        """Sets the budget of the next step."""
         self.step += 1
         self._peaks.append(other)
         if waits is not None:
@@ -363,7 +352,7 @@ class BudgetRule:
         return self._set(self.budget + rise, "", why)
 
     def _decide_keeping(self, other: int, waits: float) -> None:
-        """Keeps freed memory if steps hardly wait and it fits; returns it otherwise."""
+        """Decides whether to keep freed memory: if steps hardly wait for transfers, and it fits."""
         if self.keeps and waits > MANY_WAITS:
             self.stop_keeping(f"a step waits {waits:.0%} of its time")
         if self.keeps is not None or waits > FEW_WAITS or other < KEPT_BYTES:
@@ -375,7 +364,6 @@ class BudgetRule:
         self._set_keeping(True, f"freed memory is kept: a step waits for {waits:.0%} of its time")
 
     def stop_keeping(self, why: str, at: str = "") -> None:
-        """Returns freed memory from now on."""
         self._set_keeping(False, f"freed memory is returned: {why}", at)
 
     def _set_keeping(self, keeps: bool, why: str, at: str = "") -> None:
@@ -383,7 +371,7 @@ class BudgetRule:
         self.changes.append(Change(self.step, at, self.budget, self.budget, why))
 
     def press(self, other: int, total: int, at: str = "") -> int:
-        """Lowers the budget inside a step if usage is close to the limit."""
+        """Lowers the budget during a step if usage is close to the limit."""
         if total <= self.alarm:
             return self.budget
         expected = self.limit - self.margin - self.budget
@@ -395,7 +383,7 @@ class BudgetRule:
         return self._set(room, at, why)
 
     def grow(self, needed: int, other: int) -> int:
-        """Raises the budget inside a step for concurrent use, if the limit allows it."""
+        """Raises the budget during a step, as more is in use together, if the limit allows."""
         room = self.limit - self.margin - other
         if needed > room:
             return self.budget
@@ -405,7 +393,6 @@ class BudgetRule:
         return self._set(max(self.budget, wanted), "", "more is in use at once")
 
     def hold_minimum(self) -> int:
-        """Sets the budget to the manager's minimum."""
         return self._set(max(self.budget, self.minimum), "", "so much is in use at once")
 
     def _set(self, budget: int, at: str, why: str) -> int:
@@ -416,35 +403,31 @@ class BudgetRule:
 
 
 class Budgeted(Protocol):
-    """Methods of a manager that a controller needs."""
+    """Methods of a manager that `BudgetController` needs."""
 
     @property
-    def minimum(self) -> int:
-        """Most bytes that were in use at once so far."""
-        ...
+    def minimum(self) -> int: ...
 
-    def set_budget(self, nbytes: int) -> None:
-        """Sets the bytes to hold, from the next opportunity on."""
-        ...
+    def set_budget(self, nbytes: int) -> None: ...
 
 
 class BudgetController:
-    """Keeps a process within its limit.
+    """Keeps a process within its memory limit.
 
     Args:
         limit: bytes that the process may use above the footprint's base.
         manager: manager of model states.
-        footprint: measures the process; None (no /proc) keeps the prediction.
-        predicted: memory of a step as it was predicted.
-        minimum: least bytes that the manager has to hold at once, as planned.
-        decides: description of what determines that minimum.
-        keeps: whether freed memory may be kept where steps hardly wait for transfers.
+        footprint: measurements of the process; None (without /proc) for the prediction only.
+        predicted: predicted memory of a step.
+        minimum: planned peak of the bytes that the manager has in use together.
+        decides: description of what determines `minimum`.
+        keeps: allow keeping freed memory if steps hardly wait for transfers.
 
     Attributes:
-        steps: footprint of every step so far.
+        steps: footprint of each finished step.
 
     Raises:
-        GulliverError: the limit is below what a step needs; names the smallest one that works.
+        GulliverError: the limit is too small for a step; the error names the smallest that works.
     """
 
     def __init__(
@@ -469,10 +452,10 @@ class BudgetController:
             footprint.watch(self.rule.alarm)
 
     def check(self, at: str = "") -> None:
-        """Reacts to an alarm; free of cost without one.
+        """Reacts to an alarm, if there is one.
 
         Args:
-            at: position in the step.
+            at: position in the step, for the log.
         """
         footprint = self._footprint
         if footprint is None or not footprint.alarmed:
@@ -487,7 +470,7 @@ class BudgetController:
         footprint.clear_alarm()
 
     def grow(self, needed: int) -> bool:
-        """Raises the budget if the limit allows it; returns whether it did.
+        """Raises the budget if the limit allows; returns whether it did.
 
         Args:
             needed: minimum budget.
@@ -500,7 +483,7 @@ class BudgetController:
         return True
 
     def least_limit(self, needed: int) -> str:
-        """Describes the limit that would be needed.
+        """Describes the limit required for a budget.
 
         Args:
             needed: minimum budget.
@@ -510,10 +493,10 @@ class BudgetController:
         return f"with {_mib(other)} besides state, a limit of about {least}MiB"
 
     def end_step(self, waits: float | None = None) -> None:
-        """Records the measurements of the step that ends, and sets the next budget.
+        """Ends a step: records its measurements, and sets the next budget.
 
         Args:
-            waits: share of its time spent waiting for transfers; None if unknown.
+            waits: share of the step's time spent waiting for transfers; None if unknown.
         """
         if self._footprint is None:
             return
@@ -526,12 +509,11 @@ class BudgetController:
         self._warn(step.other)
 
     def _follow_keeping(self) -> None:
-        """Applies and logs the rule's decision on freed memory."""
         self._freed.keep(bool(self.rule.keeps))
         logging.getLogger("gulliver").info("memory limit: %s", self.rule.keeps_why)
 
     def _warn(self, other: int) -> None:
-        """Warns once that a step needs more than the limit with minimal state."""
+        """Warns once that a step needs more than the limit even with the minimum budget."""
         limit, least = self.rule.limit, self._least
         if other + least <= limit or self._warned:
             return
@@ -546,11 +528,10 @@ class BudgetController:
         )
 
     def explain(self) -> str:
-        """Describes every change of the budget, one per line."""
+        """Describes each change of the budget in a line."""
         return "\n".join(map(str, self.rule.changes))
 
     def close(self) -> None:
-        """Stops measuring; malloc keeps freed memory again."""
         self._freed.close()
         if self._footprint is not None:
             self._footprint.close()
@@ -570,19 +551,17 @@ def with_unseen(nbytes: int) -> int:
 
 
 def room_without_unseen(nbytes: int) -> int:
-    """Maximum bytes that fit with the additions of `with_unseen`."""
+    """Inverts `with_unseen`: returns the largest prediction for these bytes."""
     small = nbytes * UNSEEN_SHARE // (2 * UNSEEN_SHARE + 1)
     large = (nbytes - UNSEEN_BYTES) * UNSEEN_SHARE // (UNSEEN_SHARE + 1)
     return max(small, large) if large >= UNSEEN_BYTES else min(small, UNSEEN_BYTES)
 
 
 def smallest_limit(minimum: int, predicted: int) -> int:
-    """The smallest limit that leaves a step what it needs."""
     return _limit_for(minimum + with_unseen(predicted))
 
 
 def _limit_for(need: int) -> int:
-    """Least limit that is `need` and its margin."""
     limit = (need + MARGIN_BYTES) * MARGIN_SHARE // (MARGIN_SHARE - 1) - 2
     while limit - limit // MARGIN_SHARE - MARGIN_BYTES < need:
         limit += 1
@@ -590,7 +569,6 @@ def _limit_for(need: int) -> int:
 
 
 def _too_small(rule: BudgetRule, predicted: ActivationPeak | None, decides: str) -> str:
-    """Describes the smallest limit that works, and what determines it."""
     other = predicted.bytes if predicted is not None and predicted.bytes is not None else 0
     least = smallest_limit(rule.minimum, other)
     needs = [f"{_mib(rule.minimum)} at once for {decides or 'model states'}"]

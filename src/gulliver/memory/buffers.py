@@ -1,7 +1,6 @@
-"""Bytes of model state by kind: current and peak.
+"""Flat buffers of chunks: allocation, layout, and byte counts by kind.
 
-The buffers of chunks are counted where they are allocated and freed. Predictions use the same class
-without allocating.
+Predictions use the same classes without allocating.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from gulliver.solve.partition import balanced_parts
 KINDS: tuple[str, ...] = ("parameters", "gradients", "optimizer_state")
 PARAMETERS, GRADIENTS, OPTIMIZER_STATE = KINDS
 ACTIVATIONS = "activations"
-"""Saved activations in a manager: not model state, so not in `KINDS`."""
+"""Kind of saved activations in a manager; not model state, so not in `KINDS`."""
 
 
 class ByteCounter:
-    """Counts bytes by kind."""
+    """Counts current and peak bytes by kind."""
 
     def __init__(self) -> None:
         self.live = dict.fromkeys(KINDS, 0)
@@ -33,15 +32,12 @@ class ByteCounter:
 
     @property
     def total(self) -> int:
-        """Current bytes of all kinds."""
         return self._total
 
     def restart(self) -> None:
-        """Resets the peaks to the current bytes."""
         self.peak, self.fullest, self._most = dict(self.live), dict(self.live), self._total
 
     def add(self, kind: str, nbytes: int) -> None:
-        """Adds allocated bytes, or subtracts freed ones."""
         held = self.live[kind] = self.live.get(kind, 0) + nbytes
         self._total += nbytes
         if held > self.peak.get(kind, 0):
@@ -57,7 +53,7 @@ class ByteCounter:
 
 
 class BufferPool:
-    """Allocates flat buffers, and reuses those that no view refers to any more."""
+    """Allocates flat buffers, and reuses those without views."""
 
     def __init__(self, kept: int = 4) -> None:
         self.kept = kept
@@ -65,7 +61,7 @@ class BufferPool:
         self._free: dict[tuple[int, torch.dtype, torch.device], list[Tensor]] = {}
 
     def take(self, size: int, dtype: torch.dtype, device: torch.device, kind: str) -> Tensor:
-        """An uninitialized buffer of `size` elements, counted under a kind."""
+        """Returns an uninitialized buffer of `size` elements, counted as `kind`."""
         self.counter.add(kind, size * dtype.itemsize)
         free = self._free.get((size, dtype, device), ())
         for number, buffer in enumerate(free):
@@ -79,7 +75,6 @@ class BufferPool:
             return torch.empty(size, dtype=dtype, device=device)
 
     def give(self, buffer: Tensor, kind: str) -> None:
-        """Returns a buffer to the pool; views of it stay valid."""
         self.counter.add(kind, -buffer.nbytes)
         if buffer.device.type != "cpu":
             return
@@ -95,16 +90,15 @@ class BufferPool:
 
 
 ALIGN = 16
-"""Alignment of tensors in elements, as in a chunk's layout."""
+"""Alignment of tensors in a buffer, in elements."""
 
 
 def moment_size(sizes: Iterable[int]) -> int:
-    """Elements of a buffer for parameters of these sizes."""
+    """Returns the elements of a buffer for parameters of these sizes."""
     return sum(-(-numel // ALIGN) * ALIGN for numel in sizes)
 
 
 def first_elements(sizes: Mapping[str, int]) -> dict[str, int]:
-    """Offsets of parameters of these sizes in a buffer, in order."""
     starts, end = dict[str, int](), 0
     for name, numel in sizes.items():
         starts[name] = end
@@ -114,14 +108,14 @@ def first_elements(sizes: Mapping[str, int]) -> dict[str, int]:
 
 @dataclass(eq=False)
 class Moment:
-    """A flat buffer of optimizer state, and each parameter's offset in it."""
+    """A flat buffer of optimizer state, with each parameter's offset."""
 
     # Flat tensor; on meta while its bytes are elsewhere.
     buffer: Tensor
     starts: Mapping[str, int]
 
     def filled(self, name: str, value: Tensor) -> Tensor:
-        """A parameter's part of the buffer, filled with `value`."""
+        """Copies a value to a parameter's part of the buffer; returns that part."""
         start = self.starts[name]
         run = self.buffer[start : start + value.numel()]
         if run.data_ptr() != value.data_ptr() and not value.is_meta:
@@ -137,7 +131,7 @@ class Moment:
 
 
 UNEVEN = 4
-"""Maximum share of padding in a chunk of whole tensors, as a divisor."""
+"""Maximum padding in a chunk of unsplit tensors: 1 / `UNEVEN` of its size."""
 
 
 # [Note: chunks of whole tensors] Some optimizers look at a whole tensor. Then no tensor is on two
@@ -157,15 +151,14 @@ class Slot:
 
     @property
     def end(self) -> int:
-        """The element after the last."""
         return self.start + self.numel
 
 
 @dataclass(frozen=True)
 class ShardPiece:
-    """A rank's part of a tensor: `numel` elements from `start` of its shard.
+    """A rank's part of a tensor: elements ``start:start + numel`` of the rank's shard.
 
-    `offset` is its position in the flattened tensor.
+    `offset` is the position of its first element in the flattened tensor.
     """
 
     name: str
@@ -175,7 +168,6 @@ class ShardPiece:
 
     @property
     def end(self) -> int:
-        """The shard's element after the last."""
         return self.start + self.numel
 
 
@@ -192,16 +184,13 @@ class ChunkLayout:
 
     @property
     def part_size(self) -> int:
-        """Elements of one rank's shard."""
         return self.size // self.parts
 
     @property
     def padding(self) -> int:
-        """Elements that belong to no tensor."""
         return self.size - sum(slot.numel for slot in self.slots)
 
     def by_address(self) -> list[Slot]:
-        """Ranges of the tensors in buffer order."""
         return sorted(self.slots, key=lambda slot: (slot.start, slot.end))
 
     def _edges(self) -> list[int]:
@@ -209,17 +198,15 @@ class ChunkLayout:
         return [0, *runs, self.size]
 
     def gaps(self) -> list[tuple[int, int]]:
-        """Start and end of ranges that belong to no tensor."""
         edges = self._edges()
         pairs = zip(edges[::2], edges[1::2], strict=True)
         return [(start, end) for start, end in pairs if start < end]
 
     def cuts(self) -> list[int]:
-        """Sizes that split the buffer: a gap before each tensor, and one at the end."""
+        """Returns sizes that split the buffer into alternating padding and tensors."""
         return [end - start for start, end in pairwise(self._edges())]
 
     def pieces(self, part: int) -> list[ShardPiece]:
-        """Pieces of tensors in one part, in order."""
         low, high = part * self.part_size, (part + 1) * self.part_size
         found = []
         for slot in self.slots:
@@ -236,7 +223,7 @@ def plan_chunks(
     align: int = 16,
     whole: bool = False,
 ) -> list[ChunkLayout]:
-    """Packs tensors in their order into chunks."""
+    """Packs tensors, in their order, into chunks."""
     if min(capacity, parts, align) < 1:
         raise GulliverError(
             f"chunks need positive sizes, not capacity {capacity}, parts {parts}, align {align}"
@@ -265,7 +252,7 @@ def _layout(slots: Sequence[Slot], parts: int, align: int) -> ChunkLayout:
 def _even_runs(
     tensors: Sequence[tuple[str, int]], capacity: int, parts: int, align: int
 ) -> list[list[tuple[str, int]]]:
-    """Splits tensors into runs that fill their parts evenly, if possible."""
+    """Splits tensors into chunks whose shards are filled evenly, if possible."""
     runs: list[list[tuple[str, int]]] = [[]]
     held = 0
     for name, numel in tensors:
@@ -281,7 +268,7 @@ def _even_runs(
 
 
 def _is_even(tensors: Sequence[tuple[str, int]], parts: int, align: int) -> bool:
-    """Whether padding is small once tensors are assigned to parts."""
+    """Whether padding is small if tensors are assigned to shards unsplit."""
     sizes = [_rounded(numel, align) for _, numel in tensors]
     held = sum(sizes)
     if UNEVEN * (parts * max(sizes, default=0) - held) > held:
@@ -297,7 +284,7 @@ def _loads(sizes: Sequence[int], parts: int) -> list[int]:
 
 
 def _dealt(tensors: Sequence[tuple[str, int]], parts: int, align: int) -> ChunkLayout:
-    """Lays out a chunk in which every tensor lies in one part."""
+    """Lays out a chunk in which no tensor is split between shards."""
     sizes = [_rounded(numel, align) for _, numel in tensors]
     part_size = max(align, *_loads(sizes, parts))
     ends = [part * part_size for part in range(parts)]

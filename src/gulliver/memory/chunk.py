@@ -1,9 +1,9 @@
 """Chunks, their gradients, and the placeholder in ``parameter.grad`` for a reduced gradient.
 
-None would be wrong in two ways: `torch.nn.utils.clip_grad_norm_` would silently clip nothing, and
-    ``model.zero_grad()`` could not be detected. So there is a placeholder of the right shape that
-    takes one element's memory. It reads as nan, and rejects norms and in-place changes with an
-    error that names the alternative.
+If ``parameter.grad`` were None, `torch.nn.utils.clip_grad_norm_` would silently clip nothing, and
+    ``model.zero_grad()`` could not be detected. So a placeholder has the gradient's shape and the
+    memory of one element. It reads as NaN, and rejects norms and in-place changes with an error
+    that names the alternative.
 """
 
 from __future__ import annotations
@@ -42,11 +42,10 @@ ADVICE = (
 
 
 class ReducedGradient(Tensor):
-    """Placeholder of a gradient that is in the ranks' shards."""
+    """Placeholder of a gradient that was reduced to the ranks' shards."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Rejects norms and in-place changes; other operations see nan."""
         name = getattr(func, "__name__", "")
         in_place = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
         # Not everything is rejected: torch.compile looks at the gradients of what it traces.
@@ -56,7 +55,6 @@ class ReducedGradient(Tensor):
 
 
 def reduced_gradient(parameter: Tensor) -> ReducedGradient:
-    """A placeholder for the gradient of `parameter`."""
     nan = torch.full((), float("nan"), dtype=parameter.dtype, device=parameter.device)
     return nan.expand(parameter.shape).as_subclass(ReducedGradient)
 
@@ -68,7 +66,7 @@ def reduced_gradient(parameter: Tensor) -> ReducedGradient:
 # that place: to write it there once costs less than to add it to zeros. When the buffer is reduced,
 # the parameters' gradients are exchanged for `ReducedGradient`s.
 class ChunkGradients:
-    """Collects the gradients of a chunk's parameters, and keeps the reduced one."""
+    """Accumulates the gradients of a chunk's parameters, and keeps the reduced gradient."""
 
     def __init__(
         self,
@@ -96,18 +94,16 @@ class ChunkGradients:
         self._stand_ins = [reduced_gradient(p) for p in self._members]
 
     def follow_shard(self, dtype: torch.dtype, in_place: bool = False) -> None:
-        """Reduces to the dtype of the master shard; `in_place` collects in its memory."""
+        """Sets the dtype of the reduced gradient; `in_place` accumulates in its memory."""
         self.reduced_dtype = dtype
 
     # Collecting.
 
     @property
     def begun(self) -> bool:
-        """Whether gradients are being collected."""
         return bool(self._views)
 
     def begin(self) -> None:
-        """Prepares the buffer for collection."""
         if self.buffer is None:
             self.buffer = self._take_buffer()
         for start, end in self._gaps:
@@ -120,19 +116,18 @@ class ChunkGradients:
         return self.pool.take(self.layout.size, self.dtype, self._device, GRADIENTS)
 
     def rest(self) -> None:
-        """Unpins the collected gradients until more arrive, if a manager has them."""
+        """Unpins a managed buffer until more gradients arrive."""
 
     def wake(self) -> None:
-        """Loads the buffer, for more gradients to be added."""
+        """Loads a managed buffer, before gradients are added."""
 
     def park(self) -> None:
-        """Unpins the buffer until it is reduced, if a manager has it."""
+        """Unpins a managed buffer until it is reduced."""
 
     def fetch(self) -> None:
-        """Loads the buffer."""
+        """Loads a managed buffer, to reduce it."""
 
     def place(self, name: str) -> None:
-        """Moves a parameter's first gradient into the buffer."""
         parameter, view = self.parameters[name], self._views[name]
         gradient = parameter.grad
         if gradient is view:
@@ -144,7 +139,6 @@ class ChunkGradients:
         self.placed[name] = True
 
     def complete(self) -> None:
-        """Zero-fills missing gradients."""
         for name, view in self._views.items():
             gradient = self.parameters[name].grad
             if name in self.placed:
@@ -156,13 +150,12 @@ class ChunkGradients:
                 raise _left(name)
 
     def mark_reduced(self) -> None:
-        """Replaces the parameters' gradients by placeholders, as the buffer is to be reduced."""
         for parameter, stand_in in zip(self._members, self._stand_ins, strict=True):
             parameter.grad = stand_in
         self._views, self.placed = {}, {}
 
     def take(self) -> Tensor:
-        """Returns the buffer; the next gradient gets a new one."""
+        """Detaches and returns the buffer; the next gradient gets a new one."""
         assert self.buffer is not None
         buffer, self.buffer = self.buffer, None
         return buffer
@@ -174,24 +167,21 @@ class ChunkGradients:
     # What users do to ``parameter.grad``.
 
     def clear(self) -> None:
-        """Sets the parameters' gradients to None."""
         with without_torch_functions():
             for parameter in self._members:
                 parameter.grad = None
         self._views, self.placed = {}, {}
 
     def cleared_names(self) -> list[str]:
-        """Parameters whose gradient was set to None, for example by ``model.zero_grad()``."""
+        """Returns parameters whose gradient is None, as after ``model.zero_grad()``."""
         with without_torch_functions():
             return [name for name, p in self.parameters.items() if p.grad is None]
 
     def note_cleared(self, cleared: Sequence[str]) -> None:
-        """Drops collected gradients that were set to None."""
         self.placed = {name: True for name in self.placed if name not in cleared}
         self.blank = frozenset(cleared)
 
     def foreign_names(self) -> list[str]:
-        """Parameters whose gradient was replaced by the user's own tensor."""
         views = self._views
         with without_torch_functions():
             gradients = [p.grad for p in self._members]
@@ -210,25 +200,22 @@ class ChunkGradients:
     # The reduced gradient: a shard of what was collected, or the buffer itself.
 
     def take_reduced(self) -> Tensor:
-        """A buffer for this rank's shard of the reduced gradient."""
         return self.pool.take(self.layout.part_size, self.reduced_dtype, self._device, GRADIENTS)
 
     def give_reduced(self, gradient: Tensor) -> None:
-        """Frees a reduced gradient."""
         self.pool.give(gradient, GRADIENTS)
 
     def keep_reduced(self, gradient: Tensor) -> Tensor:
-        """Keeps a gradient for later; returns its handle."""
+        """Keeps a reduced gradient; returns a tensor that represents it."""
         return gradient
 
     @contextmanager
     def reduced(self, kept: Tensor, write: bool = False) -> Iterator[Tensor]:
-        """Shows a kept gradient."""
         yield kept
 
     @contextmanager
     def scaled(self, kept: Tensor, factor: Tensor) -> Iterator[tuple[Tensor, bool]]:
-        """Shows a kept gradient times a factor, and whether it stays multiplied."""
+        """Context with a kept gradient times a factor, and whether the kept one was scaled too."""
         yield kept.mul_(factor.to(kept.dtype)), True
 
 
@@ -261,7 +248,7 @@ _ALWAYS = nullcontext()
 # is never emptied behind the back of a graph that still refers to it; it lives as long as somebody
 # does.
 class Chunk:
-    """Parameters of one dtype and device in one buffer, of which this rank owns a shard."""
+    """Parameters of one dtype and device in one buffer, which is sharded over ranks."""
 
     def __init__(
         self,
@@ -311,23 +298,19 @@ class Chunk:
 
     @property
     def data(self) -> Tensor:
-        """The full parameter buffer, while it exists."""
         assert self.buffer is not None, "the chunk has been released"
         return self.buffer
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the full chunk."""
         return self.layout.size * self.dtype.itemsize
 
     @property
     def has_master(self) -> bool:
-        """Whether `master_shard` is a copy in a wider dtype."""
         return self.master_shard.dtype != self.dtype
 
     @property
     def shard(self) -> Tensor:
-        """This rank's shard of the parameter buffer: a flat view."""
         size = self.layout.part_size
         return self.data[self.part * size : (self.part + 1) * size]
 
@@ -340,14 +323,13 @@ class Chunk:
         self.gradients.follow_shard(dtype)
 
     def pack_parameters(self, wire: WireFormat, kept: bool) -> None:
-        """Sends packed parameters, or packed changes (`change`) if the buffer is `kept`."""
+        """Sets the wire format of parameters; if the buffer is `kept`, only changes are sent."""
         self.wire = wire
         if kept:
             self.shown_part = self.shard.clone()
             self.pool.counter.add(PARAMETERS, self.shown_part.nbytes)
 
     def change(self) -> Tensor:
-        """Difference between `master_shard` and this rank's shard of the buffer."""
         return self.master_shard - self.shard.to(self.master_shard.dtype)
 
     def note_gathered(self) -> None:
@@ -356,7 +338,6 @@ class Chunk:
             self.shown_part.copy_(self.shard)
 
     def widen_master_shard(self, dtype: torch.dtype) -> None:
-        """Converts `master_shard`, a separate tensor, to another dtype."""
         self._count_master(-self.master_shard.nbytes)
         self.master_shard = self.master_shard.to(dtype)
         self._count_master(self.master_shard.nbytes)
@@ -366,25 +347,23 @@ class Chunk:
         self.pool.counter.add(OPTIMIZER_STATE if self.has_master else PARAMETERS, nbytes)
 
     def opened(self, write: bool = False, moments: bool = False) -> AbstractContextManager[None]:
-        """Context with `master_shard`, and with `moments` all state, in memory."""
+        """Context with `master_shard`, and with `moments` all optimizer state, in memory."""
         return _ALWAYS
 
     def shown(self, fill: bool = False) -> AbstractContextManager[None]:
-        """Context in which `master_shard` and all state can be read or filled in any tier."""
+        """Context with `master_shard` and all optimizer state readable, or with `fill` writable."""
         return _ALWAYS
 
     @property
     def master_is_view(self) -> bool:
-        """Whether writes to `master_shard` change the parameters directly."""
         return not self._separate and self.buffer is not None
 
     def publish(self) -> None:
-        """Writes `master_shard` to this rank's shard of the buffer."""
         if not self.master_is_view:
             self.shard.copy_(self.master_shard)
 
     def release(self, viewed: bool = False, keeps: bool = False) -> None:
-        """Frees the parameter buffer, or leaves it to views (`keeps`); the shard stays."""
+        """Frees the full buffer, or leaves it to its views (`keeps`)."""
         with without_torch_functions():
             for parameter, nan in zip(self.members, self._absent, strict=True):
                 parameter.data = nan
@@ -399,7 +378,7 @@ class Chunk:
         return self.pool.take(self.layout.size, self.dtype, self.device, PARAMETERS)
 
     def materialise(self) -> None:
-        """Allocates the parameters in a buffer, of which only this rank's shard is filled."""
+        """Allocates the full buffer; only this rank's shard is filled."""
         self.buffer = self._take_buffer()
         views = self.named_views(self.buffer).values()
         with without_torch_functions():
@@ -410,7 +389,7 @@ class Chunk:
         self._seen = self.versions() if self._watches_versions else []
 
     def discard(self) -> None:
-        """Counts its buffers as freed, as its parameters move to another chunk."""
+        """Counts the buffers as freed, when another chunk replaces this one."""
         if self.buffer is not None:
             self.pool.counter.add(PARAMETERS, -self.nbytes)
         if self._separate:
@@ -430,27 +409,26 @@ class Chunk:
 
     @property
     def _watches_versions(self) -> bool:
-        """Whether version counters detect writes, as packing again to compare costs more."""
+        """Whether version counters detect writes, which is cheaper than recompressing."""
         return self.wire is not IDENTITY and self.shown_part is None
 
     def versions(self) -> list[int]:
-        """Version counters of the parameters, shared by their views."""
         with without_torch_functions():
             return [parameter._version for parameter in self.members]
 
     def may_be_written(self) -> bool:
-        """Whether parameters may have been written since they were gathered."""
+        """Whether the parameters may have been written since they were gathered."""
         return not self._watches_versions or self.versions() != self._seen
 
     def _as_sent(self) -> Tensor | None:
-        """This rank's shard as sent to all ranks; None if it was rounded."""
+        """Returns this rank's shard as all ranks received it; None if that is the rounded shard."""
         if self.shown_part is not None or self.wire is IDENTITY or self.sent_exact:
             return self.shown_part
         rounded = self.master_shard.to(self.dtype)
         return unpack(pack(rounded, self.wire), self.wire, rounded.numel(), self.dtype)
 
     def merge(self, master: Tensor, values: Tensor, rounded: Tensor | None = None) -> None:
-        """Copies elements that differ from `rounded`, or else `master_shard`, to the master."""
+        """Copies to `master` the elements of `values` that differ from `rounded`."""
         rounded = master.to(values.dtype) if rounded is None else rounded
         # A device would be waited for; to write what is there already costs it less.
         if (self.device.type == "cpu" or any_read_lock()) and torch.equal(rounded, values):
@@ -463,7 +441,7 @@ class Chunk:
     def place_moment(
         self, key: str, values: Mapping[str, Tensor], sizes: Mapping[str, int]
     ) -> dict[str, Tensor]:
-        """Moves one kind of state into a buffer of this chunk."""
+        """Moves one kind of optimizer state into a buffer of this chunk; returns its views."""
         dtype = next(iter(values.values())).dtype
         old = self.moments.get(key)
         if old is not None and old.starts.keys() >= sizes.keys() and old.buffer.dtype == dtype:
@@ -485,13 +463,11 @@ class Chunk:
         self.pool.counter.add(OPTIMIZER_STATE, -moment.buffer.nbytes)
 
     def drop_moments(self) -> None:
-        """Frees the buffers of optimizer state, which is replaced."""
         for moment in self.moments.values():
             self._give_moment(moment)
         self.moments = {}
 
     def check_parameters(self) -> None:
-        """Rejects parameters that are no longer in this chunk."""
         with without_torch_functions():
             addresses = list(map(Tensor.data_ptr, self.members))
             forms = list(map(_form, self.members))
@@ -514,20 +490,17 @@ class Chunk:
                 )
 
     def named_views(self, buffer: Tensor) -> dict[str, Tensor]:
-        """Splits a buffer of the chunk's size into tensors of the parameters' shapes."""
+        """Splits a buffer of the chunk's size into views with the parameters' shapes."""
         return self._cuts.views(buffer)
 
 
 class _Cuts:
-    """Splits buffers of a chunk's size into tensors of its parameters' shapes."""
-
     def __init__(self, layout: ChunkLayout, shapes: Mapping[str, torch.Size]) -> None:
         self._sizes = layout.cuts()
         runs = {slot.name: number for number, slot in enumerate(layout.by_address())}
         self._shaped = [(n, None if len(s) == 1 else s, runs[n]) for n, s in shapes.items()]
 
     def views(self, buffer: Tensor) -> dict[str, Tensor]:
-        """Views of a buffer by parameter."""
         # One call of torch for all: this runs for every chunk in every step.
         runs = buffer.split_with_sizes(self._sizes)[1::2]
         return {

@@ -1,4 +1,4 @@
-"""Pinned host memory behind a GPU's memory, with copies on separate streams."""
+"""Pinned host memory as a tier below GPU memory, with copies on separate streams."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gulliver.solve.extents import Extents
 from gulliver.solve.replacement import Transit
 
 SLAB = 1 << 30
-"""Bytes of a slab of pinned memory, unless objects are larger."""
+"""Bytes of a slab of pinned memory; larger for larger tensors."""
 
 
 # CUDA streams, events and page-locked memory of the package: all of them are made here.
@@ -29,92 +29,76 @@ SLAB = 1 << 30
 # current stream waits for a copy before it goes on with the memory: both are queued on the device.
 # So the host never waits, and still no memory is written while it is read.
 class Copy(Transfer, Protocol):
-    """A copy between the memory of a device and of its host."""
+    """A copy between device and host memory."""
 
-    def synchronize(self) -> None:
-        """Waits until the copy has finished."""
-        ...
+    def synchronize(self) -> None: ...
 
 
 class Copier(Protocol):
-    """Copies between the memory of a device and of its host."""
+    """Copies between device and host memory."""
 
     def pinned(self, nbytes: int) -> Tensor:
         """Allocates a flat uint8 tensor of pinned host memory."""
         ...
 
-    def lock_pages(self, memory: Tensor) -> None:
-        """Locks the pages of host memory."""
-        ...
+    def lock_pages(self, memory: Tensor) -> None: ...
 
-    def unlock_pages(self, memory: Tensor) -> None:
-        """Unlocks the pages."""
-        ...
+    def unlock_pages(self, memory: Tensor) -> None: ...
 
-    def mark(self) -> Any:
-        """Records the point in the device's work after which a later copy may begin."""
-        ...
+    def mark(self) -> Any: ...
 
     def copy(self, target: Tensor, source: Tensor, incoming: bool, after: Any = None) -> Copy:
-        """Starts a copy: incoming to the device, or out of it."""
+        """Starts a copy to the device (`incoming`) or from it, after a recorded point."""
         ...
 
     def synchronize(self) -> None:
-        """Waits for all copies out of the device."""
+        """Waits for all copies from the device."""
         ...
 
 
 def cuda_runtime() -> Any:
-    """CUDA's runtime functions, as loaded by torch."""
     return torch.cuda.cudart()
 
 
 class CudaTransfer:
-    """A copy on a stream; waiting for it is queued on the current stream."""
+    """A copy on a stream; `wait` makes the current stream wait."""
 
     def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
         self._event, self._device = event, device
 
     @property
     def done(self) -> bool:
-        """Whether the copy has finished."""
         return self._event.query()
 
     def wait(self) -> None:
-        """Makes later work of the current stream wait for the copy."""
         torch.cuda.current_stream(self._device).wait_event(self._event)
 
     def synchronize(self) -> None:
-        """Waits until the copy has finished."""
         self._event.synchronize()
 
 
 class CudaCopier:
-    """Copies on two streams, one per direction: the bus carries both at once."""
+    """Copies on two streams, one per direction, as the bus transfers both concurrently."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._outgoing, self._incoming = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
     def pinned(self, nbytes: int) -> Tensor:
-        """Allocates a flat uint8 tensor of pinned host memory."""
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def lock_pages(self, memory: Tensor) -> None:
-        """Locks the pages of host memory."""
         # `pinned` takes powers of two.
         if cuda_runtime().cudaHostRegister(memory.data_ptr(), memory.numel(), 0) != 0:
             raise GulliverError(
-                f"the system locks no further {memory.numel()} bytes of host memory: give a "
+                f"the system cannot lock {memory.numel()} more bytes of host memory: use a "
                 "smaller host_limit, or raise ulimit -l"
             )
 
     def unlock_pages(self, memory: Tensor) -> None:
-        """Unlocks the pages."""
         cuda_runtime().cudaHostUnregister(memory.data_ptr())
 
     def mark(self) -> torch.cuda.Event:
-        """Records an event on the current stream."""
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self._device))
         return event
@@ -122,7 +106,6 @@ class CudaCopier:
     def copy(
         self, target: Tensor, source: Tensor, incoming: bool, after: Any = None
     ) -> CudaTransfer:
-        """Starts a copy after the work queued on the current stream, or after a recorded event."""
         # Nothing here keeps source and target alive. Host memory belongs to a store. Device memory
         # is held by its owner until `CudaTransfer.wait`, which queues the wait on the current
         # stream: when the caching allocator gives the memory out again there, the copy has ended.
@@ -135,12 +118,11 @@ class CudaCopier:
         return CudaTransfer(event, self._device)
 
     def synchronize(self) -> None:
-        """Waits for all copies out of the device."""
         self._outgoing.synchronize()
 
 
 class HostStore:
-    """Space in slabs of pinned host memory."""
+    """A store in slabs of pinned host memory."""
 
     # Pinned memory is taken in powers of two, whatever is asked for. So slabs are powers of two,
     # and objects share them: nothing is lost to rounding but the end of the last slabs.
@@ -154,7 +136,7 @@ class HostStore:
     ) -> None:
         if copier is None and torch.device(device).type != "cuda":
             raise GulliverError(
-                f"pinned host memory needs a GPU, not {device}: on a CPU machine use a disk"
+                f"pinned host memory needs a GPU, not {device}: without a GPU, use a disk"
             )
         self.capacity, self.used, self.pinned = capacity, 0, 0
         self._copier: Copier = copier or CudaCopier(torch.device(device))
@@ -163,7 +145,6 @@ class HostStore:
         self._extents = Extents()
 
     def allocate(self, nbytes: int, owner: ManagedTensor | None = None) -> int:
-        """Reserves whole pages and returns their offset."""
         size = whole_pages(nbytes)
         found = self._extents.take(size)
         if found is None:
@@ -174,26 +155,21 @@ class HostStore:
         return self._starts[found[0]] + found[1]
 
     def free(self, offset: int, nbytes: int) -> None:
-        """Frees a reservation; the memory stays pinned."""
         slab, begin = self._place(offset)
         self._extents.give(slab, begin, whole_pages(nbytes))
         self.used -= whole_pages(nbytes)
 
     def read(self, offset: int, into: Tensor) -> Transfer:
-        """Starts a copy to the device."""
         return self._copier.copy(into, self._bytes(offset, into.numel()), incoming=True)
 
     def write(self, offset: int, data: Tensor) -> Transfer:
-        """Starts a copy from the device."""
         return self._copier.copy(self._bytes(offset, data.numel()), data, incoming=False)
 
     def mapped(self, offset: int, nbytes: int, write: bool = False) -> Tensor:
-        """Shows bytes as a flat uint8 tensor of pinned memory."""
         self._copier.synchronize()
         return self._bytes(offset, nbytes)
 
     def close(self) -> None:
-        """Waits for transfers in flight, and frees everything."""
         self._copier.synchronize()
         self._slabs.clear()
 
@@ -203,7 +179,7 @@ class HostStore:
         if least > left:
             raise GulliverError(
                 f"the host memory of {self.capacity} bytes is full: pinned memory is allocated in "
-                f"powers of two, {least} bytes are needed and {left} are left: raise host_limit"
+                f"powers of two, so {least} bytes are needed, but {left} are left; raise host_limit"
             )
         slab = max(least, min(SLAB, 1 << (left.bit_length() - 1)))
         self._extents.add(len(self._slabs), slab)
@@ -238,7 +214,7 @@ class HostStore:
 # the disk alone. A write waits for host memory, which waits for the disk, and for copies to the
 # device that were begun before.
 class CopiedPages(Pages):
-    """Page-locked buffers, and the copies to and from each that may be in flight."""
+    """Buffers with locked pages, which track the copies in flight to and from them."""
 
     def __init__(self, copier: Copier) -> None:
         super().__init__(torch.device("cpu"))
@@ -247,23 +223,19 @@ class CopiedPages(Pages):
         self._copies: dict[int, list[Copy]] = {}
 
     def fresh(self, size: int) -> Tensor:
-        """Allocates a buffer and locks its pages."""
         memory = super().fresh(size)
         self._copier.lock_pages(memory)
         return memory
 
     def drop(self, memory: Tensor) -> None:
-        """Unlocks and frees the pages of a buffer."""
         self._copier.unlock_pages(memory)
         super().drop(memory)
 
     def add(self, memory: Tensor, copy: Copy) -> None:
-        """Records a copy to or from a buffer."""
         with self._lock:
             self._copies.setdefault(memory.data_ptr(), []).append(copy)
 
     def copies(self, memory: Tensor) -> list[Copy]:
-        """Returns the copies to and from a buffer that are in flight."""
         with self._lock:
             found = [c for c in self._copies.pop(memory.data_ptr(), ()) if not c.done]
             if found:
@@ -271,7 +243,6 @@ class CopiedPages(Pages):
             return [*found]
 
     def wait_unused(self, memory: Tensor) -> None:
-        """Waits until a buffer may be reused."""
         for copy in self.copies(memory):
             copy.synchronize()
 
@@ -282,7 +253,7 @@ class CopiedPages(Pages):
 
 
 class DeferredWrite:
-    """A disk write that starts once the device has copied its data."""
+    """A disk write that starts once the device has copied its data to the host."""
 
     def __init__(self, disk: DiskStore, offset: int, data: Tensor, copies: list[Copy]) -> None:
         self._disk, self._offset, self._data, self._copies = disk, offset, data, copies
@@ -291,7 +262,7 @@ class DeferredWrite:
 
     @property
     def done(self) -> bool:
-        """Whether the write has finished; starts it as soon as possible."""
+        """Whether the write has finished; starts it if its data have arrived."""
         if self._write is None and all(copy.done for copy in self._copies):
             self._begin()
         return self._write is not None and self._write.done
@@ -309,7 +280,7 @@ class DeferredWrite:
 
 
 class CopiedDisk:
-    """The disk behind host memory that a device copies to and from."""
+    """A disk below host memory that a device copies to and from."""
 
     name = "disk"
     in_stream = False
@@ -326,7 +297,6 @@ class CopiedDisk:
         return self._disk.used
 
     def allocate(self, nbytes: int, owner: ManagedTensor | None = None) -> int:
-        """Reserves whole pages and returns their offset."""
         return self._disk.allocate(nbytes)
 
     def free(self, offset: int, nbytes: int) -> None:
@@ -336,7 +306,6 @@ class CopiedDisk:
         return self._disk.read(offset, into)
 
     def write(self, offset: int, data: Tensor) -> Transfer:
-        """Starts a write once the device has copied its data."""
         copies = self._pages.copies(data)
         if not copies:
             return self._disk.write(offset, data)
@@ -345,7 +314,6 @@ class CopiedDisk:
         return late
 
     def advance(self) -> None:
-        """Starts the writes whose data have arrived."""
         left = list[weakref.ref[DeferredWrite]]()
         for found in self._late:
             late = found()
@@ -354,16 +322,14 @@ class CopiedDisk:
         self._late = left
 
     def mapped(self, offset: int, nbytes: int, write: bool = False) -> Tensor:
-        """Shows bytes as a flat tensor."""
         return self._disk.mapped(offset, nbytes)
 
     def close(self) -> None:
-        """Waits for transfers in flight, and frees the space."""
         self._disk.close()
 
 
 class StagedRead:
-    """A load that may go from the disk through host memory to the device."""
+    """A load from host memory, or from the disk through host memory."""
 
     def __init__(self, store: HostDiskStore, key: int, into: Tensor, after: Any) -> None:
         self._store, self.key, self.into, self.after = store, key, into, after
@@ -372,12 +338,11 @@ class StagedRead:
 
     @property
     def done(self) -> bool:
-        """Whether the load has finished, successfully or not."""
         self._store.advance()
         return self.error is not None or (self.copy is not None and self.copy.done)
 
     def wait(self) -> None:
-        """Waits for the disk; later work on the device waits for the copy."""
+        """Waits for the disk; the device's current stream waits for the copy."""
         self._store.send(self)
         error, self.error = self.error, None
         if error is not None:
@@ -390,7 +355,7 @@ class StagedRead:
 
 
 class HostDiskStore(Middle):
-    """Space in page-locked host memory, and on a disk for what does not fit."""
+    """A store in host memory with locked pages, and on a disk for the overflow."""
 
     name = "host memory and disk"
     in_stream = True
@@ -421,11 +386,10 @@ class HostDiskStore(Middle):
 
     @property
     def used(self) -> int:
-        """Bytes of objects that have content in this store."""
         return self.transit.used
 
     def allocate(self, nbytes: int, owner: ManagedTensor | None = None) -> int:
-        """Adds an object of the device, and returns its number."""
+        """Adds a tensor of the device; returns its number."""
         assert owner is not None, "objects keep their position from step to step"
         number = owner.number
         if number not in self._objects:
@@ -436,18 +400,16 @@ class HostDiskStore(Middle):
         return number
 
     def free(self, offset: int, nbytes: int) -> None:
-        """Drops the content of an object."""
         self.transit.forget(offset)
 
     def read(self, offset: int, into: Tensor) -> StagedRead:
-        """Starts a copy to the device, from the disk if necessary."""
         self.transit.expect(offset)
         read = self._reads[offset] = StagedRead(self, offset, into, self._copier.mark())
         self.advance()
         return read
 
     def write(self, offset: int, data: Tensor) -> Transfer:
-        """Starts a copy from the device, after waiting for host memory."""
+        """Starts a copy from the device, after waiting for room in host memory."""
         self.transit.begin_write(offset)
         memory = self._arrived(offset, fresh=True)
         copy = self._copier.copy(memory, data, incoming=False)
@@ -457,14 +419,13 @@ class HostDiskStore(Middle):
         return copy
 
     def advance(self) -> None:
-        """Advances all transfers whose data have arrived, without waiting."""
         for read in [*self._reads.values()]:
             if self.host.has_arrived(self._objects[read.key]):
                 self.send(read)
         self._disk.advance()
 
     def send(self, read: StagedRead) -> None:
-        """Waits for the disk, and starts the copy to the device; keeps errors for `wait`."""
+        """Waits for the disk, then starts the copy to the device; `wait` raises its errors."""
         if self._reads.get(read.key) is not read:
             return
         del self._reads[read.key]
@@ -478,7 +439,6 @@ class HostDiskStore(Middle):
         self._pages.add(memory, read.copy)
 
     def mapped(self, offset: int, nbytes: int, write: bool = False) -> Tensor:
-        """Shows the content of an object, in host memory or on disk."""
         if write and self.transit.needs_memory(offset):
             self.transit.begin_write(offset)
             self._arrived(offset, fresh=True)
@@ -487,7 +447,6 @@ class HostDiskStore(Middle):
         return self.host.view(self._objects[offset], write)[:nbytes]
 
     def close(self) -> None:
-        """Waits for transfers in flight, and frees everything."""
         for read in [*self._reads.values()]:
             self.send(read)
         self._copier.synchronize()
@@ -495,7 +454,6 @@ class HostDiskStore(Middle):
         self._pages.close()
 
     def _arrived(self, key: Hashable, fresh: bool = False) -> Tensor:
-        """Waits for an object in host memory."""
         managed = self._objects[key]
         self.host.arrive(managed, self._stored.pop(key), fresh)
         assert managed.memory is not None
@@ -504,40 +462,32 @@ class HostDiskStore(Middle):
     # Events of the manager of the device's memory.
 
     def expect(self, number: int) -> None:
-        """Called when an object will be read."""
         self.transit.expect(number)
 
     def end_prefetch(self, number: int) -> None:
-        """Called when an object was read, or is no longer needed."""
         self.transit.end_prefetch(number)
 
     def remove(self, number: int) -> None:
-        """Drops the object's bookkeeping."""
         if number in self._objects:
             self.transit.remove(number)
             self.host.remove(self._objects.pop(number))
 
     def end_step(self) -> None:
-        """Called at the end of a step."""
         self.host.end_step()
 
     def raise_write_error(self) -> None:
-        """Raises the error of a failed disk write."""
         self.advance()
         self.host.raise_write_error()
 
     def stats(self) -> dict[str, Any]:
-        """Returns statistics of moves between host memory and disk."""
         return self.host.stats()
 
     # What `Transit` asks for.
 
     def use(self, key: Hashable, fresh: bool) -> None:
-        """Pins an object in host memory, and starts loading it."""
         self._stored[key] = self.host.begin_use(self._objects[key], fresh=fresh)
 
     def done(self, key: Hashable) -> None:
-        """Unpins an object that was copied to the device."""
         read = self._reads.get(key)
         if read is not None:
             self.send(read)
@@ -545,5 +495,4 @@ class HostDiskStore(Middle):
             self.host.done(self._objects[key])
 
     def discard(self, key: Hashable) -> None:
-        """Drops an object's content."""
         self.host.discard(self._objects[key])

@@ -1,8 +1,8 @@
-"""A chunk whose bytes a `Manager` moves between tiers of memory.
+"""A chunk whose bytes a `Manager` moves between memory tiers.
 
-The parameter shard, every moment and the reduced gradient are objects of the manager, which also
-allocates temporary full buffers. While an object is in another tier, a meta tensor represents it:
-it has dtype and size, but its content cannot be read by mistake.
+The parameter shard, each moment and the reduced gradient are managed tensors; the manager also
+allocates temporary full buffers. While a tensor is in another tier, a meta tensor represents it,
+so that its content cannot be read by mistake.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from gulliver.memory.stores import ManagedTensor
 # length of such a step a whole copy of the parameters is an object of the manager, too, and the
 # buffer is that object, pinned while it is in use.
 class ManagedBufferPool(BufferPool):
-    """Allocates flat buffers from a manager, which makes room for them and counts them."""
+    """Allocates flat buffers from a manager, within its budget."""
 
     def __init__(self, manager: Manager) -> None:
         super().__init__(0)
@@ -54,23 +54,21 @@ class ManagedBufferPool(BufferPool):
         self.counter: ByteCounter = manager.counter
 
     def take(self, size: int, dtype: torch.dtype, device: torch.device, kind: str) -> Tensor:
-        """An uninitialized buffer of `size` elements, counted under a kind."""
         return self.manager.allocate_buffer(size, dtype, kind)
 
     def give(self, buffer: Tensor, kind: str, keeps: bool = False) -> None:
-        """Frees a buffer, or leaves it to views (`keeps`)."""
         self.manager.free_buffer(buffer, kind, keeps)
 
 
 @dataclass(eq=False)
 class ManagedMoment(Moment):
-    """A buffer of state that is an object of a manager."""
+    """Optimizer state in a managed tensor."""
 
     managed: ManagedTensor
 
 
 class ManagedGradients(ChunkGradients):
-    """Gradients of a chunk whose buffers are objects of a manager."""
+    """Gradients of a chunk in managed tensors."""
 
     def __init__(
         self,
@@ -90,18 +88,16 @@ class ManagedGradients(ChunkGradients):
 
     @cached_property
     def _reduced(self) -> ManagedTensor:
-        """The shard of the reduced gradient."""
         name = f"gradients from {self.layout.slots[0].name}"
         return self._manager.add(name, GRADIENTS, self.layout.part_size, self.reduced_dtype)
 
     @cached_property
     def _whole(self) -> ManagedTensor:
-        """The collected gradients, if separate from the reduced one."""
+        """Full gradients, if their memory differs from the gradient shard's."""
         name = f"gradients of this rank from {self.layout.slots[0].name}"
         return self._manager.add(name, GRADIENTS, self.layout.size, self.dtype, brief=True)
 
     def follow_shard(self, dtype: torch.dtype, in_place: bool = False) -> None:
-        """Reduces to the dtype of the master shard; `in_place` collects in its memory."""
         super().follow_shard(dtype)
         self._in_place = in_place
 
@@ -116,7 +112,7 @@ class ManagedGradients(ChunkGradients):
         return self._manager.use(self._whole, fresh=True)
 
     def rest(self) -> None:
-        """Unpins the collected gradients until more arrive; what is in flight stays."""
+        """Unpins accumulated gradients until more arrive; no reduction may be in flight."""
         if not self.begun:
             return
         assert self.buffer is not None, "something is being collected"
@@ -134,7 +130,6 @@ class ManagedGradients(ChunkGradients):
         self._manager.done(self.resting)
 
     def wake(self) -> None:
-        """Loads the buffer, for more gradients to be added."""
         if self.resting is None:
             return
         buffer = self._manager.use(self.resting, write=True)
@@ -147,7 +142,6 @@ class ManagedGradients(ChunkGradients):
                     parameter.grad = self._views[name]
 
     def park(self) -> None:
-        """Unpins the buffer until it is reduced."""
         self.buffer, self.parked = _on_meta(self._whole), True
         self._manager.done(self._whole)
 
@@ -170,7 +164,6 @@ class ManagedGradients(ChunkGradients):
             self.buffer, self.parked = None, False
 
     def take_reduced(self) -> Tensor:
-        """A buffer for this rank's shard of the reduced gradient."""
         return super().take_reduced() if self._kept else self._fill()
 
     def _fill(self) -> Tensor:
@@ -179,7 +172,6 @@ class ManagedGradients(ChunkGradients):
         return self._filled
 
     def keep_reduced(self, gradient: Tensor) -> Tensor:
-        """Keeps a gradient for later; returns its handle."""
         assert gradient is self._filled, "the first gradient is made in its object"
         self._filled = None
         self._manager.done(self._reduced)
@@ -187,13 +179,11 @@ class ManagedGradients(ChunkGradients):
 
     @contextmanager
     def reduced(self, kept: Tensor, write: bool = False) -> Iterator[Tensor]:
-        """Shows a kept gradient."""
         with self._manager.using(self._reduced, write) as gradient:
             yield gradient
 
     @contextmanager
     def scaled(self, kept: Tensor, factor: Tensor) -> Iterator[tuple[Tensor, bool]]:
-        """Shows a kept gradient times a factor, and whether it stays multiplied."""
         # It does where the fast tier alone has it; a copy behind stays as it is, and serves later.
         behind = self._reduced.offset is not None
         try:
@@ -204,7 +194,6 @@ class ManagedGradients(ChunkGradients):
                 self._manager.revert(self._reduced)
 
     def give_reduced(self, gradient: Tensor) -> None:
-        """Frees a reduced gradient."""
         if "_whole" in vars(self) and gradient is self._whole.tensor:
             self._manager.done(self._whole)
             self._manager.discard(self._whole)
@@ -219,7 +208,7 @@ class ManagedGradients(ChunkGradients):
 
 
 class ManagedChunk(Chunk):
-    """A chunk whose shard, moments and reduced gradient are objects of a manager."""
+    """A chunk whose shard, moments and reduced gradient are managed tensors."""
 
     moments: dict[str, ManagedMoment]  # type: ignore[assignment]
     gradients: ManagedGradients
@@ -246,7 +235,6 @@ class ManagedChunk(Chunk):
     # The shard of the parameters.
 
     def set_master_shard(self, dtype: torch.dtype, separate: bool) -> None:
-        """Makes `master_shard` an object of the manager."""
         self._separate = True
         self._place_master(dtype, self.shard)
         self.release()
@@ -262,7 +250,6 @@ class ManagedChunk(Chunk):
         self.master_shard = self._elsewhere = _on_meta(self._shard)
 
     def widen_master_shard(self, dtype: torch.dtype) -> None:
-        """Converts `master_shard` to another dtype."""
         narrow = self._shard
         if dtype == narrow.dtype:
             return
@@ -291,7 +278,6 @@ class ManagedChunk(Chunk):
         self._manager.done(placed)
 
     def publish(self) -> None:
-        """Writes `master_shard` to this rank's shard of the buffer."""
         if not self._in_place and not self.has_copy:
             with self.opened():
                 self.shard.copy_(self.master_shard)
@@ -301,7 +287,6 @@ class ManagedChunk(Chunk):
         return True
 
     def take_writes(self) -> None:
-        """Copies the user's writes to parameters, equal on all ranks, to the shard."""
         if not self.may_be_written():
             return
         self._seen = self.versions()
@@ -313,7 +298,7 @@ class ManagedChunk(Chunk):
 
     @contextmanager
     def opened(self, write: bool = False, moments: bool = False) -> Iterator[None]:
-        """Loads `master_shard`, and with `moments` all state, into the fast tier for a block."""
+        """Context with `master_shard`, and with `moments` all optimizer state, in the fast tier."""
         before, outer = self.master_shard, self._stack
         try:
             with ExitStack() as self._stack:
@@ -334,7 +319,7 @@ class ManagedChunk(Chunk):
 
     @contextmanager
     def shown(self, fill: bool = False) -> Iterator[None]:
-        """Context that shows the shard and all state in place, without moving them."""
+        """Context with the shard and all optimizer state readable in place, in any tier."""
         before = self.master_shard
         try:
             self.master_shard = self._manager.view(self._shard, write=fill)
@@ -345,13 +330,11 @@ class ManagedChunk(Chunk):
             self._set(before, True)
 
     def _set(self, master: Tensor, moments: bool) -> None:
-        """Ends a view of the shard and the state."""
         self.master_shard = master
         for moment in self.moments.values() if moments else ():
             moment.buffer = _on_meta(moment.managed)
 
     def discard(self) -> None:
-        """Frees everything, as its parameters move to another chunk."""
         if self.buffer is not None:
             self._give_buffer(self.buffer)
             self.buffer = None
@@ -371,7 +354,7 @@ class ManagedChunk(Chunk):
 
     @contextmanager
     def making_copy(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Context that fills the full copy, and this rank's shard."""
+        """Context in which a full copy of the parameters, and this rank's shard, are filled."""
         with self._manager.using(self._copy, fresh=True) as whole:
             size = self.layout.part_size
             part = whole[self.part * size : (self.part + 1) * size]
@@ -381,16 +364,15 @@ class ManagedChunk(Chunk):
         self.has_copy = True
 
     def end_copy(self) -> None:
-        """Drops the copy: from now on a buffer is gathered."""
+        """Drops the copy; the buffer is gathered again."""
         self.has_copy = False
         self._manager.discard(self._copy)
 
     def _refuse_write(self) -> None:
-        """Rejects writes to parameters at this time."""
         raise GulliverError(
             f"a parameter of the chunk of {self.layout.slots[0].name!r} was written inside a step "
-            "whose ranks have unequal work: under a memory limit write parameters on all ranks, "
-            "before the loop over the step or after optimizer.step()"
+            "with unequal work per rank: under a memory limit, write parameters on all ranks, "
+            "before the step's loop or after optimizer.step()"
         )
 
     # Optimizer state.

@@ -1,4 +1,4 @@
-"""The memory manager: keeps objects within a byte budget, and the rest in a store."""
+"""The memory manager, which keeps tensors within a byte budget and the rest in a store."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from gulliver.solve.replacement import Action, Move, Replacement
 
 
 class Manager:
-    """Keeps objects in a fast tier of a given size, and the rest in a store."""
+    """Keeps tensors in a fast tier of limited size, and the rest in a store."""
 
     def __init__(
         self,
@@ -77,21 +77,19 @@ class Manager:
 
     @property
     def budget(self) -> int:
-        """Size of the fast tier, in bytes."""
         return self._core.budget
 
     @property
     def minimum(self) -> int:
-        """Peak bytes in use at once so far, the smallest budget that would have worked."""
+        """Peak of the bytes in use together: the smallest sufficient budget."""
         return self._core.minimum
 
     @property
     def held(self) -> int:
-        """Bytes of memory held now, in whole pages, including cached ones."""
         return self._traffic.held
 
     def release_with(self, release_idle: Callable[[], None]) -> None:
-        """Registers a callback that ends restartable uses when memory is short."""
+        """Registers a callback that releases uses that can be restarted, when memory is short."""
         self.release_idle = release_idle
 
     # Objects
@@ -105,10 +103,12 @@ class Manager:
         value: Tensor | None = None,
         brief: bool = False,
     ) -> ManagedTensor:
-        """Adds a new object; without a value it is zero and has no memory until used."""
+        """Adds a managed tensor; without a value it is zero, and gets memory when used."""
         with self._entered():
             if kind not in (*KINDS, ACTIVATIONS):
-                raise GulliverError(f"kind {kind!r} of {name}: one of {', '.join(KINDS)}")
+                raise GulliverError(
+                    f"unknown kind {kind!r} of {name}: use one of {', '.join(KINDS)}"
+                )
             managed = ManagedTensor(name, kind, numel, dtype, number=self._number, brief=brief)
             self._check_total(managed)
             self._tell()
@@ -136,14 +136,13 @@ class Manager:
             self._total -= managed.kept
 
     def use(self, managed: ManagedTensor, write: bool = False, fresh: bool = False) -> Tensor:
-        """Loads an object into the fast tier, and pins it until `done`."""
+        """Loads a tensor into the fast tier and pins it until `done`."""
         with self._entered():
             self._check(managed)
             self._tell()
             return self.arrive(managed, self.begin_use(managed, write, fresh), write or fresh)
 
     def begin_use(self, managed: ManagedTensor, write: bool = False, fresh: bool = False) -> bool:
-        """Starts a `use` without waiting; pass the result to `arrive`."""
         with self._entered():
             stored = self._core.is_stored(managed.number)
             actions = self._decided(lambda: self._core.use(managed.number, write, fresh))
@@ -151,7 +150,7 @@ class Manager:
             return stored
 
     def arrive(self, managed: ManagedTensor, stored: bool, write: bool) -> Tensor:
-        """Waits for `begin_use`, and undoes it on failure."""
+        """Waits for the load of `begin_use`; undoes the use on failure."""
         with self._entered():
             try:
                 self._traffic.wait_arrived(managed)
@@ -167,23 +166,21 @@ class Manager:
             return managed.tensor
 
     def has_arrived(self, managed: ManagedTensor) -> bool:
-        """Whether `arrive` would not wait."""
         with self._entered():
             return self._traffic.has_arrived(managed)
 
     def raise_write_error(self) -> None:
-        """Raises the error of a write that has failed."""
         with self._entered():
             self._tell()
 
     def done(self, managed: ManagedTensor) -> None:
-        """Ends one `use`; after the last one the object may be evicted."""
+        """Ends one `use`; after the last one, the tensor may be evicted."""
         with self._entered():
             actions = self._core.done(self._check(managed).number)
             self._run(actions)
 
     def revert(self, managed: ManagedTensor) -> None:
-        """Undoes changes that `use` did not announce, if the store has the content."""
+        """Undoes changes made without ``write=True``, if the store has the content."""
         with self._entered():
             self._run(self._core.revert(self._check(managed).number))
 
@@ -191,7 +188,6 @@ class Manager:
     def using(
         self, managed: ManagedTensor, write: bool = False, fresh: bool = False
     ) -> Iterator[Tensor]:
-        """Context manager for `use` and `done`."""
         tensor = self.use(managed, write, fresh)
         try:
             yield tensor
@@ -199,13 +195,12 @@ class Manager:
             self.done(managed)
 
     def discard(self, managed: ManagedTensor) -> None:
-        """Drops an object's content: it reads as zeros, and takes no memory."""
         with self._entered():
             actions = self._core.discard(self._check(managed).number)
             self._run(actions)
 
     def view(self, managed: ManagedTensor, write: bool = False) -> Tensor:
-        """Shows the content of an object in whichever tier it is, without moving it."""
+        """Returns a tensor's content from the tier it is in, without moving it."""
         # The tensor is good until the object is used again, or room is made for others. What a
         # checkpoint copies from it in the background is waited for before its place is written.
         with self._entered():
@@ -230,7 +225,6 @@ class Manager:
     # Loans, budget, steps
 
     def allocate_buffer(self, numel: int, dtype: torch.dtype, kind: str) -> Tensor:
-        """Allocates an uninitialized flat buffer, evicting objects if necessary."""
         with self._entered():
             self._tell()
             nbytes = numel * dtype.itemsize
@@ -248,7 +242,6 @@ class Manager:
             return tensor
 
     def free_buffer(self, tensor: Tensor, kind: str, keeps: bool = False) -> None:
-        """Frees a buffer, or leaves it to views (`keeps`)."""
         with self._entered():
             memory = self._lent.pop(tensor.data_ptr(), None)
             if memory is None:
@@ -262,7 +255,6 @@ class Manager:
 
     @contextmanager
     def reserved(self, nbytes: int, kind: str) -> Iterator[None]:
-        """Context that reserves room for memory allocated elsewhere."""
         size = whole_pages(nbytes)
         with self._entered():
             self._tell()
@@ -283,7 +275,6 @@ class Manager:
                 self._run(self._core.free_buffer(size))
 
     def set_budget(self, nbytes: int, ahead: int | None = None) -> None:
-        """Changes the size of the fast tier (and `ahead`), and waits until usage fits."""
         with self._entered():
             actions = self._decided(lambda: self._core.set_budget(nbytes))
             self._traffic.budget = nbytes
@@ -292,7 +283,6 @@ class Manager:
             self._traffic.fit()
 
     def end_step(self) -> None:
-        """Ends a step; its accesses predict those of the next."""
         with self._entered():
             self._core.end_step()
             self._steps += 1
@@ -301,7 +291,7 @@ class Manager:
     # What was done
 
     def stats(self) -> dict[str, Any]:
-        """Returns loads, writes, evictions, bytes in and out, seconds waited and steps so far."""
+        """Returns counts, bytes moved and seconds of waiting up to now."""
         # Loads that were no longer wanted before they had begun are ``cancelled``, and not counted;
         # ``behind`` has the same of the tier behind, where that has another one behind it.
         done: dict[str, Any] = {"evictions": self._evictions, "steps": self._steps}
@@ -322,7 +312,6 @@ class Manager:
     # Inside
 
     def _decided(self, decide: Callable[[], list[Action]]) -> list[Action]:
-        """Decides moves; retries after releasing idle uses if memory is short."""
         try:
             return decide()
         except GulliverError:
@@ -348,7 +337,7 @@ class Manager:
             yield
 
     def _tell(self) -> None:
-        """Raises background errors, unless there is now room for the unwritten objects."""
+        """Raises background errors, unless unwritten tensors now fit into memory."""
         for managed in self._traffic.unwritten():
             if self._core.restore(managed.number):
                 self._traffic.keep(managed)
@@ -362,13 +351,13 @@ class Manager:
         return managed
 
     def _check_total(self, managed: ManagedTensor) -> None:
-        """Rejects objects early if they do not fit all tiers together."""
+        """Raises an error early if the tensors do not fit all tiers together."""
         total, behind = self._total + managed.kept, self.store.capacity if self.store else 0
         if self.store is not None and total > self.budget + behind:
             raise GulliverError(
-                f"{managed.name} does not fit: all objects need {total} bytes, the memory budget "
-                f"of {self.budget} and the {self.store.name} of {behind} have "
-                f"{total - self.budget - behind} too few"
+                f"{managed.name} does not fit: all objects need {total} bytes, but the memory "
+                f"budget of {self.budget} and the {self.store.name} of {behind} are "
+                f"{total - self.budget - behind} bytes too small"
             )
 
     def _run(self, actions: Iterable[Action]) -> None:
@@ -395,13 +384,11 @@ class Manager:
         self._middle.end_prefetch(managed.number)
 
     def _written(self, managed: ManagedTensor) -> None:
-        """Frees an object's outdated space in the store."""
         if managed.tensor is not None:
             before_write([managed.tensor])
         self._free(managed)
 
     def _make_writable(self, managed: ManagedTensor) -> None:
-        """Allocates memory for filling an object, without evicting others."""
         self._wait_shown(managed)
         if managed.residency is Residency.HERE:
             self._core.changed(managed.number)
@@ -421,7 +408,7 @@ class Manager:
             managed.offset = None
 
     def _wait_shown(self, managed: ManagedTensor) -> None:
-        """Waits for readers of data shown from the store."""
+        """Waits for readers of data that `view` returned from the store."""
         if managed.shown:
             before_write_at(managed.shown)
             managed.shown.clear()

@@ -1,4 +1,4 @@
-"""Parts of tensors that are sharded over ranks: regions, and runs of elements."""
+"""Parts of sharded tensors: regions (slices along a dim) and ranges of elements."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gulliver.errors import GulliverError
 
 @dataclass(frozen=True)
 class Region:
-    """Slices of a tensor along one dim, concatenated to one tensor."""
+    """Slices of a tensor along one dim, concatenated into one tensor."""
 
     # A fused projection of queries, keys and values has three runs; a plain shard has one.
 
@@ -28,18 +28,15 @@ class Region:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Shape of the tensor that holds the slices."""
         size = sum(stop - start for start, stop in self.runs)
         return (*self.shape[: self.dim], size, *self.shape[self.dim + 1 :])
 
     @property
     def numel(self) -> int:
-        """Number of elements of that tensor."""
         return math.prod(self.local_shape)
 
 
 def set_region(parameter: Tensor, region: Region) -> None:
-    """Sets the region of a full tensor that a parameter holds."""
     if tuple(parameter.shape) != region.local_shape:
         raise GulliverError(
             f"a parameter of {tuple(parameter.shape)} cannot hold a region of {region.local_shape}"
@@ -48,29 +45,28 @@ def set_region(parameter: Tensor, region: Region) -> None:
 
 
 def region_of(parameter: Tensor) -> Region | None:
-    """The region that a parameter holds; None if it is complete."""
+    """Returns a parameter's region of the full tensor; None if the parameter is complete."""
     return vars(parameter).get("_region")
 
 
 def whole_shape(parameter: Tensor) -> tuple[int, ...]:
-    """Shape of the full tensor of a parameter."""
     region = region_of(parameter)
     return tuple(parameter.shape) if region is None else region.shape
 
 
 def set_state_shape(parameter: Tensor, shape: tuple[int, ...]) -> None:
-    """Sets the shape of a parameter's state if it differs from the parameter's."""
+    """Sets the shape of a parameter's optimizer state, if it differs from the parameter's."""
     vars(parameter)["_state_shape"] = shape
 
 
 def state_shape(parameter: Tensor) -> tuple[int, ...]:
-    """Shape of a parameter in files; by default its own."""
+    """Returns the shape of a parameter's optimizer state in files; by default the parameter's."""
     return vars(parameter).get("_state_shape", tuple(parameter.shape))
 
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Elements `start` to `stop` of a tensor or of a region of it, in row-major order."""
+    """Elements ``start:stop`` of a flattened tensor, or of a region of it."""
 
     value: Tensor
     shape: tuple[int, ...]
@@ -87,18 +83,15 @@ class Part:
 
     @property
     def stop(self) -> int:
-        """One past the last element."""
         return self.start + self.value.numel()
 
     @property
     def is_whole(self) -> bool:
-        """Whether this is the only part."""
         return self.value.numel() == math.prod(self.shape)
 
 
 def part_of(tensor: Tensor) -> Part:
-    """A tensor's elements as a part of the full tensor."""
     region = region_of(tensor)
     if not tensor.is_contiguous():
-        raise GulliverError(f"a slice of {tuple(tensor.shape)} is not contiguous: clone it first")
+        raise GulliverError(f"a slice of {tuple(tensor.shape)} is not contiguous; clone it first")
     return Part(tensor.detach(), whole_shape(tensor), 0, tensor, region)

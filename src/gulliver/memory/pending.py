@@ -1,8 +1,8 @@
-"""Read locks on memory that a snapshot still reads and the next step will write.
+"""Read locks on memory that a snapshot still has to copy, and parameters that are not ready.
 
-A snapshot that is copied while training continues holds a read lock (`ReadLock`) on memory that it
-has not copied yet. Code that writes such memory in place calls `before_write` first, which waits
-for just that part. Autograd's version counters would detect a write too late.
+A snapshot is copied while training continues, under a `ReadLock` on memory that is not copied yet.
+Code that writes in place to such memory calls `before_write` first, which waits until the memory is
+copied. Autograd's version counters would detect a write too late.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from gulliver.errors import GulliverError
 
 ASKS = "asks_before_write"
-"""Attribute of an optimizer that calls `before_write` itself: yields the tensors a step changes."""
+"""Attribute of an optimizer that calls `before_write` itself; yields the tensors a step writes."""
 
 
 class ReadLock(Protocol):
-    """A read lock on memory."""
+    """A read lock on storages."""
 
     def release(self, storages: set[int] | None) -> None:
-        """Returns once these storages may be written; None means all."""
+        """Waits until these storages may be written; None for all."""
         ...
 
 
@@ -36,54 +36,47 @@ os.register_at_fork(after_in_child=_read_locks.clear)
 
 
 def add_read_lock(lock: ReadLock) -> None:
-    """Makes `before_write` wait for a read lock."""
     _read_locks.append(lock)
 
 
 def drop_read_lock(lock: ReadLock) -> None:
-    """Removes a read lock, if it is registered."""
     if lock in _read_locks:
         _read_locks.remove(lock)
 
 
 def add_writer(optimizer: Any) -> None:
-    """Registers an optimizer whose steps call `before_write` for all that they change."""
+    """Registers an optimizer that calls `before_write` for all tensors that its steps write."""
     _writers.add(optimizer)
 
 
 def writers() -> tuple[Any, ...]:
-    """Returns the registered optimizers that still exist."""
     return tuple(_writers)
 
 
 def storage_of(tensor: Tensor) -> int:
-    """Address of the memory behind a tensor, shared by its views."""
     return tensor.untyped_storage().data_ptr()
 
 
 def any_read_lock() -> bool:
-    """Whether any memory has a read lock."""
     return bool(_read_locks)
 
 
 def before_write(tensors: Iterable[Tensor]) -> None:
-    """Waits until no snapshot reads the memory of `tensors`.
+    """Waits until no snapshot reads the memory of `tensors`, before an in-place write.
 
-    Costs nothing without read locks. Call it before in-place writes to tensors that a checkpoint
-    may be copying, unless a torch optimizer does the writing.
+    Call it before writing in place to tensors that a checkpoint may be copying, unless a torch
+    optimizer writes them. It costs nothing without read locks.
     """
     if _read_locks:
         before_write_at({storage_of(tensor) for tensor in tensors})
 
 
 def before_write_at(storages: set[int]) -> None:
-    """Waits until no snapshot reads the memory at these addresses."""
     for lock in tuple(_read_locks):
         lock.release(storages)
 
 
 def before_any_write() -> None:
-    """Waits until there are no read locks."""
     for lock in tuple(_read_locks):
         lock.release(None)
 
@@ -97,7 +90,7 @@ def before_any_write() -> None:
 
 
 Handler = Callable[[list[nn.Parameter], Callable[..., Any], tuple, dict[str, Any]], Any]
-"""Called with an operation, its pending parameters and its arguments."""
+"""Called with the pending parameters of an operation, the operation and its arguments."""
 
 _METADATA = frozenset(
     getattr(Tensor, name).__get__
@@ -143,7 +136,7 @@ _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class PendingParameter(nn.Parameter):
-    """Class of a parameter that is not ready."""
+    """A parameter whose values are not ready; operations go to its handler."""
 
     def __new__(cls, data: Any = None, requires_grad: bool = True) -> Any:
         # A copy of a pending parameter has its values, and waits for nothing.
@@ -151,7 +144,6 @@ class PendingParameter(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Handles metadata; passes other operations to the handler."""
         kwargs = kwargs or {}
         if func in _METADATA:
             return super().__torch_function__(func, types, args, kwargs)
@@ -170,7 +162,6 @@ class PendingParameter(nn.Parameter):
 
 
 def hide_from_compilers() -> None:
-    """Hides the handlers from compilers; called once."""
     found = vars(PendingParameter)["__torch_function__"].__func__
     hidden = classmethod(torch.compiler.disable(found))
     setattr(PendingParameter, "__torch_function__", hidden)  # noqa: B010
@@ -180,7 +171,6 @@ def hide_from_compilers() -> None:
 
 
 def mark_pending(parameters: Iterable[nn.Parameter], handler: Handler) -> None:
-    """Routes operations on parameters to `handler` from now on."""
     for parameter in parameters:
         if type(parameter) is not PendingParameter:
             parameter._ready_class = type(parameter)  # type: ignore[attr-defined]
@@ -189,7 +179,6 @@ def mark_pending(parameters: Iterable[nn.Parameter], handler: Handler) -> None:
 
 
 def mark_ready(parameters: Iterable[nn.Parameter]) -> None:
-    """Turns pending parameters into ordinary ones again."""
     for parameter in parameters:
         if type(parameter) is PendingParameter:
             parameter.__class__ = parameter.__dict__["_ready_class"]

@@ -1,4 +1,4 @@
-"""Prefetching: residents are gathered in the order of a pass ahead of use, then released."""
+"""Prefetching: loads residents in the order of a pass, ahead of use, and releases them after it."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class Presence(Enum):
     """State of a resident's data."""
 
     WHOLE = auto()
-    """Here, all of them."""
+    """Loaded completely."""
     ARRIVING = auto()
-    """Arriving: a buffer is there, and is being filled."""
+    """A load is in flight."""
     ABSENT = auto()
-    """Not loaded: there is no buffer."""
+    """Not loaded; has no buffer."""
 
 
 LEGAL_PRESENCE = (
@@ -45,7 +45,7 @@ LEGAL_PRESENCE = (
 
 @dataclass(eq=False, kw_only=True)
 class Resident:
-    """An object that is loaded and released by a prefetcher."""
+    """An object that a prefetcher loads and releases."""
 
     presence: Presence = Presence.WHOLE
     # Whether it is needed again in the same pass: it stays once it is there.
@@ -61,7 +61,7 @@ class Resident:
 
 
 class Pass(Enum):
-    """The kind of the current pass."""
+    """Kind of the current pass."""
 
     NONE = auto()
     FORWARD = auto()
@@ -69,20 +69,18 @@ class Pass(Enum):
 
 
 class Mover(Protocol):
-    """Moves the bytes of residents."""
+    """Loads and releases residents."""
 
     def bring(self, resident: Any, /) -> None:
-        """Starts loading; picks up outside changes if it is already loaded."""
+        """Starts a load; if already loaded, picks up changes."""
 
-    def finish(self, resident: Any, /) -> None:
-        """Waits for a load in flight."""
+    def finish(self, resident: Any, /) -> None: ...
 
-    def release(self, resident: Any, /) -> None:
-        """Releases the data if loaded."""
+    def release(self, resident: Any, /) -> None: ...
 
 
 class Prefetcher:
-    """Fetches residents ahead of use and releases them."""
+    """Loads residents ahead of use, and releases them after it."""
 
     def __init__(
         self,
@@ -103,7 +101,7 @@ class Prefetcher:
         self._needed: Sequence[Any] = ()
 
     def begin(self, kind: Pass) -> None:
-        """Begins a pass from the first resident, or from the last in backward."""
+        """Begins a pass, from the first resident, or in backward from the last."""
         untouched = self._reached == 0 and self._order == self.residents
         if kind is Pass.FORWARD and untouched and self._issued:
             self.current = kind  # begun by `prefetch`
@@ -125,13 +123,12 @@ class Prefetcher:
         self._at = {id(resident): place for place, resident in enumerate(order)}
 
     def prefetch(self) -> None:
-        """Loads the first residents of the next forward."""
         self.begin(Pass.FORWARD)
         self._issue(self.ahead)
         self.current = Pass.NONE
 
     def end_forward(self, keep_last: bool) -> None:
-        """Ends a forward and completes its pass."""
+        """Ends a forward and completes its pass; `keep_last` keeps residents for backward."""
         self.complete()
         if keep_last:
             for resident in self.residents[: -self._stay]:
@@ -143,12 +140,11 @@ class Prefetcher:
         self.current = Pass.NONE
 
     def end_backward(self) -> None:
-        """Ends a backward, completes its pass, and releases everything."""
         self.complete()
         self.release_all()
 
     def release_all(self, held: bool = True) -> None:
-        """Releases everything; with `held` also what a graph may refer to."""
+        """Releases all residents; with `held` also those that a graph may refer to."""
         self.current, self._left = Pass.NONE, 0
         for resident in self.residents:
             if held or not resident.held:
@@ -158,7 +154,7 @@ class Prefetcher:
                 self.mover.finish(resident)
 
     def use(self, resident: Any) -> None:
-        """Waits for a resident, prefetches others and releases used ones."""
+        """Waits for a resident, prefetches the next ones and releases used ones."""
         if self.current is Pass.NONE:
             if resident.presence is Presence.ABSENT:
                 self.mover.bring(resident)
@@ -187,7 +183,6 @@ class Prefetcher:
         self._issue(place + 1 + self.ahead)
 
     def use_together(self, residents: Sequence[Any]) -> None:
-        """Waits for residents that are read all at once."""
         self._needed = residents
         try:
             for resident in residents:
@@ -196,14 +191,14 @@ class Prefetcher:
             self._needed = ()
 
     def complete(self) -> None:
-        """Loads the rest of the pass, which is not used on this rank."""
+        """Loads and releases the residents of the pass that this rank did not use."""
         while self._issued < len(self._order):
             self._issue(self._issued + 1)
             self._pass_by(self._issued - 2 - self.ahead, len(self._order))
         self._reached = len(self._order)
 
     def _release_passed(self, place: int) -> None:
-        """Releases residents used before the predecessor of a position."""
+        """Releases used residents before a position of the pass, except its predecessor."""
         end = place - 1
         if self.current is Pass.FORWARD:
             end = min(end, len(self._order) - self._stay)
@@ -213,13 +208,12 @@ class Prefetcher:
                 self._release_used(passed)
 
     def _pass_by(self, place: int, end: int) -> None:
-        """Releases the resident at a position of the pass before the end."""
+        """Releases the resident at a position of the pass, if it is before `end`."""
         if 0 <= place < end:
             self.mover.finish(self._order[place])
             self._release_used(self._order[place])
 
     def _issue(self, count: int) -> None:
-        """Loads the pass up to `count` residents."""
         if not self.every:
             self._issued = max(self._issued, min(count, len(self._order)))
             return
@@ -234,7 +228,7 @@ class Prefetcher:
             self.mover.release(passed)
 
     def _find(self, resident: Any) -> int | None:
-        """Index of a resident in the current pass; starts a new pass if it lies behind."""
+        """Returns a resident's position in the pass; starts a new pass if it has been passed."""
         place = self._at.get(id(resident))
         if resident.presence is not Presence.ABSENT or not self.every:
             return place

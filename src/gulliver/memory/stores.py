@@ -1,4 +1,4 @@
-"""Memory of the fast tier in buffers of whole pages, resized in place."""
+"""Stores below the fast tier, buffers of whole pages, and the states of managed tensors."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from gulliver.io.native import default_engine
 from gulliver.solve.extents import Extents
 
 WIPE_ON_FORK = 18
-"""Linux's MADV_WIPEONFORK, which the module mmap does not name."""
+"""Linux's MADV_WIPEONFORK, which Python's mmap module lacks."""
 HUGE = 1 << 21
 """Bytes of a huge page."""
 ROOM = 4
-"""A buffer uses at least this part of the addresses that it has."""
+"""Maximum ratio of a buffer's address range to its size."""
 
 
 # [Note: pages] A page that the system gives is filled with zeros, and costs a fault where it is
@@ -38,7 +38,7 @@ ROOM = 4
 # the system at once (MADV_DONTNEED), even if views of it are left.
 @dataclass(frozen=True)
 class _Room:
-    """Addresses of a buffer."""
+    """Address range of a buffer."""
 
     memory: mmap.mmap
     # Offset of the first, on a page, or a huge page if there is one.
@@ -47,7 +47,6 @@ class _Room:
 
     @classmethod
     def of(cls, nbytes: int) -> _Room:
-        """Maps private memory without allocating pages."""
         # A process that is forked finds zeros in it: copies of what changes here while a loader's
         # workers live would be memory that no budget knows of, and a read in flight would
         # end in the child's copy.
@@ -59,7 +58,7 @@ class _Room:
         return cls(memory, -first % HUGE if spare else 0, nbytes)
 
     def shown(self, nbytes: int) -> Tensor:
-        """Shows the first bytes as a flat uint8 tensor; only these may be touched."""
+        """Returns the first bytes as a flat uint8 tensor; bytes beyond must not be touched."""
         # Fewer page faults where it is first touched, which would cost more than a copy. Only huge
         # pages that lie inside: one that is touched is there as a whole.
         if self.nbytes >= HUGE and hasattr(mmap, "MADV_NOHUGEPAGE"):
@@ -72,18 +71,16 @@ class _Room:
         return torch.frombuffer(self.memory, dtype=torch.uint8, count=nbytes, offset=self.begin)
 
     def free(self, start: int, stop: int) -> None:
-        """Returns the pages between two offsets to the system."""
         self.memory.madvise(mmap.MADV_DONTNEED, self.begin + start, stop - start)
 
 
 def page_aligned(nbytes: int) -> Tensor:
-    """Returns a flat uint8 tensor of page-aligned memory."""
     # It is private, and counts as such; see `_Room.of` for forks.
     return _Room.of(nbytes).shown(nbytes)
 
 
 class Pages:
-    """Allocates buffers of whole pages, and resizes them keeping their pages."""
+    """Allocates buffers of whole pages, and resizes them in place."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -92,7 +89,6 @@ class Pages:
         self.keeps = device.type == "cpu" and hasattr(mmap, "MADV_NOHUGEPAGE")
 
     def fresh(self, size: int) -> Tensor:
-        """Allocates a buffer of new pages."""
         with torch.inference_mode(False):  # it serves a training, too
             if self._device.type != "cpu":
                 return torch.empty(size, dtype=torch.uint8, device=self._device)
@@ -104,16 +100,14 @@ class Pages:
             self._rooms[memory.data_ptr()] = room
             return memory
 
-    def wait_unused(self, memory: Tensor) -> None:
-        """Waits until a buffer may be reused."""
+    def wait_unused(self, memory: Tensor) -> None: ...
 
     def fits(self, memory: Tensor, size: int) -> bool:
-        """Whether a buffer can be resized to a size."""
         room = self._rooms.get(memory.data_ptr()) if self.keeps else None
         return room is not None and room.nbytes <= ROOM * size and size <= room.nbytes
 
     def resized(self, memory: Tensor, size: int) -> Tensor:
-        """Resizes a buffer, keeping common pages; the old buffer is invalid."""
+        """Resizes a buffer, keeping its pages; the old buffer becomes invalid."""
         room, before = self._rooms[memory.data_ptr()], memory.numel()
         if size < before:
             room.free(size, before)
@@ -121,11 +115,9 @@ class Pages:
             return room.shown(size)
 
     def forget(self, memory: Tensor) -> None:
-        """Leaves the pages of a buffer to its views."""
         self._rooms.pop(memory.data_ptr(), None)
 
     def drop(self, memory: Tensor) -> None:
-        """Frees all pages of a buffer."""
         room = self._rooms.pop(memory.data_ptr(), None)
         if room is not None and self.keeps:
             room.free(0, memory.numel())  # views of buffers that it was before may live on
@@ -147,48 +139,44 @@ NETWORK = frozenset(
         *("afs", "fuse.sshfs", "fuse.glusterfs"),
     }
 )
-"""Network file systems."""
+"""Types of network file systems."""
 MOUNTS = "/proc/self/mounts"
 IN_MEMORY = frozenset(("tmpfs", "ramfs"))
-"""File systems in memory."""
+"""Types of in-memory file systems."""
 
 
 class Transfer(Protocol):
-    """Bytes in flight between the fast tier and a store."""
+    """A transfer between the fast tier and a store."""
 
     @property
-    def done(self) -> bool:
-        """Whether the transfer has finished, successfully or not."""
-        ...
+    def done(self) -> bool: ...
 
     def wait(self) -> None: ...
 
 
 class Middle:
-    """Observer of the decisions of the tier above; ignores them by default."""
+    """Callbacks for decisions about the fast tier; does nothing by default."""
 
     def expect(self, number: int) -> None:
-        """Called when an object will be read."""
+        """A tensor will be read."""
 
     def end_prefetch(self, number: int) -> None:
-        """Called when an object was read, or is no longer needed."""
+        """A tensor was read, or will not be read."""
 
     def remove(self, number: int) -> None:
-        """Drops the object's bookkeeping."""
+        """A tensor was removed."""
 
-    def end_step(self) -> None:
-        """Called at the end of a step."""
+    def end_step(self) -> None: ...
 
-    def raise_write_error(self) -> None:
-        """Raises the error of a write that has failed."""
+    def raise_write_error(self) -> None: ...
 
     def stats(self) -> dict[str, Any]:
-        """Returns statistics of moves behind the store."""
+        """Returns statistics of transfers below the store."""
         return {}
 
 
 class Store(Protocol):
-    """Memory behind the fast tier."""
+    """Memory below the fast tier."""
 
     # Name of the tier, such as ``disk``.
     name: str
@@ -202,11 +190,11 @@ class Store(Protocol):
 
     @property
     def middle(self) -> Middle:
-        """Observer of the decisions in front of the store."""
+        """Callbacks for decisions about the fast tier."""
         ...
 
     def allocate(self, nbytes: int, owner: Any = None) -> int:
-        """Reserves whole pages and returns their offset."""
+        """Reserves whole pages; returns their offset."""
         ...
 
     def free(self, offset: int, nbytes: int) -> None: ...
@@ -216,25 +204,22 @@ class Store(Protocol):
         ...
 
     def write(self, offset: int, data: Tensor) -> Transfer:
-        """Starts a write of a flat uint8 tensor, which must not change until it has finished."""
+        """Starts a write of a flat uint8 tensor, which must not change before the write ends."""
         ...
 
     def mapped(self, offset: int, nbytes: int, write: bool = False) -> Tensor:
-        """Shows bytes as a flat, writable uint8 tensor that is read on access."""
+        """Maps bytes as a flat, writable uint8 tensor."""
         ...
 
-    def close(self) -> None:
-        """Waits for transfers in flight, and frees everything."""
-        ...
+    def close(self) -> None: ...
 
 
 def whole_pages(nbytes: int) -> int:
-    """Rounds bytes up to pages, at least one."""
     return max(-(-nbytes // BLOCK), 1) * BLOCK
 
 
 class DiskTransfer:
-    """An I/O ticket that keeps its memory alive."""
+    """A disk transfer, which keeps its memory alive."""
 
     def __init__(self, ticket: Ticket, memory: Tensor, under_way: set[DiskTransfer]) -> None:
         self._ticket, self._memory, self._under_way = ticket, memory, under_way
@@ -242,7 +227,6 @@ class DiskTransfer:
 
     @property
     def done(self) -> bool:
-        """Whether the transfer has finished, successfully or not."""
         return self._ticket.done
 
     def wait(self) -> None:
@@ -254,7 +238,7 @@ class DiskTransfer:
 
 
 class DiskStore:
-    """Space in one unnamed file on a local disk."""
+    """A store in an unnamed file on a local disk."""
 
     # The space is reserved at once: a full disk is found here, not in the middle of a step.
     #
@@ -271,7 +255,7 @@ class DiskStore:
         check_disk_folder(self.folder)
         if self.capacity < BLOCK:
             raise GulliverError(
-                f"{capacity} bytes of disk ({folder}) are less than a page of {BLOCK} bytes: give "
+                f"{capacity} bytes of disk ({folder}) are less than a page of {BLOCK} bytes: use "
                 "a larger size, such as 100GiB"
             )
         require_space(self.folder, self.capacity)
@@ -284,7 +268,6 @@ class DiskStore:
         self.direct = self._probe()
 
     def allocate(self, nbytes: int, owner: Any = None) -> int:
-        """Reserves whole pages and returns their offset."""
         size = whole_pages(nbytes)
         if left := self._left.get(size):
             self.used += size
@@ -298,8 +281,8 @@ class DiskStore:
             found = self._extents.take(size)
         if found is None:
             raise GulliverError(
-                f"the disk store in {self.folder} is full: {size} bytes in one piece needed, "
-                f"{self.capacity - self.used} of {self.capacity} are free: give it more"
+                f"the disk store in {self.folder} is full: {size} contiguous bytes are needed, "
+                f"but {self.capacity - self.used} of {self.capacity} are free: increase its size"
             )
         self.used += size
         return found[1]
@@ -310,28 +293,24 @@ class DiskStore:
         self.used -= size
 
     def read(self, offset: int, into: Tensor) -> DiskTransfer:
-        """Starts a read into a page-aligned flat uint8 tensor."""
         opened = self._opened
         where = opened.source, offset, into.data_ptr(), into.numel()
         return DiskTransfer(opened.reader.read(*where), into, opened.under_way)
 
     def write(self, offset: int, data: Tensor) -> DiskTransfer:
-        """Starts a write of a flat uint8 tensor, which must not change until it has finished."""
         opened = self._opened
         where = opened.target, offset, data.data_ptr(), data.numel()
         return DiskTransfer(opened.writer.write(*where), data, opened.under_way)
 
     def mapped(self, offset: int, nbytes: int, write: bool = False) -> Tensor:
-        """Shows bytes as a flat, writable uint8 tensor that is read on access."""
         memory = mmap.mmap(self._opened.handle, nbytes, offset=offset)
         return torch.frombuffer(memory, dtype=torch.uint8)
 
     def close(self) -> None:
-        """Waits for transfers in flight, and frees the space."""
         self._finish()
 
     def _probe(self) -> bool:
-        """Writes a page to test the disk and direct I/O."""
+        """Writes a page to test the disk and direct I/O; returns whether direct I/O works."""
         writer = self._opened.writer
         before = writer.counters.direct
         try:
@@ -370,7 +349,6 @@ class _Opened:
             path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Waits for transfers in flight, and closes the file."""
         if os.getpid() != self._process:
             return  # a forked child: the engine has no threads here
         for transfer in list(self.under_way):
@@ -389,7 +367,6 @@ def _engine() -> Engine:
 
 
 def check_disk_folder(folder: Path) -> None:
-    """Rejects folders that cannot hold a disk store."""
     if not folder.is_dir():
         what = "is not a folder" if folder.exists() else "does not exist"
         raise GulliverError(f"disk folder {folder} {what}: create it, or use one on a local disk")
@@ -427,18 +404,18 @@ def file_system(folder: Path) -> str:
 
 
 class Residency(Enum):
-    """An object's residency between the fast tier and the store."""
+    """Residency of a managed tensor."""
 
     AWAY = auto()
-    """No memory is held; the content is in the store, or empty."""
+    """The tensor has no memory; the content is in the store, or zero."""
     QUEUED = auto()
-    """The object is wanted, and waits for memory."""
+    """A load is queued for memory."""
     ARRIVING = auto()
-    """Memory is held, and the content is being read."""
+    """The content is being read into memory."""
     HERE = auto()
     """The content is in the fast tier."""
     LEAVING = auto()
-    """The content is being written; memory is held until then."""
+    """The content is being written, after which its memory is freed."""
 
 
 LEGAL_RESIDENCY = (
@@ -454,12 +431,12 @@ LEGAL_RESIDENCY = (
     (Residency.LEAVING, Residency.HERE),  # it could not be written, and there is room for it
 )
 RESIDENT = (Residency.ARRIVING, Residency.HERE, Residency.LEAVING)
-"""States with memory in the fast tier."""
+"""States that occupy memory in the fast tier."""
 
 
 @dataclass(eq=False)
 class ManagedTensor:
-    """Bytes that a `Manager` keeps in the fast tier or behind it."""
+    """A tensor that a `Manager` keeps in the fast tier or in a store."""
 
     name: str
     kind: str
@@ -494,17 +471,15 @@ class ManagedTensor:
 
     @property
     def size(self) -> int:
-        """Bytes of the whole pages that hold it."""
         return whole_pages(self.nbytes)
 
     @property
     def kept(self) -> int:
-        """Bytes that always need room in one of the tiers."""
+        """Bytes that need room in any tier, even if the tensor is not in use."""
         return 0 if self.brief else self.size
 
     @property
     def done(self) -> bool:
-        """Whether no transfer is in flight."""
         return self.transfer is None or self.transfer.done
 
     def enter(self, residency: Residency) -> None:
@@ -518,7 +493,6 @@ class ManagedTensor:
 
 
 def typed(memory: Tensor, nbytes: int, dtype: torch.dtype) -> Tensor:
-    """Shows the start of memory as a flat tensor of a dtype."""
     # In inference mode a view of another dtype would be an inference tensor, which a training that
     # comes later could not save for backward.
     with torch.inference_mode(False):

@@ -1,4 +1,4 @@
-"""Predicts the activation memory of a step with fake tensors, without side effects."""
+"""Predicts a step's activation memory by running it with fake tensors."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from gulliver.solve.activations import BlockActivations
 
 @contextmanager
 def without_traces(model: nn.Module, hooks: bool) -> Iterator[None]:
-    """Restores attributes of modules, their hooks and random states."""
+    """Context that restores attributes of modules, their hooks, and random states."""
     gradients = [(p, p.grad) for p in model.parameters()]
     numbers, arrays = random.getstate(), np.random.get_state()
     try:
@@ -55,14 +55,13 @@ def without_traces(model: nn.Module, hooks: bool) -> Iterator[None]:
 
 
 class FakeTensors:
-    """Converts tensors to fakes of one mode, preserving ties."""
+    """Converts tensors to fake tensors of one mode; tied tensors stay tied."""
 
     def __init__(self, device: str | None = None) -> None:
         self._made: dict[Tensor, Tensor] = {}
         self._device = device
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The fake of a tensor; a meta tensor gets one on the CPU."""
         made = self._made.get(tensor)
         if made is not None:
             return made
@@ -94,7 +93,7 @@ FORWARD, RECOMPUTE, BACKWARD = "forward", "recompute", "backward"
 
 @dataclass(frozen=True)
 class MemoryPoint:
-    """Memory from one event of a step to the next."""
+    """Memory between two events of a step."""
 
     # "forward", "recompute" (a forward inside backward) or "backward".
     phase: str
@@ -106,7 +105,7 @@ class MemoryPoint:
 
 @dataclass(frozen=True)
 class ModuleResidue:
-    """Memory that remains after a module's call."""
+    """Memory that remains after a module's forward."""
 
     # Bytes that are there after the call and were not before, its output aside.
     saved: int
@@ -115,7 +114,7 @@ class ModuleResidue:
 
 @dataclass(frozen=True)
 class ActivationPeak:
-    """Memory of a step that is not model state."""
+    """Peak memory of a step, besides model state."""
 
     # Most bytes at once, the batch included; None where the step cannot be followed.
     bytes: int | None
@@ -130,7 +129,6 @@ class ActivationPeak:
 
     @property
     def where(self) -> str:
-        """Phase and module of the peak."""
         if not self.curve:
             return "a step"
         at = max(self.curve, key=lambda point: point.peak)
@@ -148,24 +146,25 @@ def activation_peak(
     prepare: Callable[[nn.Module], None] = lambda _: None,
     offloaded: Sequence[str] = (),
 ) -> ActivationPeak:
-    """Predicts a step's memory besides parameters, gradients and optimizer state.
+    """Predicts a step's peak memory besides parameters, gradients and optimizer state.
 
-    The model and random states are restored, and no memory of the model's size is allocated. A
-    model on meta is traced as on the CPU, a compiled one as uncompiled.
+    The step runs with fake tensors; model and random states are restored. A meta model is traced as
+    on the CPU, a compiled one as uncompiled.
 
     Args:
-        model: model in the mode in which it will run.
-        args: positional arguments of the model, real or on meta.
+        model: model in the training or evaluation mode of the step.
+        args: positional arguments of the model; tensors may be on meta.
         kwargs: keyword arguments of the model.
-        criterion: loss of the output; None takes the output's own ``loss``, or the cross entropy of
-            its floating-point tensors, the most expensive of the usual losses.
-        autocast: dtype of autocast.
-        hooks: whether the modules' hooks run; hooks that move chunks must not.
-        prepare: called with the model before it runs; its changes to modules are undone.
-        offloaded: paths of modules whose activations a manager offloads; they are not counted.
+        criterion: function that returns the loss of the output; None for the output's ``loss``, or
+            else the cross entropy of its floating-point tensors, the common loss that needs most
+            memory.
+        autocast: autocast dtype; None disables autocast.
+        hooks: run the modules' hooks; must be False if they move chunks.
+        prepare: function called with the model before it runs; its changes to modules are undone.
+        offloaded: paths of modules whose activations are offloaded, and therefore not counted.
 
     Returns:
-        The peak, or, if control flow depends on data, the reason why there is none.
+        The peak; without a prediction (data-dependent control flow), the reason.
     """
     try:
         with without_traces(model, hooks), fake_mode():
@@ -191,10 +190,10 @@ def follow_step(
     autocast: torch.dtype | None = None,
     offloaded: Sequence[str] = (),
 ) -> ActivationPeak:
-    """Counts the memory of a forward and backward inside.
+    """Runs forward and backward, and counts their memory.
 
-    Gradients are accumulated into the parameters as usual. Modules in `offloaded` stay wrapped;
-    tensors must then be fake.
+    Gradients are accumulated in the parameters. With `offloaded`, tensors must be fake, and these
+    modules stay wrapped.
     """
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     context = torch.autocast(device.type, autocast) if autocast is not None else nullcontext()
@@ -217,7 +216,7 @@ def follow_step(
 
 
 class _CountingManager:
-    """A manager of fake activations, which are counted elsewhere."""
+    """Stands in for a manager of fake activations, which are counted elsewhere."""
 
     def __init__(self, device: torch.device, counter: StorageCounter) -> None:
         self.device, self.taken, self._counter = device, list[int](), counter
@@ -226,7 +225,6 @@ class _CountingManager:
         return ManagedTensor(name, kind, numel, dtype, number=len(self.taken))
 
     def use(self, managed: ManagedTensor, write: bool = False, fresh: bool = False) -> Tensor:
-        """Allocates uncounted memory."""
         if fresh:
             self.taken.append(managed.nbytes)
         managed.tensor = torch.empty(managed.numel, dtype=managed.dtype, device=self.device)
@@ -239,12 +237,11 @@ class _CountingManager:
     discard = remove = done
 
     def view(self, managed: ManagedTensor) -> Tensor:
-        """Not supported, as nothing is evicted."""
         raise AssertionError(f"{managed.name} was evicted although there is room for everything")
 
 
 class _FakeOffload(ActivationOffload):
-    """Offloading of tensors that have no memory."""
+    """Offloads fake tensors, without copies."""
 
     def _is_plain(self, tensor: Tensor) -> bool:
         return isinstance(tensor, fake_kind())
@@ -254,7 +251,7 @@ class _FakeOffload(ActivationOffload):
 
 
 def stand_in_loss(output: Any) -> Tensor:
-    """A generic loss with typical memory, for a model of which only the output is known."""
+    """Returns a loss with typical memory needs, for an output without a criterion."""
     found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     # A model that computes its loss may return it as it is, or before all else.
     first = output[0] if isinstance(output, tuple | list) and output else output
@@ -272,15 +269,15 @@ def stand_in_loss(output: Any) -> Tensor:
 
 
 RECURRENT = torch.ops.aten.mkldnn_rnn_layer.default
-"""A CPU LSTM layer, whose saved workspace fake tensors omit."""
+"""CPU LSTM layer, whose saved workspace fake tensors lack."""
 GROUPED = "aten::_grouped_mm"
-"""Grouped matrix products, whose fake kernels support bfloat16 only."""
+"""Grouped matmul, whose fake kernel supports only bfloat16."""
 ALIGNED = 16
-"""Alignment in bytes of rows in grouped products."""
+"""Alignment in bytes that grouped matmuls require of rows."""
 
 
 class StorageCounter(DispatchMode):
-    """Counts the bytes of storages created inside while they are referenced."""
+    """Counts the bytes of storages that operations create, while they are referenced."""
 
     # [Note: lifetimes] PyTorch keeps the Python object of a storage as long as the storage itself,
     # so a weak reference to it dies when the memory is freed, whether Python, autograd's graph or a
@@ -311,16 +308,13 @@ class StorageCounter(DispatchMode):
         self.ran(func, (args, kwargs, output), taken, given)
         return output
 
-    def begins(self, func: Any) -> None:
-        """Called when an operation starts; for subclasses."""
+    def begins(self, func: Any) -> None: ...
 
     def ran(
         self, func: Any, call: tuple[Any, Any, Any], taken: list[Tensor], given: list[Tensor]
-    ) -> None:
-        """Called when an operation has run."""
+    ) -> None: ...
 
     def add(self, tensors: Sequence[Tensor]) -> int:
-        """Counts storages from now on; returns their new bytes."""
         before = self.live
         for tensor in tensors:
             storage = tensor.untyped_storage()
@@ -336,16 +330,14 @@ class StorageCounter(DispatchMode):
         return self.live - before
 
     def drop(self, key: int) -> None:
-        """Stops counting a storage."""
         _, nbytes = self._held.pop(key, (None, 0))
         self.live -= nbytes
 
     def drop_tensor(self, tensor: Tensor) -> None:
-        """Stops counting the memory of a tensor, which is counted elsewhere."""
         self.drop(_key(tensor))
 
     def mark(self) -> int:
-        """Peak bytes since the last mark; resets the peak."""
+        """Returns the peak bytes since the last call, and resets the peak."""
         most, self.recent = self.recent, self.live
         return most
 
@@ -357,7 +349,6 @@ def _grouped_products(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Output of a grouped matmul; a factor that is split into groups determines the rows."""
     for factor in (one, other):
         rows = max(factor.stride()[-2:]) * factor.element_size()
         if rows % ALIGNED:
@@ -375,7 +366,7 @@ def _grouped_products(
 
 
 def _recurrent_layer(*args: Any, **kwargs: Any) -> Any:
-    """The outputs of a CPU LSTM layer, with a realistic workspace."""
+    """Returns the outputs of a CPU LSTM layer, with a workspace of realistic size."""
     # Its size is oneDNN's own and depends on the processor: it is asked for, with zeros.
     *outputs, _ = RECURRENT(*args, **kwargs)
     if not torch.is_grad_enabled():  # nor is there one then
@@ -396,11 +387,11 @@ def _recurrent_layer(*args: Any, **kwargs: Any) -> Any:
 
 
 _WORKSPACES: dict[Any, int] = {}
-"""Bytes of workspaces, by the arguments of the call."""
+"""Bytes of LSTM workspaces, by the arguments of the call."""
 
 
 class _Watch:
-    """Tracks memory over calls of modules, in forward and, by hooks on outputs, in backward."""
+    """Tracks memory over module calls; in backward, by hooks on outputs."""
 
     def __init__(self, model: nn.Module, counter: StorageCounter) -> None:
         self.phase, self.kept = FORWARD, dict[str, ModuleResidue]()
@@ -426,13 +417,11 @@ class _Watch:
             handle.remove()
 
     def begin(self, path: str) -> None:
-        """Begins a point of the curve."""
         again = self.phase == BACKWARD and bool(self._entered)
         phase = RECOMPUTE if again else self.phase
         self._events.append((phase, path, self._counter.live, self._counter.mark()))
 
     def curve(self) -> Iterator[MemoryPoint]:
-        """The points, each with the peak before it."""
         peaks = [most for *_, most in self._events[1:]] + [self._counter.mark()]
         for (phase, path, live, _), peak in zip(self._events, peaks, strict=True):
             yield MemoryPoint(phase, path, live, peak)
@@ -486,16 +475,14 @@ def _key(tensor: Tensor) -> int:
 def block_activations(
     found: ActivationPeak, paths: Sequence[str], recompute_s: float = 0.0
 ) -> list[BlockActivations]:
-    """Blocks of a predicted step, for `choose_activations`.
+    """Returns the activation memory of each block, for `choose_activations`.
 
-    With everything kept, each pass needs its predicted memory. An additional block, which can only
-    be kept, represents the rest of the model: its passes need the memory of the rest of the step
-    with all blocks kept.
+    An additional block, which cannot be recomputed or offloaded, stands for the rest of the model.
 
     Args:
-        found: memory of a step in which all blocks are kept.
-        paths: paths of the blocks, in the order in which they run.
-        recompute_s: forward seconds of all blocks together.
+        found: predicted memory of a step that keeps all activations.
+        paths: paths of the blocks, in execution order.
+        recompute_s: total forward seconds of the blocks.
     """
     kept = [found.kept[path] for path in paths]
     seconds = recompute_s / max(1, len(paths))

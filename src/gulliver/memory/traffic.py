@@ -1,4 +1,4 @@
-"""Executes decisions: allocates and frees memory, and overlaps transfers with compute."""
+"""Executes residency decisions: allocates and frees memory, and overlaps transfers with compute."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ _living: WeakSet[Traffic] = WeakSet()
 # raised at the next use, and nothing is lost.
 @atexit.register
 def end_workers() -> None:
-    """Ends all worker threads at exit, before I/O engines close."""
+    """Ends all worker threads at exit, before I/O engines are closed."""
     for traffic in [*_living]:
         traffic.end_worker()
 
 
 class BufferStillReferenced(InsufficientMemory):
-    """Views still refer to freed memory, and there is no other room."""
+    """Views still refer to freed memory, and the budget has no other room."""
 
 
 class Traffic:
-    """Memory of the fast tier, and transfers to and from the store."""
+    """Memory of the fast tier, and transfers between it and the store."""
 
     def __init__(
         self,
@@ -82,7 +82,6 @@ class Traffic:
     # Objects
 
     def bring(self, managed: ManagedTensor, reads: bool, zero: bool = False) -> None:
-        """Starts loading an object, reading it if it has content."""
         managed.reads, managed.zero = reads, zero
         if managed.residency is not Residency.LEAVING:
             managed.enter(Residency.QUEUED)
@@ -90,12 +89,10 @@ class Traffic:
         self._advance()
 
     def send(self, managed: ManagedTensor) -> None:
-        """Starts writing an object that is evicted."""
         managed.enter(Residency.LEAVING)
         self._write(managed)
 
     def drop(self, managed: ManagedTensor) -> None:
-        """Frees an object's memory without writing it."""
         if managed.residency is not Residency.LEAVING:
             with suppress(GulliverError):  # what could not be read is not wanted
                 self.wait_arrived(managed)
@@ -114,14 +111,12 @@ class Traffic:
             self._release(managed)
 
     def cancel(self, managed: ManagedTensor) -> None:
-        """Cancels a load that waits for memory."""
         if managed in self._queue:
             self._queue.remove(managed)
         if managed.residency is Residency.QUEUED:
             managed.enter(Residency.AWAY)
 
     def wait_arrived(self, managed: ManagedTensor) -> None:
-        """Waits until an object has reached its tier."""
         if managed in self._queue:
             self._queue.remove(managed)  # others can wait
             self._queue.appendleft(managed)
@@ -139,29 +134,29 @@ class Traffic:
                 self._finish(managed)
 
     def wait_evicted(self, managed: ManagedTensor) -> None:
-        """Waits until an object is evicted; one that could not be written stays."""
+        """Waits until a tensor is evicted; it stays in the fast tier if its write fails."""
         if managed in self._leaving:
             with suppress(GulliverError):
                 self._finish(managed, again=False)
 
     def has_arrived(self, managed: ManagedTensor) -> bool:
-        """Whether an object has reached its tier, or failed to; does not wait."""
+        """Whether a load has ended, successfully or not; does not wait."""
         self._advance()
         return managed.residency is Residency.HERE or (
             managed.residency is Residency.ARRIVING and managed.done
         )
 
     def unwritten(self) -> list[ManagedTensor]:
-        """Returns objects that could not be written and were not loaded again."""
+        """Returns tensors whose write failed and that were not loaded again."""
         return [managed for managed, _ in self._failed if managed not in self._queue]
 
     def keep(self, managed: ManagedTensor) -> None:
-        """Keeps an object in the fast tier that could not be written."""
+        """Keeps a tensor whose write failed in the fast tier."""
         self._failed = [(other, e) for other, e in self._failed if other is not managed]
         managed.enter(Residency.HERE)
 
     def raise_write_error(self) -> None:
-        """Raises the error of a failed write since the last call, and retries the write."""
+        """Raises the error of a write that failed after the last call, and retries the write."""
         while self._leaving and self._leaving[0].done:
             with suppress(GulliverError):
                 self._finish(self._leaving[0], again=False)
@@ -179,34 +174,30 @@ class Traffic:
     # Memory
 
     def memory(self, size: int) -> Tensor:
-        """Allocates whole pages, for which a decision has made room."""
+        """Allocates whole pages; a decision has made room for them."""
         found = self._memory(size, wait=True)
         assert found is not None
         return found
 
     def reserve(self, size: int) -> None:
-        """Counts memory allocated elsewhere, for which a decision has made room."""
+        """Accounts for memory allocated elsewhere; a decision has made room for it."""
         while not self._trim(size):
             self._wait_oldest_write(size)
         self.held += size
 
     def give(self, memory: Tensor, trusted: bool = False) -> None:
-        """Frees memory for reuse."""
         self._free.setdefault(memory.numel(), []).append((memory, trusted))
 
     def leave(self, memory: Tensor) -> None:
-        """Leaves memory to its views, and stops counting it."""
         self.held -= memory.numel()
         self._pages.forget(memory)
 
     def fit(self) -> None:
-        """Waits until usage is within the budget."""
         while not self._trim(0):
             self._wait_oldest_write(0)
         self._advance()
 
     def close(self) -> None:
-        """Waits for transfers in flight, and frees all memory of objects."""
         for managed in (*self._queue,):
             self.cancel(managed)
         while self._leaving:
@@ -233,14 +224,13 @@ class Traffic:
                 self._wait_oldest_write(size)
 
     def _free_of_users(self, memory: Tensor) -> None:
-        """Waits for snapshots and copies that may still read memory."""
         # The manager's lock is held meanwhile. That is safe: the threads that copy a snapshot read
         # memory that was shown to them before, and never take this lock.
         before_write([memory])
         self._pages.wait_unused(memory)
 
     def _resized(self, size: int) -> Tensor | None:
-        """Cached memory of the nearest size, resized; None if there is none."""
+        """Resizes the cached memory of the closest size; None if nothing is cached."""
         # One of twice the size loses more pages than a new one takes.
         near = [(kept, many) for kept, many in self._free.items() if kept < 2 * size]
         found = [
@@ -261,7 +251,7 @@ class Traffic:
         return self._pages.resized(taken[0], size)
 
     def _trim(self, size: int) -> bool:
-        """Frees cached memory until `size` more fits; False if it is not enough."""
+        """Frees cached memory until `size` more bytes fit; False if they do not."""
         rest = list[tuple[Tensor, bool]]()
         for kept in sorted(self._free, reverse=True):
             many = self._free[kept]
@@ -286,13 +276,12 @@ class Traffic:
         return self.held + size <= self.budget
 
     def _is_freed(self, memory: Tensor, trusted: bool) -> bool:
-        """Whether dropping freed memory releases it; waits for a snapshot."""
         if trusted and storage_users(memory) > 1:
             self._free_of_users(memory)
         return (trusted and self._pages.keeps) or storage_users(memory) == 1
 
     def _wait_oldest_write(self, size: int) -> None:
-        """Waits for the oldest write, whose memory is needed."""
+        """Waits for the oldest write in flight, to free its memory."""
         if self._failed:
             self.raise_write_error()
         if not self._leaving and not self._is_released_soon():
@@ -318,7 +307,7 @@ class Traffic:
         return False
 
     def _is_write_done(self) -> bool:
-        """Whether a write has ended and freed its memory; does not wait."""
+        """Whether a write has ended and its memory is freed; does not wait."""
         if not self._leaving or not self._is_over(self._leaving[0]):
             return False
         with suppress(GulliverError):
@@ -328,7 +317,7 @@ class Traffic:
     # Transfers
 
     def _advance(self, until: ManagedTensor | None = None) -> None:
-        """Starts queued loads while memory is free, or up to a required object."""
+        """Starts queued loads while memory is available, or up to a required tensor."""
         while self._queue:
             managed = self._queue[0]
             memory = None
@@ -341,7 +330,7 @@ class Traffic:
             self._begin(managed, memory)
 
     def _is_gone(self, managed: ManagedTensor, wait: bool) -> bool:
-        """Whether an object to be loaded again is evicted; waits if it must be."""
+        """Whether a tensor to be loaded again is evicted; with `wait`, waits for the eviction."""
         if managed.residency is Residency.LEAVING:
             if wait:
                 self.raise_write_error()
@@ -370,7 +359,7 @@ class Traffic:
                 memory.zero_()
 
     def _write(self, managed: ManagedTensor) -> None:
-        """Starts a write; a full store makes it a failed one."""
+        """Starts a write; if the store is full, the write counts as failed."""
         assert self.store is not None
         assert managed.memory is not None
         try:
@@ -385,7 +374,6 @@ class Traffic:
         self._leaving.append(managed)
 
     def _finish(self, managed: ManagedTensor, again: bool = True) -> None:
-        """Waits for a write and its memory."""
         try:
             self._wait(managed)
         except GulliverError as error:
@@ -428,7 +416,7 @@ class Traffic:
     # The thread that waits where no one else does
 
     def end_worker(self) -> None:
-        """Stops the thread; a forked child has none."""
+        """Stops the worker thread; a forked child has none."""
         if self._process == os.getpid():
             with self._lock:
                 self._ends = True

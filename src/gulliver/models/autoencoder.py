@@ -52,7 +52,7 @@ class CausalConv3d(nn.Module):
 
 
 class Residual(nn.Module):
-    """A residual block of two convolutions, the first one over time, each preceded by SiLU."""
+    """Two convolutions with a residual connection, each after SiLU; the first also spans time."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -114,54 +114,36 @@ class VideoAutoencoder(nn.Module):
 
     @property
     def last_layer(self) -> nn.Parameter:
-        """Weight of the last convolution, used to balance loss terms."""
+        """Weight of the last convolution; its gradient norm balances loss terms."""
         return self.get_parameter(f"decoder.{len(self.decoder) - 1}.conv.weight")
 
     def latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
-        """Returns channels, frames, rows and columns of the latent of a clip.
-
-        Args:
-            frames: frames of the clip, 4 k + 1.
-            height: rows of the clip in pixels, a multiple of 4.
-            width: columns of the clip in pixels, a multiple of 4.
-
-        Raises:
-            GulliverError: the sizes do not fit; the nearest that do are named.
-        """
+        """Returns the latent shape of a clip: channels, frames, rows and columns."""
         return self.latent_channels, check_causal(self, frames), *check_space(self, height, width)
 
     def encode(self, video: Tensor) -> Tensor:
-        """Encodes [B, 3, T, H, W] to latents with about zero mean and unit variance.
-
-        Raises:
-            GulliverError: the sizes do not fit, as in `latent_shape`.
-        """
+        """Encodes [B, 3, T, H, W] to latents with about zero mean and unit variance."""
         self.latent_shape(*video.shape[2:])
         return self.stream_encoder(video)
 
     def decode(self, latents: Tensor, num_frames: int | None = None) -> Tensor:
-        """Decodes latents of `encode`, [B, C, k + 1, H / 4, W / 4], to [B, 3, 4 k + 1, H, W].
-
-        Raises:
-            GulliverError: the latents do not belong to a clip of `num_frames`.
-        """
+        """Decodes normalized latents [B, C, k + 1, H / 4, W / 4] to [B, 3, 4 k + 1, H, W]."""
         check_length(self, latents, num_frames)
         return self.decode_raw(latents * self._column(self.std) + self._column(self.mean))
 
     def moments(self, video: Tensor) -> Tensor:
-        """Returns the encoder's output: latents, and any log-variances as more channels."""
+        """Returns the encoder's output: latents, followed by log-variances with `posterior`."""
         return self.encoder(fold(video)).transpose(1, 2)
 
     def encode_raw(self, video: Tensor) -> Tensor:
-        """Encodes without normalization, as in training, when the statistics are not known yet."""
+        """Encodes without normalization, because statistics are only known after training."""
         return self.moments(video)[:, : self.latent_channels]
 
     def decode_raw(self, latents: Tensor) -> Tensor:
-        """Decodes latents that were not normalized."""
         return unfold(self.decoder(latents.transpose(1, 2)))
 
     def stream_encoder(self, video: Tensor) -> Tensor:
-        """Encodes a clip in consecutive chunks, one per call."""
+        """Encodes a clip without splitting it into chunks."""
         return (self.encode_raw(video) - self._column(self.mean)) / self._column(self.std)
 
     stream_decoder = decode

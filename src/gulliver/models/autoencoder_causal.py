@@ -45,7 +45,7 @@ class CausalConv(nn.Module):
 
 
 class CausalResidual(nn.Module):
-    """Norm, SiLU and convolution, twice, with a shortcut."""
+    """Residual block: norm, SiLU and convolution, twice."""
 
     def __init__(
         self, inputs: int, outputs: int, groups: int, eps: float, bias: bool, shortcut: str
@@ -69,7 +69,7 @@ class CausalResidual(nn.Module):
 def residuals(
     inputs: int, outputs: int, count: int, groups: int, eps: float, bias: bool, shortcut: str
 ) -> nn.ModuleList:
-    """Returns residual blocks; the first one changes the number of channels."""
+    """Returns a list of residual blocks; the first one changes the number of channels."""
     widths = [inputs] + [outputs] * count
     return nn.ModuleList(
         CausalResidual(a, b, groups, eps, bias, shortcut) for a, b in pairwise(widths)
@@ -113,15 +113,15 @@ VIDEO_DEVIATIONS = (
 
 
 MICRO_FRAMES = 17
-"""Frames per piece in the public code; neighbouring pieces share one."""
+"""Frames per chunk in Open-Sora's implementation; consecutive chunks share one frame."""
 RESIDUAL: dict[str, Any] = {"eps": EPS, "bias": True, "shortcut": "nin_shortcut"}
-"""Variant of the residual blocks."""
+"""Arguments of `residuals` for this autoencoder."""
 
 
 def frame_causal_attention(
     q: Tensor, k: Tensor, v: Tensor, tokens: int, scale: float | None = None
 ) -> Tensor:
-    """Computes attention from each token to its own and all earlier frames."""
+    """Computes attention of each token to the tokens of its own and all earlier frames."""
     # `gulliver.parallel.convolution` recognizes this function by name, and computes it if a process
     # holds a part of the tokens.
     given = q, k, v
@@ -137,7 +137,7 @@ def frame_causal_attention(
 
 
 class CausalAttention(nn.Module):
-    """Causal single-head attention: in raster order, or by whole frames."""
+    """Single-head causal attention: tokens attend in raster order, or to complete frames."""
 
     def __init__(self, channels: int, groups: int, raster: bool) -> None:
         super().__init__()
@@ -161,21 +161,21 @@ class CausalAttention(nn.Module):
 
 
 class SpatialDownsample(FrameDownsample):
-    """Halves the rows and columns of every frame."""
+    """`FrameDownsample` for clips."""
 
     def forward(self, x: Tensor) -> Tensor:
         return on_frames(super().forward, x)
 
 
 class SpatialUpsample(FrameUpsample):
-    """Doubles the rows and columns of every frame."""
+    """`FrameUpsample` for clips."""
 
     def forward(self, x: Tensor) -> Tensor:
         return on_frames(super().forward, x)
 
 
 class UpsampleResidual(nn.Module):
-    """Two convolutions with norms and a residual, used after upsampling."""
+    """Two convolutions with norms and a residual connection, used after upsampling."""
 
     def __init__(self, channels: int, groups: int) -> None:
         super().__init__()
@@ -183,7 +183,6 @@ class UpsampleResidual(nn.Module):
         self.norm1, self.norm2 = (nn.GroupNorm(groups, channels) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Adds the convolutions' output, inside the last activation."""
         h = F.silu(self.norm1(self.conv1(x)))
         return F.silu(self.norm2(self.conv2(h)) + x)
 
@@ -226,7 +225,7 @@ def _middle(channels: int, groups: int, raster: bool) -> nn.ModuleDict:
 
 
 class CausalEncoder(nn.Module):
-    """Encodes clips to moments; see `CausalAutoencoder`."""
+    """Encoder of `CausalAutoencoder`."""
 
     def __init__(
         self,
@@ -257,7 +256,7 @@ class CausalEncoder(nn.Module):
 
 
 class CausalDecoder(nn.Module):
-    """Decodes to clips; see `CausalAutoencoder`."""
+    """Decoder of `CausalAutoencoder`."""
 
     def __init__(
         self,
@@ -295,7 +294,7 @@ class CausalDecoder(nn.Module):
 
 
 class CausalAutoencoder(nn.Module):
-    """Encodes clips of 4 k + 1 frames; the first frame is encoded separately.
+    """Autoencoder for clips of 4 k + 1 frames; the first frame is encoded separately.
 
     Args:
         latent_channels: channels of the latents.
@@ -341,15 +340,10 @@ class CausalAutoencoder(nn.Module):
 
     @property
     def micro_frames(self) -> int | None:
-        """Frames per separately encoded chunk; None if a clip is encoded as a whole."""
+        """Frames per separately encoded chunk; None if clips are not chunked."""
         return MICRO_FRAMES if "micro_frames" in self.compat else None
 
     def latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
-        """Returns channels, frames, rows and columns of the latents of a clip.
-
-        Raises:
-            GulliverError: the sizes do not fit; the nearest that do are named.
-        """
         count = check_causal(self, frames)
         if self.micro_frames is not None and frames > 1:
             whole, rest = divmod(frames - 1, self.micro_frames - 1)
@@ -365,7 +359,7 @@ class CausalAutoencoder(nn.Module):
         return torch.cat(list(self.encode_pieces([video])), 2)
 
     def decode(self, latents: Tensor, num_frames: int | None = None) -> Tensor:
-        """Decodes normalized latents; `num_frames` is their optional number of frames."""
+        """Decodes normalized latents; `num_frames` is the expected number of decoded frames."""
         check_latents(self, latents)
         check_length(self, latents, num_frames)
         if self.micro_frames is None:
@@ -373,7 +367,7 @@ class CausalAutoencoder(nn.Module):
         return torch.cat(list(self.decode_pieces([latents])), 2)
 
     def moments(self, video: Tensor) -> Tensor:
-        """Returns mean and log-variance of a chunk ``[B, 2 C, ...]``, not normalized."""
+        """Returns unnormalized mean and log-variance of a chunk ``[B, 2 C, ...]``."""
         return self.encoder(video)
 
     def encode_pieces(self, clips: Iterable[Tensor], frames: int | None = None) -> Iterator[Tensor]:
@@ -384,10 +378,7 @@ class CausalAutoencoder(nn.Module):
     def decode_pieces(
         self, latents: Iterable[Tensor], frames: int | None = None
     ) -> Iterator[Tensor]:
-        """Decodes a stream of latents in chunks; see `encode_pieces`.
-
-        The frame shared by two chunks is the mean of both decodings.
-        """
+        """Decodes a stream of latents in chunks; averages the frame that two chunks share."""
         last = None
         for piece in regrouped(latents, self._piece):
             made = self.stream_decoder(piece)
@@ -400,7 +391,7 @@ class CausalAutoencoder(nn.Module):
         yield last
 
     def stream_encoder(self, video: Tensor) -> Tensor:
-        """Encodes a stream of frames as one clip."""
+        """Encodes a clip without splitting it into chunks."""
         mean = self.encoder(video).chunk(2, 1)[0]
         if self.normalization is None:
             return mean
@@ -408,7 +399,6 @@ class CausalAutoencoder(nn.Module):
         return (mean - shift) / scale
 
     def stream_decoder(self, latents: Tensor) -> Tensor:
-        """Decodes a stream of latents as one clip."""
         if self.normalization is not None:
             shift, scale = self._statistics(latents)
             latents = latents * scale + shift

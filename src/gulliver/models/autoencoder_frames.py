@@ -21,7 +21,7 @@ EPS = 1e-6
 
 
 class FrameResidual(nn.Module):
-    """Norm, SiLU and convolution, twice, with a shortcut; ``[N, C, H, W]``."""
+    """Residual block: norm, SiLU and convolution, twice; ``[N, C, H, W]``."""
 
     def __init__(self, inputs: int, outputs: int, groups: int) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class FrameAttention(nn.Module):
 
 
 class FrameMiddle(nn.Module):
-    """The middle block: attention between two residual blocks."""
+    """Middle block: attention between two residual blocks."""
 
     def __init__(self, channels: int, groups: int, attends: bool) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class FrameUpsample(nn.Module):
 
 
 def _level(inputs: int, outputs: int, groups: int, layers: int) -> nn.Module:
-    """Residual blocks of one resolution; the caller adds the resampler."""
+    """Returns the residual blocks of one resolution; the caller adds the resampler."""
     level = nn.Module()
     widths = [inputs] + [outputs] * layers
     level.resnets = nn.ModuleList(FrameResidual(a, b, groups) for a, b in pairwise(widths))
@@ -138,7 +138,7 @@ class FrameEncoder(nn.Module):
 
 
 class FrameDecoder(nn.Module):
-    """Decodes to images ``[N, C, H, W]``."""
+    """Decodes images ``[N, C, H, W]``."""
 
     def __init__(
         self,
@@ -169,7 +169,7 @@ class FrameDecoder(nn.Module):
 
 
 def on_frames(call: Callable[[Tensor], Tensor], clip: Tensor, at_once: int | None = None) -> Tensor:
-    """Applies a function of images to the frames of clips ``[B, C, T, H, W]``."""
+    """Applies a function of images to all frames of clips ``[B, C, T, H, W]``."""
     frames = clip.transpose(1, 2).flatten(0, 1)
     # A part of a clip (`gulliver.parallel.convolution`) is already split along some dim.
     if at_once and not has_torch_function((frames,)) and not torch.is_grad_enabled():
@@ -180,7 +180,7 @@ def on_frames(call: Callable[[Tensor], Tensor], clip: Tensor, at_once: int | Non
 
 
 class OnFrames(nn.Module):
-    """Applies a sequence of image modules to the frames of clips; see `on_frames`."""
+    """Applies a sequence of image modules to all frames of clips; see `on_frames`."""
 
     # The modules are registered elsewhere under their public names, and must not be registered
     # here.
@@ -203,7 +203,7 @@ class OnFrames(nn.Module):
 
 
 class FrameAutoencoder(nn.Module):
-    """Encodes every frame separately.
+    """Image autoencoder that encodes every frame separately.
 
     Args:
         latent_channels: channels of the latents.
@@ -262,11 +262,6 @@ class FrameAutoencoder(nn.Module):
         }
 
     def latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
-        """Returns channels, frames, rows and columns of the latents of a clip.
-
-        Raises:
-            GulliverError: height or width does not divide.
-        """
         if frames < 1:
             raise GulliverError(f"a clip of {frames} frames cannot be encoded; give at least one")
         return self.latent_channels, frames, *check_space(self, height, width)
@@ -277,20 +272,17 @@ class FrameAutoencoder(nn.Module):
         return self.stream_encoder(video)
 
     def decode(self, latents: Tensor, num_frames: int | None = None) -> Tensor:
-        """Decodes normalized latents; `num_frames` is their optional number of frames."""
+        """Decodes normalized latents; `num_frames` is the expected number of decoded frames."""
         check_latents(self, latents)
         check_length(self, latents, num_frames)
         return self.stream_decoder(latents)
 
     def moments(self, video: Tensor) -> Tensor:
-        """Returns mean and log-variance of the posterior ``[B, 2 C, ...]``, not normalized."""
         return self.networks["encoder"](video)
 
     def stream_encoder(self, video: Tensor) -> Tensor:
-        """Encodes a stream of frames."""
         mean = self.moments(video).chunk(2, 1)[0]
         return (mean - self.shift_factor) * self.scaling_factor
 
     def stream_decoder(self, latents: Tensor) -> Tensor:
-        """Decodes a stream of latents."""
         return self.networks["decoder"](latents / self.scaling_factor + self.shift_factor)

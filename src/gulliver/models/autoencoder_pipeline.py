@@ -1,6 +1,6 @@
 """The causal temporal autoencoder of Open-Sora 1.2: four times fewer frames, same resolution.
 
-It encodes the output of an image autoencoder on each frame. Start with `TemporalAutoencoder`.
+It encodes the features of an image autoencoder over time. Start with `TemporalAutoencoder`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from gulliver.models.autoencoders import check_latents, check_length, check_spac
 from gulliver.models.configurations import checked_quirks
 
 RESIDUAL: dict[str, Any] = {"eps": 1e-5, "bias": False, "shortcut": "conv3"}
-"""Variant of the residual blocks."""
+"""Arguments of `residuals` for this autoencoder."""
 
 
 class TemporalEncoder(nn.Module):
-    """Encodes features of frames; see `TemporalAutoencoder`."""
+    """Encoder of `TemporalAutoencoder`."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class TemporalEncoder(nn.Module):
 
 
 class TemporalDecoder(nn.Module):
-    """Decodes to features of frames; see `TemporalAutoencoder`."""
+    """Decoder of `TemporalAutoencoder`."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class TemporalDecoder(nn.Module):
 
 
 class TemporalAutoencoder(nn.Module):
-    """Encoder, decoder and the pointwise convolutions between them."""
+    """Compresses features of frames over time: encoder, decoder and pointwise convolutions."""
 
     def __init__(
         self,
@@ -123,12 +123,12 @@ class TemporalAutoencoder(nn.Module):
         self.decoder = TemporalDecoder(latent_channels, channels, *rest)
 
     def moments(self, features: Tensor, padding: int) -> Tensor:
-        """Encodes features of frames, padded with zero frames at the start."""
+        """Encodes features to moments, after prepending `padding` zero frames."""
         padded = F.pad(features, (0, 0, 0, 0, padding, 0)) if padding else features
         return self.quant_conv(self.encoder(padded))
 
     def decode(self, latents: Tensor, padding: int) -> Tensor:
-        """Decodes to features of frames, without the padding."""
+        """Decodes to features of frames, and drops the `padding` frames."""
         return self.decoder(self.post_quant_conv(latents))[:, :, padding:]
 
 
@@ -146,13 +146,13 @@ class TemporalAutoencoder(nn.Module):
 
 
 MICRO_FRAMES = 17
-"""Frames per piece in the public code."""
+"""Frames per chunk in Open-Sora's implementation."""
 SHIFT = (-0.10, 0.34, 0.27, 0.98)
 SCALE = (3.85, 2.32, 2.33, 3.06)
 
 
 class PipelineAutoencoder(nn.Module):
-    """Encodes frames, then their features over time.
+    """Autoencoder that compresses each frame, then the frames' features over time.
 
     Args:
         spatial: fields of the image autoencoder, as for `FrameAutoencoder`.
@@ -187,15 +187,10 @@ class PipelineAutoencoder(nn.Module):
 
     @property
     def micro_frames(self) -> int | None:
-        """Frames per separately encoded chunk; None if a clip is encoded as a whole."""
+        """Frames per separately encoded chunk; None if clips are not chunked."""
         return MICRO_FRAMES if "micro_frames" in self.compat else None
 
     def latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
-        """Returns channels, frames, rows and columns of the latents of a clip.
-
-        Raises:
-            GulliverError: height or width does not divide.
-        """
         if frames < 1:
             raise GulliverError(f"a clip of {frames} frames cannot be encoded; give at least one")
         whole, rest = divmod(frames, self.micro_frames or frames)
@@ -203,18 +198,15 @@ class PipelineAutoencoder(nn.Module):
         return self.latent_channels, count, *check_space(self, height, width)
 
     def encode(self, video: Tensor) -> Tensor:
-        """Encodes ``[B, 3, T, H, W]`` to normalized latents."""
         self.latent_shape(*video.shape[2:])
         if self.micro_frames is None:
             return self.stream_encoder(video, video.shape[2])
         return torch.cat(list(self.encode_pieces([video])), 2)
 
     def decode(self, latents: Tensor, num_frames: int | None = None) -> Tensor:
-        """Decodes normalized latents.
+        """Decodes normalized latents ``[B, C, t, h, w]`` to `num_frames` frames.
 
-        Args:
-            latents: latents ``[B, C, t, h, w]``.
-            num_frames: number of frames of the clip; default: 4 k + 1 for every chunk.
+        By default every chunk has 4 k + 1 frames.
         """
         check_latents(self, latents)
         check_length(self, latents, num_frames)
@@ -223,7 +215,6 @@ class PipelineAutoencoder(nn.Module):
         return torch.cat(list(self.decode_pieces([latents], num_frames)), 2)
 
     def moments(self, video: Tensor) -> Tensor:
-        """Returns mean and log-variance of a chunk ``[B, 2 C, ...]``, not normalized."""
         return self.networks["encoder"](video, self._padding(video.shape[2]))
 
     def encode_pieces(self, clips: Iterable[Tensor], frames: int | None = None) -> Iterator[Tensor]:
@@ -234,7 +225,6 @@ class PipelineAutoencoder(nn.Module):
     def decode_pieces(
         self, latents: Iterable[Tensor], frames: int | None = None
     ) -> Iterator[Tensor]:
-        """Decodes a stream of latents in chunks; see `encode_pieces`."""
         left = frames
         for piece in regrouped(latents, self._steps(MICRO_FRAMES)):
             held = None if left is None else min(MICRO_FRAMES, left)
@@ -242,12 +232,12 @@ class PipelineAutoencoder(nn.Module):
             left = None if left is None or held is None else left - held
 
     def stream_encoder(self, video: Tensor, frames: int | None = None) -> Tensor:
-        """Encodes a stream of `frames` frames as one clip, by default 4 k + 1."""
+        """Encodes a clip without splitting it into chunks; `frames` defaults to 4 k + 1."""
         mean = self.networks["encoder"](video, self._padding(frames)).chunk(2, 1)[0]
         return (mean - self.shift.to(mean.dtype)) / self.scale.to(mean.dtype)
 
     def stream_decoder(self, latents: Tensor, frames: int | None = None) -> Tensor:
-        """Decodes a stream of latents as one clip; see `stream_encoder`."""
+        """Decodes latents without splitting them into chunks; see `stream_encoder`."""
         raw = latents * self.scale.to(latents.dtype) + self.shift.to(latents.dtype)
         return self.networks["decoder"](raw, self._padding(frames))
 
@@ -259,7 +249,7 @@ class PipelineAutoencoder(nn.Module):
 
 
 class _Halves(nn.Module):
-    """Two autoencoders combined; by default padded for a clip of 4 k + 1 frames."""
+    """Image and temporal autoencoder; the default padding is that of a clip of 4 k + 1 frames."""
 
     def __init__(self, frames: FrameAutoencoder, time: TemporalAutoencoder) -> None:
         super().__init__()
@@ -267,14 +257,10 @@ class _Halves(nn.Module):
 
 
 class _Encoder(_Halves):
-    """Both encoders."""
-
     def forward(self, video: Tensor, padding: int = 3) -> Tensor:
         return self.time.moments(self.frames.stream_encoder(video), padding)
 
 
 class _Decoder(_Halves):
-    """Both decoders."""
-
     def forward(self, latents: Tensor, padding: int = 3) -> Tensor:
         return self.frames.stream_decoder(self.time.decode(latents, padding))

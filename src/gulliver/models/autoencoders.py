@@ -1,12 +1,12 @@
 """The autoencoder interface, the table of public autoencoders, and shared checks.
 
 `build_autoencoder` creates one by name. All encode to *normalized* latents, as used to train
-diffusion models, and decode them. They encode to the mean of the posterior; diffusion training may
-sample from it with `moments` of the public ones.
+diffusion models, and decode them. Encoding returns the mean of the posterior; to sample from the
+posterior, use the `moments` of published autoencoders.
 
 A causal autoencoder encodes clips of 4 k + 1 frames, of which the first is encoded separately. Two
-public ones encode a long clip in independent pieces of 17 frames; `regrouped` splits a stream into
-such pieces.
+published ones encode a long clip in independent chunks of 17 frames; `regrouped` splits a stream
+into such chunks.
 """
 
 from __future__ import annotations
@@ -23,23 +23,21 @@ if TYPE_CHECKING:
 
 
 class Autoencoder(Protocol):
-    """Interface of all video autoencoders; they are modules."""
+    """Interface of all video autoencoders, which are modules."""
 
     @property
     def compression(self) -> tuple[int, int, int]:
-        """Frames, rows and columns of pixels per latent."""
+        """Frames, rows and columns of the clip per latent position."""
         ...
 
     @property
-    def latent_channels(self) -> int:
-        """Number of channels of the latents."""
-        ...
+    def latent_channels(self) -> int: ...
 
     def latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
-        """Returns channels, frames, rows and columns of the latents of a clip.
+        """Returns the latent shape of a clip: channels, frames, rows and columns.
 
         Raises:
-            GulliverError: the sizes do not fit; the nearest that do are named.
+            GulliverError: the sizes do not fit; the message suggests the nearest that do.
         """
         ...
 
@@ -48,21 +46,17 @@ class Autoencoder(Protocol):
         ...
 
     def decode(self, latents: Tensor, num_frames: int | None = None) -> Tensor:
-        """Decodes normalized latents to a clip; `num_frames` is its number of frames."""
+        """Decodes normalized latents to a clip of `num_frames` frames."""
         ...
 
-    def to(self, *args: Any, **kwargs: Any) -> Self:
-        """Moves or converts it, as `torch.nn.Module.to` does."""
-        ...
+    def to(self, *args: Any, **kwargs: Any) -> Self: ...
 
-    def eval(self) -> Self:
-        """Switches it to evaluation mode."""
-        ...
+    def eval(self) -> Self: ...
 
 
 @dataclass(frozen=True)
 class AutoencoderConfiguration:
-    """A public autoencoder."""
+    """Configuration of a public autoencoder."""
 
     release: str
     # Name of its class in `gulliver.models` or diffusers.
@@ -77,7 +71,7 @@ class AutoencoderConfiguration:
 
     @property
     def of_diffusers(self) -> bool:
-        """Whether it is a class of diffusers, which is an optional dependency."""
+        """Whether diffusers, an optional dependency, defines the class."""
         return self.kind.startswith("AutoencoderKL")
 
 
@@ -206,7 +200,7 @@ def check_space(what: Autoencoder, height: int, width: int) -> tuple[int, int]:
 
 
 def check_causal(what: Autoencoder, frames: int) -> int:
-    """Returns the number of latent frames of a causally encoded clip."""
+    """Returns the number of latent frames of a clip with causal encoding."""
     step = what.compression[0]
     if frames < 1 or (frames - 1) % step:
         right = max(0, round((frames - 1) / step)) * step + 1
@@ -217,7 +211,6 @@ def check_causal(what: Autoencoder, frames: int) -> int:
 
 
 def check_latents(what: Autoencoder, latents: Tensor) -> None:
-    """Raises an error for latents of another autoencoder."""
     if latents.dim() != 5 or latents.shape[1] != what.latent_channels:
         raise GulliverError(
             f"latents of shape {tuple(latents.shape)} do not belong to this autoencoder; its "
@@ -242,7 +235,7 @@ def check_length(what: Autoencoder, latents: Tensor, num_frames: int | None) -> 
 def regrouped(
     parts: Iterable[Tensor], size: int, overlap: int = 0, first: int | None = None
 ) -> Iterator[Tensor]:
-    """Regroups a stream into pieces of equal length; the last one may be shorter."""
+    """Regroups a stream into chunks of equal length; the last one may be shorter."""
     import torch
 
     held, due = None, first or size

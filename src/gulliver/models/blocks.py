@@ -1,4 +1,4 @@
-"""Self-attention with normalized queries and keys, and cross-attention to captions."""
+"""Layers and blocks of the STDiT transformers: attention, embeddings, rotary codes, modulation."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ from torch import Tensor, nn
 from gulliver.errors import GulliverError
 
 Mix = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""An attention function: queries, keys and values [R, heads, N, head size] to an output of the same
-shape.
-"""
+"""Attention function of queries, keys and values, each [R, heads, N, head size]."""
 
 
 class RMSNorm(nn.Module):
@@ -92,7 +90,7 @@ class CrossAttention(nn.Module):
 
 
 def working_precision(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of angles and statistics: float64 for float64 models, float32 for all others."""
+    """Returns the dtype for angles and statistics: float64 for float64 models, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -139,7 +137,7 @@ class Mlp(nn.Module):
 
 
 class CaptionEmbedder(nn.Module):
-    """Projects captions to the model's width, and dropped ones to the null caption `y_embedding`.
+    """Projects captions to the model's width, and replaces dropped ones by the null caption.
 
     Dropping trains the unconditional model for classifier-free guidance (Ho and Salimans, 2022,
     arXiv 2207.12598).
@@ -190,7 +188,7 @@ def spatial_positions(
     dtype: torch.dtype,
     square: bool = True,
 ) -> Tensor:
-    """Sinusoidal codes of a height x width grid, row by row: [height * width, channels]."""
+    """Returns sinusoidal codes of a grid, row by row: [height * width, channels]."""
     # The first half of the channels encodes the column, the second the row, each as sin | cos. The
     # grid is scaled to the square of equal area and divided by `scale`, so that the codes have the
     # same range for all resolutions and aspect ratios.
@@ -211,7 +209,7 @@ Rotation = tuple[Tensor, Tensor]
 
 
 def rotation_of(places: Tensor, frequencies: Tensor) -> Rotation:
-    """Returns cosine and sine of the angles for positions [...]: [..., frequencies]."""
+    """Returns cosine and sine of the angles at positions [...]: [..., frequencies]."""
     precision = working_precision(frequencies.dtype)
     angles = places.to(precision)[..., None] * frequencies.to(precision)
     return angles.cos(), angles.sin()
@@ -223,7 +221,7 @@ def rotary_frequencies(
     dtype: torch.dtype = torch.float32,
     device: torch.device | None = None,
 ) -> Tensor:
-    """Returns the size / 2 frequencies of a rotary code, 1 to nearly 1 / theta."""
+    """Returns the size / 2 rotary frequencies, from 1 to nearly 1 / theta."""
     return theta ** -(torch.arange(0, size, 2, dtype=dtype, device=device) / size)
 
 
@@ -238,13 +236,13 @@ class RotaryFrequencies(nn.Module):
         self.freqs = nn.Parameter(rotary_frequencies(head_size), requires_grad=False)
 
     def forward(self, count: int, scale: float = 1.0) -> Rotation:
-        """Returns cosine and sine of the angles along an axis, each [count, freqs]."""
+        """Returns cosine and sine of the angles along one axis, each [count, freqs]."""
         precision = working_precision(self.freqs.dtype)
         places = torch.arange(count, device=self.freqs.device, dtype=precision)
         return rotation_of(places / scale, self.freqs)
 
     def box(self, frames: int, rows: int, columns: int, scale: float) -> Rotation:
-        """Returns cosine and sine of a box of tokens, each [frames, rows, columns, 3 * freqs]."""
+        """Returns cosine and sine for a box of tokens, each [frames, rows, columns, 3 * freqs]."""
         # The first third of a head is rotated by frame, the second by row and the last by column;
         # rows and columns are divided by `scale`.
         axes = (self(frames), self(rows, scale), self(columns, scale))
@@ -261,7 +259,7 @@ class RotaryFrequencies(nn.Module):
 
 
 def rotate(x: Tensor, rotation: Rotation, halves: bool = False) -> Tensor:
-    """Rotates pairs of the last dim of `x` [..., N, D] by the angles of its position."""
+    """Rotates pairs of the last dim of `x` [..., N, D] by the angles of their positions."""
     cos, sin = rotation
     exact = x.to(cos.dtype)
     pairs = exact.unflatten(-1, (2, -1)).unbind(-2) if halves else _neighbours(exact)
@@ -288,7 +286,7 @@ def _neighbours(x: Tensor) -> tuple[Tensor, ...]:
 # mask: padding tokens are never keys, and their outputs are dropped. Positions count from the first
 # token of a window, so the rotary code of a smaller window is a prefix of a whole one's.
 class Grid(NamedTuple):
-    """Grid of a whole clip in tokens; S is rows times columns."""
+    """Token grid of a clip: T frames of S = rows x columns tokens."""
 
     frames: int
     spatial: int
@@ -297,7 +295,7 @@ class Grid(NamedTuple):
 
 
 class ConditionFrames(NamedTuple):
-    """Given frames, which attend to a different caption from the others."""
+    """Given frames, which attend to a different caption from the generated ones."""
 
     # Caption tokens [B, L, C].
     captions: Tensor
@@ -320,7 +318,7 @@ def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
 def modulation_of(
     project: nn.Module, t: Tensor, t0: Tensor | None, x_mask: Tensor | None, parts: int
 ) -> Tensor:
-    """Projects time embeddings to the blocks' modulation."""
+    """Projects time embeddings to shifts, scales and gates."""
     found = project(t).view(len(t), 1, parts, 1, -1)
     if x_mask is not None and t0 is not None:
         still = project(t0).view(len(t), 1, parts, 1, -1)
@@ -349,7 +347,7 @@ def attend_in_windows(
     mix: Mix = F.scaled_dot_product_attention,
     dim: int = 1,
 ) -> Tensor:
-    """Attends within each window."""
+    """Attends within each window of frames, rows and columns."""
     if dim == 4:
         frames, rows, columns = x.shape[1:4]
         cos, sin = (angles[:frames, :rows, :columns].flatten(0, 2) for angles in rotation)
@@ -370,7 +368,7 @@ def attend_in_windows(
 
 
 class STDiTBlock(nn.Module):
-    """A transformer block: spatial or temporal attention, cross-attention to the caption, an MLP.
+    """Transformer block: spatial or temporal attention, cross-attention to the caption, MLP.
 
     Args:
         hidden_size: width C.
@@ -438,17 +436,7 @@ class STDiTBlock(nn.Module):
         grid: Grid,
         mix: Mix = F.scaled_dot_product_attention,
     ) -> Tensor:
-        """Attends along S within each frame, along T at each spatial position, or in windows.
-
-        Args:
-            x: modulated tokens [B, T, S, C].
-            rotation: cosine and sine, as in `forward`.
-            grid: grid of the whole clip; for wrappers that hold a part of it.
-            mix: attention function, as in `SelfAttention.forward`.
-
-        Returns:
-            Tokens [B, T, S, C].
-        """
+        """Attends along S, along T, or in windows, as the block was built: [B, T, S, C]."""
         if self.window is None:
             return attend_along(self.attn, x, self.temporal, rotation, mix)
         assert rotation is not None, "positions in a window need a rotary code"
@@ -473,7 +461,7 @@ class STDiTBlock(nn.Module):
 
 
 class JointBlock(nn.Module):
-    """A block of the first two versions: spatial, then temporal attention, caption and MLP."""
+    """Block of STDiT and STDiT2: spatial attention, temporal attention, cross-attention, MLP."""
 
     scale_shift_table_temporal: nn.Parameter | None
 
@@ -524,7 +512,7 @@ class JointBlock(nn.Module):
 
 
 class FinalLayer(nn.Module):
-    """The modulated norm and the projection of tokens to patches."""
+    """Modulated norm and projection of tokens to patches."""
 
     def __init__(self, hidden_size: int, outputs: int, twice: bool = True) -> None:
         super().__init__()

@@ -15,7 +15,7 @@ from gulliver.models.blocks import Grid, JointBlock, spatial_positions
 
 
 def check_heads(hidden_size: int, num_heads: int) -> None:
-    """Raises an error for widths that are not divisible."""
+    """Raises an error unless width, heads and position codes divide evenly."""
     if hidden_size % num_heads or hidden_size % 4 or (hidden_size // num_heads) % 2:
         raise GulliverError(
             f"hidden_size={hidden_size} must be a multiple of 4 and of num_heads={num_heads}, "
@@ -31,7 +31,6 @@ def check_inputs(
     channels: int,
     patch_size: Sequence[int],
 ) -> None:
-    """Raises an error for inconsistent input shapes."""
     if x.ndim != 5 or x.shape[1] != channels:
         raise GulliverError(f"x has shape {tuple(x.shape)}; expected [B, {channels}, T, H, W]")
     if y.ndim != 4 or len(y) != len(x) or y.shape[1] != 1:
@@ -53,14 +52,13 @@ def check_inputs(
 
 
 def needed(model: str, **given: Tensor | None) -> None:
-    """Raises an error for missing conditioning inputs."""
     missing = [name for name, value in given.items() if value is None]
     if missing:
         raise GulliverError(f"{model} needs {' and '.join(missing)}; pass a tensor of shape [B]")
 
 
 def caption_mask(mask: Tensor | None) -> Tensor | None:
-    """Returns the attention mask of caption tokens [B, 1, 1, L]; None for all."""
+    """Returns the attention mask of caption tokens [B, 1, 1, L]; None if all are valid."""
     # Without a mask, scaled_dot_product_attention can use its fastest kernel.
     if mask is None or bool(mask.all()):
         return None
@@ -68,7 +66,7 @@ def caption_mask(mask: Tensor | None) -> Tensor | None:
 
 
 class PatchEmbedder(nn.Module):
-    """Embeds latents as tokens, zero-padded at the end to whole patches."""
+    """Embeds latents as tokens; pads with zeros at the end to complete patches."""
 
     def __init__(self, channels: int, hidden_size: int, patch_size: Sequence[int]) -> None:
         super().__init__()
@@ -77,7 +75,7 @@ class PatchEmbedder(nn.Module):
         self.proj = nn.Conv3d(channels, hidden_size, size, size)  # pyright: ignore[reportArgumentType]
 
     def forward(self, x: Tensor) -> tuple[Tensor, Grid]:
-        """Returns tokens [B, T, S, C] of latents [B, channels, ...], and the clip's token grid."""
+        """Embeds latents [B, channels, ...] as tokens [B, T, S, C]; also returns the token grid."""
         padding = [
             (-size) % patch for size, patch in zip(x.shape[2:], self.patch_size, strict=True)
         ]
@@ -101,7 +99,7 @@ def join_patches(
 
 
 def clip_scales(height: Any, width: Any, count: int, unscaled: float) -> list[float]:
-    """Returns the position scale of the first `count` clips; a single one if all agree."""
+    """Returns the position scale of each clip, or only one scale if all are equal."""
     scales = [math.sqrt(float(height[n]) * float(width[n])) / unscaled for n in range(count)]
     return scales[:1] if len(set(scales)) == 1 else scales
 
@@ -115,12 +113,11 @@ def grid_positions(grid: Grid, scales: Sequence[float], like: Tensor) -> Tensor:
 
 
 def as_exact(out: Tensor) -> Tensor:
-    """Casts a model's output to float32, or float64 for a float64 model."""
+    """Casts a model's output to float32, except for float64 models."""
     return out if out.dtype.itemsize == 8 else out.float()
 
 
 def initialise_linears(model: nn.Module) -> None:
-    """Initializes linear layers with Xavier uniform weights and zero biases."""
     for module in model.modules():
         if isinstance(module, nn.Linear):
             nn.init.xavier_uniform_(module.weight)
@@ -128,7 +125,7 @@ def initialise_linears(model: nn.Module) -> None:
 
 
 def initialise_as_pixart(model: nn.Module, projections: Sequence[str]) -> None:
-    """Initializes the first two versions so that they start as an image model."""
+    """Initializes STDiT and STDiT2 so that they start as an image model."""
     initialise_linears(model)
     patches = model.get_parameter("x_embedder.proj.weight")
     nn.init.xavier_uniform_(patches.view(len(patches), -1))

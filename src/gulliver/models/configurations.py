@@ -1,4 +1,4 @@
-"""Quirks of published weights, which need behavior that a new model would not have.
+"""Configurations of published models, and quirks that their weights depend on.
 
 By default every model enables the quirks of its release, so that published weights behave as they
 were trained; ``compat=()`` disables them for training from scratch.
@@ -49,7 +49,7 @@ QUIRKS = {
         "whole frame, because the public code used plain causal attention over the flattened clip"
     ),
 }
-"""Quirks, and why weights need them."""
+"""Quirks of published weights, and why the weights need them."""
 
 QUIRKS_OF = {
     "STDiT": (),
@@ -64,11 +64,11 @@ QUIRKS_OF = {
     "PipelineAutoencoder": ("micro_frames",),
     "CausalAutoencoder": ("micro_frames", "raster_causal_attention"),
 }
-"""Quirks of each model; its public weights need all of them."""
+"""Quirks of each model class; its published weights need all of them."""
 
 
 def checked_quirks(model: str, compat: Collection[str] | None) -> frozenset[str]:
-    """Validates and returns the quirks of a model."""
+    """Returns the enabled quirks of a model, validated."""
     having = QUIRKS_OF[model]
     if isinstance(compat, str):
         compat = (compat,)
@@ -100,7 +100,7 @@ REFUSED_WHEN_SET = {
     "freeze": "call requires_grad_(False) on the parameters to freeze",
     "grad_ckpt_settings": "the booster recomputes activations, not the model",
 }
-"""Fields of public configurations that have no effect here or are not supported."""
+"""Fields of published configurations that have no effect here or are not supported."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,15 +110,13 @@ class TransformerConfig(Options):
     hidden_size: Size
     """Width C."""
     depth: Size
-    """Number of blocks: pairs of a spatial and a temporal one for an STDiT3, double blocks for an
-    MMDiT.
-    """
+    """Number of blocks; in an STDiT3, pairs of blocks; in an MMDiT, double blocks."""
     num_heads: Size
     """Attention heads."""
     mlp_ratio: Annotated[float, POSITIVE] = 4.0
     """Hidden width of the MLPs relative to C."""
     compat: Collection[str] | None = None
-    """Names of enabled `QUIRKS`; None for those of its public weights."""
+    """Names of enabled `QUIRKS`; None for those of the published weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +124,7 @@ class STDiTConfig(TransformerConfig):
     """Fields of an `STDiT`, the first version."""
 
     input_size: tuple[Size | None, ...] = (1, 32, 32)
-    """Latent frames, rows and columns of every clip; later versions accept any size."""
+    """Latent frames, rows and columns of every clip; STDiT2 and STDiT3 accept any size."""
     in_channels: Size = 4
     """Channels of the latent."""
     patch_size: tuple[Size, Size, Size] = (1, 2, 2)
@@ -137,20 +135,20 @@ class STDiTConfig(TransformerConfig):
     class_dropout_prob: Annotated[float, SHARE] = 0.1
     """Fraction of captions replaced by the null caption in training."""
     pred_sigma: bool = True
-    """Twice as many output channels: noise and its variance; rectified flow uses the first half."""
+    """Predict noise and variance in twice the channels; rectified flow uses the first half."""
     caption_channels: Size = 4096
     """Width of the text encoder's output."""
     model_max_length: Size = 120
     """Maximum caption length in tokens."""
     space_scale: Annotated[float, POSITIVE] = 1.0
-    """Resolution relative to that of unscaled positions."""
+    """Position scale of rows and columns: resolution relative to unscaled positions."""
     time_scale: Annotated[float, POSITIVE] = 1.0
     """Frames per unit of the temporal code."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _LaterSTDiTConfig(STDiTConfig):
-    """Fields of the second and third version."""
+    """Fields that STDiT2 and STDiT3 share."""
 
     input_size: tuple[Size | None, ...] = (None, None, None)
     input_sq_size: Size = 512
@@ -165,7 +163,7 @@ class STDiT2Config(_LaterSTDiTConfig):
 
     model_max_length: Size = 200
     qk_norm_legacy: bool | None = None
-    """Rotation before the norm, as in public configurations; None leaves it to `compat`."""
+    """Apply rotary codes before the norm, as in published configurations; None: as in `compat`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,13 +176,10 @@ class STDiT3Config(_LaterSTDiTConfig):
     freeze_y_embedder: bool = False
     """Freeze the caption embedder."""
     zero_init_temporal: bool = True
-    """Initialize the temporal blocks as identities, for starting from a picture model; False learns
-    faster from scratch on little data.
-    """
+    """Initialize temporal blocks as identities, to start from an image model; slower otherwise."""
     temporal_positions: bool = False
-    """Add a sinusoidal frame code to the tokens, as in the first version. The public third version
-    has none: its rotary code only distinguishes frames by content, so the direction of motion is
-    learned late.
+    """Add a sinusoidal frame code to the tokens, as in STDiT. The published STDiT3 has none: its
+    rotary code only distinguishes frames by content, so the direction of motion is learned late.
     """
     kernel_size: tuple[Annotated[int, Range(-1)], ...] | None = None
     """Rows, columns and frames of the temporal blocks' attention windows, -1 for all, with a rotary
@@ -241,7 +236,6 @@ CONFIGS = {
 
 
 def config_of(kind: type[Config], config: Config | None, fields: Mapping[str, Any]) -> Config:
-    """Returns a model's configuration with some fields changed."""
     known = [field.name for field in dataclasses.fields(kind)]
     for name, value in fields.items():
         if name not in known and name not in REFUSED_WHEN_SET:
@@ -254,7 +248,7 @@ def config_of(kind: type[Config], config: Config | None, fields: Mapping[str, An
 
 
 def make_of_fields(kind: type[T], fields: Mapping[str, Any], where: object = None) -> T:
-    """Builds a model; `where` names the source of the fields in errors."""
+    """Builds a model; errors mention `where`, the source of the fields."""
     told = "" if where is None else f"{where}: "
     try:
         return kind(**fields)
@@ -278,7 +272,7 @@ T5 = "t5-v1_1-xxl"
 
 @dataclass(frozen=True)
 class Configuration:
-    """A public model."""
+    """Configuration of a public model."""
 
     release: str
     # Name of its class in `gulliver.models`.
@@ -297,7 +291,6 @@ class Configuration:
     note: str = ""
 
     def latent(self, frames: int, height: int, width: int) -> tuple[int, int, int]:
-        """Returns latent frames, rows and columns of a clip in pixels."""
         time, *space = self.compression
         whole, rest = divmod(frames, self.chunk or max(frames, 1))
         parts = [self.chunk or frames] * whole + ([rest] if rest else [])

@@ -1,6 +1,6 @@
-"""Identifies models and their configuration from names and shapes of tensors.
+"""Identifies models and their configuration by the names and shapes of their tensors.
 
-`look_of` recognizes any known state dict, including unsupported ones, for error messages;
+`look_of` recognizes any known state dict, including unsupported ones for better error messages;
 `fields_of` infers the configuration of supported ones from shapes, for files without a
 ``config.json``.
 """
@@ -18,7 +18,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 class StateDictKind(NamedTuple):
-    """Description of a recognized state dict."""
+    """A recognized kind of state dict."""
 
     # Class in `gulliver.models`; empty if unsupported.
     kind: str
@@ -45,11 +45,11 @@ LOOKS = (
     StateDictKind("", "a T5 text encoder", r"encoder\.block\.\d+\."),
     StateDictKind("", "a CLIP model", r"text_model\."),
 )
-"""Known state dicts, most specific first."""
+"""Known state dicts, from most to least specific."""
 
 
 def look_of(names: Iterable[str]) -> StateDictKind | None:
-    """Returns the description of a state dict with these names; None if unknown."""
+    """Returns the kind of state dict that has these tensor names; None if unknown."""
     listed = list(names)
     for look in LOOKS:
         if any(re.match(look.mark, name) for name in listed):
@@ -58,7 +58,7 @@ def look_of(names: Iterable[str]) -> StateDictKind | None:
 
 
 def fields_of(shapes: Shapes) -> tuple[str, dict[str, Any]]:
-    """Returns the class of a state dict, and the configuration fields that shapes determine."""
+    """Returns the class of a state dict, and the configuration fields inferred from its shapes."""
     look = look_of(shapes)
     if look is None or not look.kind:
         found = f"looks like {look.told}" if look else "is not recognized"
@@ -74,7 +74,6 @@ def fields_of(shapes: Shapes) -> tuple[str, dict[str, Any]]:
 
 
 def count_of(shapes: Shapes, prefix: str) -> int:
-    """Returns the length of a module list, from the highest index."""
     found = (re.match(rf"{re.escape(prefix)}\.(\d+)\.", name) for name in shapes)
     return 1 + max((int(match[1]) for match in found if match), default=-1)
 
@@ -115,7 +114,7 @@ def _stdit(shapes: Shapes, look: StateDictKind) -> dict[str, Any]:
 
 
 def _square(shapes: Shapes, patch: Sequence[int]) -> dict[str, Any]:
-    """The clip size of fixed positions, if its frames are square."""
+    """Returns the clip size for which positions were built, if its frames are square."""
     frames, tokens = (shapes[name][1] for name in ("pos_embed_temporal", "pos_embed"))
     side = math.isqrt(tokens)
     if side**2 != tokens:
@@ -180,14 +179,12 @@ AUTOENCODER_LOOKS = (
     ),
     StateDictKind("", "Wan's autoencoder", r"encoder\.conv_in\.weight"),
 )
-"""Known state dicts, most specific first."""
-
 RENAMED = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
-"""Names of an attention in files of early diffusers versions."""
+"""Attention weights that early diffusers versions named differently."""
 
 
 def autoencoder_fields_of(shapes: Shapes) -> tuple[str, dict[str, Any]]:
-    """Returns the class of a state dict, and the configuration fields that shapes determine."""
+    """Returns the class of an autoencoder's state dict, and its configuration fields."""
     look = next(
         (o for o in AUTOENCODER_LOOKS if any(re.match(o.mark, n) for n in shapes)), look_of(shapes)
     )
@@ -207,7 +204,7 @@ def autoencoder_fields_of(shapes: Shapes) -> tuple[str, dict[str, Any]]:
 
 
 def public_name(name: str) -> str:
-    """Returns the current name of a tensor in an early file."""
+    """Returns the current name of a tensor, which early files name differently."""
     for old, new in RENAMED.items():
         name = re.sub(rf"(attentions\.\d+)\.{old}\.", rf"\1.{new}.", name)
     return name

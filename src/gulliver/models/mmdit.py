@@ -38,7 +38,7 @@ from gulliver.models.configurations import MMDiTConfig, checked_quirks, config_o
 # matrices and pairs half a head apart. The values of the weights do not reveal the layout, so both
 # are fields.
 class VectorEmbedder(nn.Module):
-    """A two-layer MLP with SiLU: [B, inputs] to [B, hidden_size]."""
+    """Two-layer MLP with SiLU: [B, inputs] to [B, hidden_size]."""
 
     def __init__(self, inputs: int, hidden_size: int) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ Heads = tuple[Tensor, Tensor, Tensor]
 
 
 class StreamAttention(nn.Module):
-    """Projections of one stream, video or text, for the joint attention."""
+    """Projections of one stream (video or text) for joint attention."""
 
     def __init__(self, hidden_size: int, num_heads: int, qkv_bias: bool, fused_qkv: bool) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class StreamAttention(nn.Module):
         self.proj = nn.Linear(hidden_size, hidden_size)
 
     def heads(self, x: Tensor) -> Heads:
-        """Projects tokens [B, N, C] to normed queries and keys, and values."""
+        """Projects tokens [B, N, C] to normalized queries and keys, and values."""
         parts = self.qkv(x).chunk(3, -1) if self.fused else _each(x, *self._projections())
         q, k, v = (_by_head(part, self.num_heads) for part in parts)
         return *self.norm(q, k), v
@@ -103,7 +103,7 @@ class StreamAttention(nn.Module):
 
 
 class DoubleBlock(nn.Module):
-    """A block with separate weights for video and text, and joint attention."""
+    """Block with separate weights for video and text, and joint attention."""
 
     def __init__(
         self,
@@ -145,7 +145,7 @@ class DoubleBlock(nn.Module):
         return out["img"], out["txt"]
 
     def attend(self, txt: Tensor, img: Tensor, rotation: Rotation) -> Tensor:
-        """Modulated attention over all tokens, without the output projections, [B, L + N, C]."""
+        """Computes modulated joint attention without output projections: [B, L + N, C]."""
         found = self._part("txt", "attn").heads(txt), self._part("img", "attn").heads(img)
         q, k, v = (torch.cat(pair, dim=2) for pair in zip(*found, strict=True))
         return joint_attention(q, k, v, rotation, self.halves)
@@ -155,7 +155,7 @@ class DoubleBlock(nn.Module):
 
 
 class SingleBlock(nn.Module):
-    """A block with shared weights for text and video; attention and MLP run in parallel."""
+    """Block with shared weights for text and video; attention and MLP run in parallel."""
 
     # Source of parallel blocks: Dehghani et al., 2023 (arXiv 2302.05442).
 
@@ -176,7 +176,6 @@ class SingleBlock(nn.Module):
         self.modulation = Modulation(hidden_size, 3)
 
     def forward(self, x: Tensor, vec: Tensor, rotation: Rotation) -> Tensor:
-        """Computes one block of tokens [B, L + N, C], with arguments as in `DoubleBlock`."""
         shift, scale, gate = self.modulation(vec)
         seen = modulate(layer_norm(x), shift, scale)
         width = self.hidden_size
@@ -190,7 +189,7 @@ class SingleBlock(nn.Module):
         return torch.addcmul(x, gate, self.linear2(both))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation) -> Tensor:
-        """Attends over projected tokens, each of q, k and v [B, L + N, C]; the same shape."""
+        """Attends over projected tokens q, k and v, each [B, L + N, C]; returns the same shape."""
         q, k, v = (_by_head(part, self.num_heads) for part in (q, k, v))
         q, k = self.norm(q, k)
         return joint_attention(q, k, v, rotation, self.halves)
@@ -211,7 +210,7 @@ def _each(x: Tensor, *projections: nn.Module) -> list[Tensor]:
 
 
 class LastLayer(nn.Module):
-    """The modulated norm and the projection of tokens to packed latents."""
+    """Modulated norm and projection of tokens to packed latents."""
 
     def __init__(self, hidden_size: int, outputs: int) -> None:
         super().__init__()
@@ -231,7 +230,7 @@ class MMDiT(nn.Module):
         fields: fields of `MMDiTConfig` to override.
 
     Raises:
-        GulliverError: an unknown field, one that is not supported, or sizes that do not divide.
+        GulliverError: a field is unknown or not supported, or sizes are not divisible.
 
     Source: https://arxiv.org/abs/2503.09642 (Open-Sora 2.0), https://arxiv.org/abs/2403.03206
     (MMDiT).
@@ -302,11 +301,11 @@ class MMDiT(nn.Module):
 
         Args:
             img: noisy packed latents [B, N, in_channels].
-            img_ids: frame, row and column of each of them [B, N, 3].
+            img_ids: frame, row and column of each latent token [B, N, 3].
             txt: text token vectors [B, L, context_in_dim].
-            txt_ids: positions of the text tokens [B, L, 3], zeros in the original training.
+            txt_ids: positions of the text tokens [B, L, 3]; zeros in the original training.
             timesteps: noise level of each clip [B], 0 (data) to 1 (noise).
-            y_vec: text encoder's single vector [B, vec_in_dim].
+            y_vec: text encoder's pooled vector [B, vec_in_dim].
             cond: mask of given frames, then their latents, packed: [B, N, in_channels +
                 patch_size^2]; with cond_embed.
             guidance: guidance scale [B]; with guidance_embed.
@@ -337,7 +336,7 @@ class MMDiT(nn.Module):
         return as_exact(self.final_layer(tokens[:, text.shape[1] :], vec))
 
     def _rotation(self, places: Tensor, dtype: torch.dtype) -> Rotation:
-        """Cosine and sine of each token, [B, 1, L + N, head size / 2]."""
+        """Returns cosine and sine for each token, [B, 1, L + N, head size / 2]."""
         exact = working_precision(dtype)
         turns = []
         for axis, size in enumerate(self.axes_dim):

@@ -76,7 +76,7 @@ STDIT3_SIZES: dict[str, dict[str, int]] = {
     "XL/2": {"hidden_size": 1152, "depth": 28, "num_heads": 16},
     "3B/2": {"hidden_size": 1872, "depth": 28, "num_heads": 26},
 }
-"""Named sizes; `depth` counts pairs of a spatial and a temporal block."""
+"""Named model sizes; `depth` counts pairs of a spatial and a temporal block."""
 
 
 # [Note: factored attention] Attention over all T x S tokens at once would cost (T S)^2; alternating
@@ -191,7 +191,7 @@ class STDiT3(nn.Module):
         *,
         drop_caption: Tensor | None = None,
     ) -> Tensor:
-        """Predicts the velocity (and, with pred_sigma, as many additional channels).
+        """Predicts the velocity; with pred_sigma the output has twice the channels.
 
         Args:
             x: noisy latents [B, in_channels, T, H, W], any T, H, W.
@@ -200,8 +200,8 @@ class STDiT3(nn.Module):
             mask: True for valid caption tokens [B, L]; None: all.
             x_mask: True for frames to generate, False for given ones [B, T]; None: all True.
             fps: frames per second [B].
-            height: rows of the clip in pixels [B]; as in the public model the first applies to the
-                whole batch.
+            height: rows of the clip in pixels [B]; as in the published model, the first value is
+                used for the whole batch.
             width: columns of the clip in pixels [B].
             cond: latents of the given frames, zero elsewhere, with the shape of `x`; with
                 image_conditioning.
@@ -284,7 +284,7 @@ class STDiT3(nn.Module):
         return positions
 
     def _rotations(self, grid: Grid, scales: list[float]) -> tuple[Rotation | None, Rotation]:
-        """Cosine and sine for the spatial and for the temporal blocks."""
+        """Returns cosine and sine for the spatial blocks and for the temporal blocks."""
         if self.window is None:
             return None, self.rope(grid.frames)
         if len(scales) > 1:
@@ -320,7 +320,7 @@ class STDiT3(nn.Module):
 def _window(
     kernel_size: Sequence[int] | None, head_size: int, spatial: bool
 ) -> tuple[int, int, int] | None:
-    """Frames, rows and columns of a window, from the published order (rows, columns, frames)."""
+    """Returns frames, rows and columns of a window; `kernel_size` is (rows, columns, frames)."""
     if kernel_size is None:
         if spatial:
             raise GulliverError("use_spatial_rope needs kernel_size, such as (8, 8, -1)")
@@ -410,7 +410,7 @@ class STDiT(nn.Module):
         *,
         drop_caption: Tensor | None = None,
     ) -> Tensor:
-        """Predicts the noise (and, with pred_sigma, as many additional channels).
+        """Predicts the noise; with pred_sigma the output has twice the channels, for its variance.
 
         Args:
             x: noisy latents [B, in_channels, *input_size].
@@ -527,7 +527,7 @@ class STDiT2(nn.Module):
         *,
         drop_caption: Tensor | None = None,
     ) -> Tensor:
-        """Predicts the noise (and, with pred_sigma, as many additional channels).
+        """Predicts the noise; with pred_sigma the output has twice the channels, for its variance.
 
         Args:
             x: noisy latents [B, in_channels, T, H, W], any T, H, W.

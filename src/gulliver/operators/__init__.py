@@ -1,4 +1,4 @@
-"""Plans that jointly shard and recompute single operators of any model."""
+"""Plans that shard and recompute individual operators of any model."""
 
 from typing import TYPE_CHECKING
 

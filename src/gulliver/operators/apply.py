@@ -1,4 +1,4 @@
-"""Runs an operator plan: parameters become DTensors, calls run as planned."""
+"""Applies an operator plan: parameters become DTensors, and calls run as planned."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from gulliver.planner.model import broadcast_all, no_optimizer
 def check_operators(
     plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> Program:
-    """Rejects unsupported models and plans without changing anything; returns the program."""
+    """Rejects unsupported models and plans without changing them; returns the program."""
     if optimizer is not None:
         check_optimizer(optimizer, 1)
         named_trainables(model, optimizer)
         if has_stepped(optimizer):
             raise GulliverError(
-                "the optimizer has stepped on full parameters: boost before the first step"
+                "the optimizer has stepped before boost: call boost before the first step"
             )
     half = [n for n, b in model.named_buffers() if b.requires_grad]
     if half:
@@ -76,7 +76,7 @@ def share_operators(
 def _distribute(
     model: nn.Module, program: Program, mesh: DeviceMesh
 ) -> dict[nn.Parameter, nn.Parameter]:
-    """Replaces parameters by DTensors."""
+    """Replaces parameters by DTensors; returns the new parameter of each old one."""
     known: dict[nn.Parameter, nn.Parameter] = {}
     names = {p: n for n, p in model.named_parameters()}
     whole = (Replicate(),) * mesh.ndim
@@ -95,7 +95,7 @@ def _distribute(
 
 
 class _Engine:
-    """Runs the calls of a model."""
+    """Runs the planned calls of a model."""
 
     def __init__(self, plan: Plan, program: Program, mesh: DeviceMesh) -> None:
         assert plan.operators is not None, "the plan is of operators"
@@ -103,7 +103,6 @@ class _Engine:
         self._form = plan.operators.batch
 
     def call(self, forward: Any, *args: Any, **kwargs: Any) -> Any:
-        """Runs the forward of the model."""
         form = form_of((args, kwargs))
         if form != self._form:
             raise GulliverError(
@@ -134,7 +133,7 @@ def _described(form: dict[str, str]) -> str:
 
 
 class OperatorCheckpoint(OptimizerCheckpoint):
-    """Rejects saving, as model files cannot hold DTensor parameters."""
+    """Rejects saving, because model files cannot contain DTensor parameters."""
 
     @property
     def has_whole_model(self) -> bool:
@@ -159,15 +158,13 @@ class OperatorOptimizer(BoostedOptimizer):
         self.engine = engine
 
     def gradient_bytes(self) -> int:
-        """Bytes of gradients currently held by this rank."""
         return sum(local_of(_spread(p.grad)).nbytes for p in self.names if p.grad is not None)
 
     def parameter_bytes(self, model: nn.Module) -> int:
-        """Bytes of parameters currently held by this rank."""
         return sum(local_of(_spread(p)).nbytes for p in model.parameters())
 
     def full_gradients(self) -> dict[str, Tensor]:
-        """Full gradients by name (collective)."""
+        """Full gradients by parameter name (collective)."""
         found = {n: p.grad for p, n in self.names.items() if p.grad is not None}
         return {name: whole_of(grad, self.engine.mesh) for name, grad in found.items()}
 
@@ -175,7 +172,9 @@ class OperatorOptimizer(BoostedOptimizer):
         """Scales the gradients so that their global norm is at most `max_norm`."""
         self.check_norm(max_norm, norm_type)
         if norm_type != 2:
-            raise GulliverError(f"norm_type={norm_type} is not supported by a plan of operators: 2")
+            raise GulliverError(
+                f"norm_type={norm_type} is not supported by a plan of operators; use 2"
+            )
         squares = torch.zeros((), dtype=torch.float64)
         grads = [_spread(p.grad) for p in self.names if p.grad is not None]
         for grad in grads:
@@ -194,7 +193,7 @@ class OperatorOptimizer(BoostedOptimizer):
         return norm
 
     def export_state(self, keep: bool = True) -> Any:
-        """Rejected: see `OperatorCheckpoint`."""
+        """Not supported; see `OperatorCheckpoint`."""
         raise _unsaved()
 
     def release(self, model: nn.Module) -> None:

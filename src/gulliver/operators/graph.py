@@ -1,8 +1,8 @@
-"""The operators of a forward: groups of calls that are sharded, kept and recomputed together.
+"""Groups the calls of a forward pass into operators, which are sharded and recomputed as units.
 
 An operator is a matrix product, an attention, or a few memory-bound calls, with the views of its
 outputs. Products that read the same value share a *fork*, an operator that only changes the layout,
-so that the conversion is done and counted once.
+so that the conversion is executed and counted once.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Node:
 
 @dataclass(frozen=True)
 class OperatorSharding:
-    """A sharding of an operator over all axes."""
+    """A sharding of an operator along all mesh axes."""
 
     # Word of each axis.
     words: tuple[str, ...]
@@ -48,7 +48,7 @@ class OperatorSharding:
 
 @dataclass
 class Graph:
-    """Operators of a forward and the values between them."""
+    """Operators of a forward pass and the values between them."""
 
     # The calls, forks among them.
     trace: Trace
@@ -59,7 +59,7 @@ class Graph:
 
     @cached_property
     def node_of(self) -> dict[int, int]:
-        """Number of the operator that each call belongs to."""
+        """Number of the operator that contains each call."""
         return {call: n for n, node in enumerate(self.nodes) for call in node.calls}
 
     @cached_property
@@ -73,7 +73,7 @@ class Graph:
 
     @cached_property
     def saved(self) -> frozenset[int]:
-        """Values that any backward reads, including views of them."""
+        """Values that any backward reads, directly or through views."""
         found = {v for call in self.trace.calls for v in call.saves}
         for call in reversed(self.trace.calls):
             if call.view and found.intersection(call.gives):
@@ -95,13 +95,12 @@ class Graph:
         return [v for v in found if self.maker(v) != node]
 
     def gives(self, node: int) -> list[int]:
-        """Outputs of an operator that others read."""
+        """Outputs of an operator that other operators read."""
         calls = (self.trace.calls[n] for n in self.nodes[node].calls)
         every = (v for call in calls for v in call.gives)
         return [v for v in every if self.users.get(v) or v in self.trace.outputs]
 
     def trains(self, node: int) -> bool:
-        """Whether an operator has an output that requires grad."""
         return any(self.trace.values[v].trains for v in self.gives(node))
 
     @cached_property
@@ -125,7 +124,6 @@ class Graph:
         return len(past) == 1 and self.maker(past[0]) == number - 1
 
     def shardings(self, node: int) -> list[OperatorSharding]:
-        """The shardings of an operator over all axes."""
         if not self.trains(node):
             along = [self._along(node)[:1] for _ in self.sizes]
         else:
@@ -184,7 +182,6 @@ class Graph:
 
 
 def graph_of(trace: Trace, sizes: tuple[int, ...], blocks: Sequence[str]) -> Graph:
-    """The operators of a forward."""
     trace = with_forks(trace)
     nodes = list(_nodes(trace, blocks))
     if not any(v.flows for v in trace.values):
@@ -239,7 +236,6 @@ def _same(tensor: object) -> object:
 
 
 def _nodes(trace: Trace, blocks: Sequence[str]) -> Iterator[Node]:
-    """Groups calls into operators."""
     found, node_of = list[Node](), dict[int, int]()
     leaves = _leaves(trace)
     for number, call in enumerate(trace.calls):
@@ -255,7 +251,7 @@ def _nodes(trace: Trace, blocks: Sequence[str]) -> Iterator[Node]:
 
 
 def _leaves(trace: Trace) -> frozenset[str]:
-    """Paths of modules without products."""
+    """Paths of modules without matrix products or other separate operators."""
     hard = {c.path for c in trace.calls if c.name in HARD - {FORK}}
     every = {c.path for c in trace.calls} - hard
     return frozenset(p for p in every if p and not any(h.startswith(f"{p}.") for h in hard))
@@ -268,7 +264,7 @@ def _joined_to(
     node_of: dict[int, int],
     leaves: frozenset[str],
 ) -> int | None:
-    """Number of the operator that the call may join; None for a new one."""
+    """Number of the operator that a call may join; None if it starts a new one."""
     values = [trace.values[v] for v in call.takes]
     trained = any(v.trains for v in values)
     makers = {node_of[v.maker] for v in values if v.maker >= 0 and v.trains is trained}

@@ -1,4 +1,4 @@
-"""Plans a forward's operators, and compiles plans into programs."""
+"""Plans the operators of a model, and compiles plans into programs."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ Batch = tuple[tuple[Any, ...], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Program:
-    """A forward, compiled from a plan.
+    """A forward pass compiled from a plan.
 
     Attributes:
         graph: graph of its operators.
         calls: planned calls.
-        parameters: stored layout of each parameter, by name.
-        runs: run number of each recomputed call.
-        stays: values kept even if the call that produces them is recomputed.
+        parameters: layout in which each parameter is stored, by name.
+        runs: number of the recomputed run that contains each call.
+        stays: values that are kept even though the call that produces them is recomputed.
     """
 
     graph: Graph
@@ -49,7 +49,7 @@ class Program:
 
 
 def batch_of(given: Any) -> Batch:
-    """Positional and keyword arguments of a batch."""
+    """Splits a batch into positional and keyword arguments."""
     if isinstance(given, Mapping):
         return (), dict(given)
     return (given if isinstance(given, tuple) else (given,)), {}
@@ -70,7 +70,7 @@ def form_of(batch: Batch) -> dict[str, str]:
 
 
 def batch_from(plan: Plan) -> Batch:
-    """Creates a meta batch with the dtypes and shapes of a plan."""
+    """Creates a batch on the meta device with the dtypes and shapes of a plan."""
     assert plan.operators is not None, "the plan is of operators"
     args, kwargs = list[Any](), dict[str, Any]()
     for name, form in plan.operators.batch.items():
@@ -89,7 +89,7 @@ def batch_from(plan: Plan) -> Batch:
 
 
 def axes_of(mesh: Mesh) -> dict[str, int]:
-    """Axes over which operators are sharded."""
+    """Names and sizes of the axes over which operators are sharded."""
     several = {name: size for name, size in mesh.axes.items() if size > 1}
     return several or {"data": 1}
 
@@ -103,15 +103,15 @@ def find_operators(
     optimizer: torch.optim.Optimizer | None = None,
     states: int = 64,
 ) -> Plan:
-    """Searches jointly over sharding and recomputation of a model's operators.
+    """Searches jointly for the sharding and recomputation of a model's operators.
 
     Args:
-        model: full model, perhaps on meta.
-        batch: global batch of a step, real or on meta.
+        model: full model, possibly on the meta device.
+        batch: global batch of a step, real or on the meta device.
         cluster: machines, with one device per rank.
         axes: names and sizes of the mesh axes, slowest links first; None for one axis.
         memory: bytes per rank for state and activations; None for the device's memory.
-        optimizer: optimizer whose state is counted; None counts Adam's.
+        optimizer: optimizer whose state is counted; None for Adam.
         states: number of states that the search keeps per kind.
 
     Raises:
@@ -134,7 +134,6 @@ def find_operators(
 def problem_of(
     model: nn.Module, batch: Batch, sizes: tuple[int, ...], cluster: Cluster, moments: int = 2
 ) -> Problem:
-    """The joint search problem of a model."""
     graph = graph_of(trace_calls(model, batch), sizes, blocks_of(model))
     return Problem(graph, cluster, moments)
 
@@ -152,7 +151,6 @@ def moments_of(optimizer: torch.optim.Optimizer | None) -> int:
 def plan_from(
     problem: Problem, found: JointPlan, mesh: Mesh, form: dict[str, str], budget: int
 ) -> Plan:
-    """Creates the plan for the picks of a search."""
     graph, names = problem.graph, tuple(axes_of(mesh))
     blocks: dict[str, tuple[tuple[OperatorChoice, ...], list[str]]] = {}
     for label, numbers, picks in zip(labels(graph), graph.blocks, found.picks, strict=True):
@@ -186,7 +184,6 @@ def plan_from(
 
 
 def labels(graph: Graph) -> list[str]:
-    """Unique names of the blocks."""
     found = list[str]()
     for numbers in graph.blocks:
         node = graph.nodes[numbers[0]]
@@ -201,7 +198,6 @@ def _relative(node: Node) -> str:
 
 
 def program_of(plan: Plan, model: nn.Module) -> Program:
-    """The program of a plan for a model."""
     assert plan.operators is not None, "the plan is of operators"
     names = tuple(axes_of(plan.mesh))
     sizes = tuple(axes_of(plan.mesh).values())
@@ -220,7 +216,6 @@ class _Compiler:
         self._place()
 
     def _place(self) -> None:
-        """Assigns a choice to each operator."""
         assert self.plan.operators is not None
         known = dict(zip(labels(self.graph), self.graph.blocks, strict=True))
         seen: dict[str, str] = {}
@@ -230,10 +225,12 @@ class _Compiler:
                 place = f"{where}.blocks[{index}]"
                 if label in seen:
                     both = f"{self._line(seen[label], label)} and {self._line(place, label)}"
-                    raise GulliverError(f"{both} name one block: remove one of them")
+                    raise GulliverError(f"{both} name the same block: remove one of them")
                 if label not in known:
                     told = self._line(place, label)
-                    raise GulliverError(f"{told}: no such block: {nearest(label, known)}")
+                    raise GulliverError(
+                        f"{told}: the model has no such block: {nearest(label, known)}"
+                    )
                 seen[label] = place
                 self._place_block(f"{where}.operators", row, known[label])
         missing = [label for label in known if label not in seen]
@@ -303,7 +300,7 @@ class _Compiler:
         )
 
     def _fates(self) -> tuple[dict[int, int], frozenset[int]]:
-        """Recomputed runs of calls, and kept values."""
+        """Returns the run of each recomputed call, and the kept values."""
         runs, stays, number = dict[int, int](), set[int](), 0
         for block in self.graph.blocks:
             stays |= set(self.graph.gives(block[-1]))

@@ -1,7 +1,7 @@
-"""Costs of an operator on one device, from its calls with a rank's local shapes.
+"""Computes the costs of operators on one device, from calls with a rank's local shapes.
 
-Forward and backward run with fake tensors. Every operation below autograd is charged by its FLOPs
-and bytes; memory counts while anything refers to it.
+Forward and backward run on fake tensors. Every operation below autograd is charged for its FLOPs
+and bytes; memory counts as long as it is referenced.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from gulliver.solve.joint import ENTRY, Block, EdgeSeconds, Operator, Strategy
 
 @dataclass(frozen=True)
 class OperatorCosts:
-    """Costs of the calls of an operator on a device."""
+    """Costs of the calls of one operator on a device."""
 
     # Seconds of the forward.
     forward_s: float
@@ -55,7 +55,7 @@ class OperatorCosts:
 
 
 class _Meter(StorageCounter):
-    """Adds up seconds of operations, and bytes."""
+    """Adds up the seconds and bytes of operations."""
 
     def __init__(self, device: Device) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ def _run(
     layouts: Mapping[int, Layout],
     sizes: tuple[int, ...],
 ) -> None:
-    """Runs a call on a rank's shards and stores its outputs."""
+    """Runs a call on a rank's shards, and stores its outputs in `there`."""
     shapes = [local_shape(values[v].shape, layouts[v], sizes) for v in call.gives]
     takes = [there[v] for v in call.takes]
     out = run_local(call, takes, [layouts[v] for v in call.takes], shapes)
@@ -189,8 +189,7 @@ def nbytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
 # The joint search problem of a forward: strategies, conversions and bytes of every operator.
 
 
-STEP_COPIES = 2
-"""Maximum temporary copies of a parameter in a step: Adam's root and divisor."""
+STEP_COPIES = 2  # maximum temporary copies of a parameter in a step: Adam's square root and divisor
 
 
 # [Note: bytes on the safe side] A run must not exceed the predicted bytes. Temporaries that no
@@ -201,7 +200,7 @@ STEP_COPIES = 2
 # the parameter.
 @dataclass
 class Problem:
-    """The joint search problem of a forward."""
+    """The joint search problem of a model."""
 
     graph: Graph
     cluster: Cluster
@@ -211,12 +210,10 @@ class Problem:
 
     @cached_property
     def shardings(self) -> list[list[OperatorSharding]]:
-        """Possible shardings of each operator."""
         return [self.graph.shardings(n) for n in range(len(self.graph.nodes))]
 
     @cached_property
     def blocks(self) -> list[Block]:
-        """Blocks of the search."""
         self._check()
         costs = Costs(self.cluster.device, self.graph.sizes)
         return [self._block(costs, numbers) for numbers in self.graph.blocks]
@@ -281,7 +278,7 @@ class Problem:
         )
 
     def _is_recomputable(self, node: int) -> bool:
-        """Whether everything an operator reads exists in backward; see [Note: what joins]."""
+        """Whether all inputs of an operator exist in backward; see [Note: what joins]."""
         values = self.graph.trace.values
         reads = (v for v in self.graph.takes(node) if values[v].flows)
         return self.graph.trains(node) and all(v in self.graph.saved for v in reads)
@@ -387,7 +384,7 @@ class Problem:
         return self.graph.trace.calls[self.graph.nodes[node].calls[0]].name == FORK
 
     def _rooms(self, node: int, way: OperatorSharding, backward: bool) -> list[int]:
-        """Peak bytes of converting each input's layout."""
+        """Peak bytes of converting the layout of each input."""
         found = [0]
         for value in self.graph.takes(node):
             one = self.graph.trace.values[value]
@@ -400,7 +397,7 @@ class Problem:
     def _change(
         self, value: Value, before: Layout, after: Layout, backward: bool
     ) -> tuple[float, int, bool]:
-        """Seconds and bytes of converting a layout, or its gradient's, and whether it copies."""
+        """Seconds and bytes of a layout conversion, forward or backward, and whether it copies."""
         ends = placements(before), placements(after)
         if backward:
             ends = gradient_placements(after), gradient_placements(before)
@@ -426,7 +423,7 @@ class Problem:
 
     @cached_property
     def _lives(self) -> list[tuple[int, int, int, int, bool, bool]]:
-        """Maker, last reader, last referrer, largest bytes, saved, trained, for each value."""
+        """Maker, last reader, last referrer, largest bytes, saved and trained, for each value."""
         found = []
         trace = self.graph.trace
         for number, value in enumerate(trace.values):
@@ -444,7 +441,7 @@ class Problem:
         return found
 
     def _around(self, node: int) -> tuple[int, int]:
-        """Bytes of other live values while an operator runs, forward and backward."""
+        """Bytes of other live values while an operator runs, in forward and in backward."""
         block = next(b for b in self.graph.blocks if node in b)
         passing = pending = 0
         for maker, last, frame, most, saved, trained in self._lives:
@@ -458,5 +455,5 @@ class Problem:
 
 
 def stored_layout(layout: Layout) -> Layout:
-    """Layout in which a parameter is stored, given the one in which an operator reads it."""
+    """Layout in which a parameter is stored, given the layout in which an operator reads it."""
     return tuple(one if one[0] == "S" else "R" for one in layout)

@@ -1,9 +1,9 @@
 """Keeps or recomputes the tensors that each call saves for backward.
 
-A tensor that autograd saves in a call is identified by its origin: an input of the call (from the
-call that produced it, or from a change of layout), or memory that the call allocated. If it is
-recomputed, autograd saves a handle instead. The first handle that backward unpacks recomputes its
-entire run, including communication; each value is freed after its last use.
+A tensor that autograd saves in a call is identified by its origin: an input of the call (as
+produced by another call, or after a change of layout), or memory that the call allocated. If it is
+to be recomputed, autograd saves a handle instead. The first handle that backward unpacks recomputes
+its entire run, including communication; each value is freed after its last use.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 # the inputs from outside of the run, which are kept, and with the values that the run has made.
 # Calls that draw random numbers are rejected.
 class Origin(NamedTuple):
-    """Origin of a storage."""
+    """Source of a saved storage: an input, a layout conversion, or the call itself."""
 
     # Number of the call.
     call: int
@@ -42,7 +42,7 @@ class Origin(NamedTuple):
 
 @dataclass
 class _RecomputedRun:
-    """Consecutive calls of a forward that are recomputed together."""
+    """Consecutive calls that are recomputed together."""
 
     # Calls with their inputs: a tensor from outside, or an origin within the run.
     tape: list[tuple[Any, list[Tensor | Origin]]] = field(default_factory=list)
@@ -63,7 +63,7 @@ class _Handle(NamedTuple):
 
 
 class SavedCalls:
-    """Holds the tensors that the calls of one forward save."""
+    """Keeps or recomputes the tensors saved by the calls of one forward pass."""
 
     def __init__(self, runs: Mapping[int, int], stays: frozenset[int]) -> None:
         self._numbers, self._stays = runs, stays
@@ -73,7 +73,6 @@ class SavedCalls:
     def begin(
         self, planned: Any, taken: Sequence[Tensor], parts: Sequence[Tensor]
     ) -> RecomputedCall:
-        """Begins a planned call."""
         number = planned.number
         origins = [
             self._origin(number, n, *pair) for n, pair in enumerate(zip(taken, parts, strict=True))
@@ -85,11 +84,10 @@ class SavedCalls:
         return RecomputedCall(self, planned, parts, origins)
 
     def run_of(self, call: int) -> _RecomputedRun:
-        """The run of a call."""
         return self._runs.setdefault(self._numbers[call], _RecomputedRun())
 
     def packed(self, origin: Origin | None, tensor: Tensor) -> Any:
-        """Placeholder that autograd saves for a tensor."""
+        """Returns the placeholder that autograd saves for a tensor."""
         tensor = tensor.detach()
         form = tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
         if origin is None:
@@ -101,7 +99,7 @@ class SavedCalls:
         return tensor
 
     def unpacked(self, saved: Any) -> Tensor:
-        """Restores a tensor from its placeholder."""
+        """Returns the tensor of a placeholder."""
         if not isinstance(saved, _Handle):
             return saved
         run = saved.run
@@ -135,7 +133,6 @@ class SavedCalls:
     def name(
         self, planned: Any, given: Sequence[DTensor], aliases: Mapping[int, Origin | None]
     ) -> None:
-        """Records the origins of a call's outputs."""
         for index, (tensor, value) in enumerate(zip(given, planned.call.gives, strict=True)):
             own = Origin(planned.number, "given", index)
             vars(tensor)["_gulliver_given"] = own
@@ -172,7 +169,7 @@ class SavedCalls:
 
 
 class RecomputedCall:
-    """A running call."""
+    """A planned call during its execution."""
 
     def __init__(
         self,
@@ -187,7 +184,7 @@ class RecomputedCall:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Context that intercepts tensors saved by autograd."""
+        """Intercepts tensors saved by autograd inside the block."""
         with saved_tensors_hooks(self._pack, self._again.unpacked):
             yield
 

@@ -1,13 +1,14 @@
-"""Layouts of values along the axes of a mesh.
+"""Defines layouts of values along mesh axes, and how calls can be sharded.
 
-A layout describes a value and its gradient:
+A layout describes a value and its gradient along one axis:
 
     R   replicated, as is its gradient
     T   replicated; its gradient is partial (a sum over ranks)
     P   partial; its gradient is replicated
     Sd  sharded along dim d, as is its gradient
 
-`T` is the input of a matrix product with a sharded output: each rank has one term of its gradient.
+`T` is the layout of the input of a matrix product with a sharded output: each rank has a term of
+its gradient.
 """
 
 from __future__ import annotations
@@ -20,27 +21,23 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from gulliver.operators.trace import OperatorCall, Ref
 
 WHOLE, SUMMED, TERMS = "R", "T", "P"
-Layout = tuple[str, ...]
-"""Layout along each axis."""
+Layout = tuple[str, ...]  # layout along each mesh axis
 
 
 def cut(dim: int) -> str:
-    """The layout that shards a dim."""
     return f"S{dim}"
 
 
 def cut_dim(layout: str) -> int | None:
-    """The dim that a layout shards; None if there is none."""
+    """Returns the dim that a layout shards; None if there is none."""
     return int(layout[1:]) if layout[0] == "S" else None
 
 
 def placements(layout: Layout) -> tuple[Placement, ...]:
-    """Placements of a value, as in DTensor."""
     return tuple(_placement(one, TERMS) for one in layout)
 
 
 def gradient_placements(layout: Layout) -> tuple[Placement, ...]:
-    """Placements of the gradient of a value."""
     return tuple(_placement(one, SUMMED) for one in layout)
 
 
@@ -52,7 +49,6 @@ def _placement(layout: str, terms: str) -> Placement:
 
 
 def local_shape(shape: Sequence[int], layout: Layout, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Local shape of a value."""
     found = list(shape)
     for one, size in zip(layout, sizes, strict=True):
         dim = cut_dim(one)
@@ -102,7 +98,6 @@ class CallSharding(NamedTuple):
 
 
 def shardings(call: OperatorCall) -> Iterator[CallSharding]:
-    """Yields the shardings of a call; replicated execution comes first."""
     yield CallSharding("whole", (WHOLE,) * len(call.takes), (WHOLE,) * len(call.gives))
     rule = _RULES.get(call.name)
     if rule is not None:
@@ -118,7 +113,7 @@ def _element_wise(call: OperatorCall) -> Iterator[CallSharding]:
 
 
 def _along(shape: Sequence[int], output: Sequence[int], dim: int) -> str:
-    """Layout of an input that is broadcast to an output sharded along a dim."""
+    """Layout of an input that is broadcast to an output sharded along `dim`."""
     own = dim - len(output) + len(shape)
     return cut(own) if own >= 0 and shape[own] == output[dim] else SUMMED
 
@@ -126,7 +121,7 @@ def _along(shape: Sequence[int], output: Sequence[int], dim: int) -> str:
 def _leading(
     count: Callable[[OperatorCall], int],
 ) -> Callable[[OperatorCall], Iterator[CallSharding]]:
-    """A rule: the first tensor is sharded along any but the last `count` dims; others are not."""
+    """Rule that shards only the first tensor, along any but its last `count` dims."""
 
     def rule(call: OperatorCall) -> Iterator[CallSharding]:
         shape = call.shapes_taken[0]
@@ -224,7 +219,7 @@ def _cross_entropy(call: OperatorCall) -> Iterator[CallSharding]:
 
 
 def _viewed(call: OperatorCall) -> Iterator[CallSharding]:
-    """Rule of views that preserve dims, or the outermost of merged ones."""
+    """Rule for views that preserve dims, or the outermost of merged dims."""
     given, found = call.shapes_taken[0], call.shapes_given[0]
     for dim, other in _kept_dims(given, found):
         yield CallSharding(f"dim {dim}", (cut(dim),), (cut(other),))
@@ -232,7 +227,7 @@ def _viewed(call: OperatorCall) -> Iterator[CallSharding]:
 
 
 def _kept_dims(one: Sequence[int], other: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Dims whose sharding corresponds to a dim of the other shape."""
+    """Pairs of dims of two shapes whose shardings correspond to each other."""
     a = b = 0
     while a < len(one) and b < len(other):
         first, second, sizes = a, b, [one[a], other[b]]
@@ -282,7 +277,7 @@ def _order(call: OperatorCall) -> list[int]:
 
 
 def _apart(call: OperatorCall) -> Iterator[CallSharding]:
-    """Rule of concatenation: its dim is not sharded."""
+    """Rule for concatenation along a dim that is not sharded."""
     shape = call.shapes_taken[0]
     own = call.argument(2, "dim", 0) % len(shape)
     many = len(call.gives)
@@ -338,7 +333,7 @@ def _expanded(call: OperatorCall) -> Iterator[CallSharding]:
 
 
 def _passed(call: OperatorCall) -> Iterator[CallSharding]:
-    """Rule of a fork, see `with_forks`."""
+    """Rule for forks; see `with_forks`."""
     for dim in range(len(call.shapes_taken[0])):
         yield CallSharding(f"dim {dim}", (cut(dim),), (cut(dim),))
     yield CallSharding("summed", (SUMMED,), (SUMMED,))
@@ -355,7 +350,7 @@ ELEMENT_WISE = frozenset(
     )
 )
 SHAPED = frozenset(("view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze"))
-"""Functions with sizes of the full tensor as arguments, which ranks replace by local ones."""
+"""Functions whose arguments include sizes of the full tensor, which are replaced by local ones."""
 STRETCHED = frozenset(("expand", "expand_as"))
 FORK = "fork"
 HARD = frozenset(
@@ -364,7 +359,7 @@ HARD = frozenset(
         *("embedding", "cross_entropy", FORK),
     )
 )
-"""Functions that form separate operators."""
+"""Functions that start a separate operator."""
 _RULES: dict[str, Callable[[OperatorCall], Iterator[CallSharding]]] = {
     **dict.fromkeys(ELEMENT_WISE, _element_wise),
     **dict.fromkeys(SHAPED, _viewed),
@@ -396,7 +391,6 @@ def run_local(
     shapes: Sequence[Sequence[int]],
     first: int = 0,
 ) -> Any:
-    """Computes a rank's share of a call."""
     if call.name in SHAPED:
         return tensors[0].reshape(shapes[0])
     if call.name in STRETCHED:

@@ -1,9 +1,9 @@
-"""Runs the calls of a forward as planned, on DTensors.
+"""Runs the calls of a forward pass as planned, on DTensors.
 
-A function mode sees every torch function that the model calls, in order, and rejects calls that
-were not planned. Inputs are converted to the layout of the call by the cheapest conversion, every
-rank calls the function on its shards, and outputs become DTensors again. So the model's code is
-unchanged and sees the shapes of full tensors.
+A function mode intercepts every torch function that the model calls, and rejects calls that were
+not planned. Inputs are converted to the layout of the call, every rank calls the function on its
+shards, and outputs become DTensors again. The model's code is unchanged and sees the shapes of full
+tensors.
 """
 
 from __future__ import annotations
@@ -34,10 +34,8 @@ from gulliver.operators.rules import (
 from gulliver.operators.trace import OperatorCall, Ref, Trace, name_of
 
 Placements = tuple[Placement, ...]
-VALUE = "_gulliver_value"
-"""Attribute of a DTensor: number of the value that it is."""
-FORKED = "_gulliver_fork"
-"""A DTensor's fork."""
+VALUE = "_gulliver_value"  # attribute of a DTensor with the number of its value
+FORKED = "_gulliver_fork"  # attribute of a DTensor with the output of its fork
 
 
 # [Note: two graphs in one] Between calls autograd's graph consists of DTensors, inside a call of
@@ -45,7 +43,7 @@ FORKED = "_gulliver_fork"
 # and converted.
 @dataclass(frozen=True)
 class PlannedCall:
-    """A call with its layouts."""
+    """A call with its planned layouts."""
 
     # Call of the trace.
     call: OperatorCall
@@ -62,7 +60,7 @@ class PlannedCall:
 
 
 class OperatorMode(TorchFunctionMode):
-    """Runs the calls of one forward."""
+    """Runs the calls of one forward pass."""
 
     def __init__(
         self,
@@ -99,12 +97,12 @@ class OperatorMode(TorchFunctionMode):
         return out
 
     def end(self) -> None:
-        """Rejects a forward with fewer calls than planned."""
+        """Rejects a forward pass with fewer calls than planned."""
         if self._at < len(self._calls):
             raise self._other("the end", self._calls[self._at])
 
     def left(self, tensor: Tensor, number: int, layout: Layout) -> Tensor:
-        """Converts the model's output to a plain full tensor."""
+        """Converts an output of the model to a plain full tensor."""
         if not isinstance(tensor, DTensor):
             return tensor
         whole = (Replicate(),) * len(self._sizes)
@@ -176,7 +174,6 @@ class OperatorMode(TorchFunctionMode):
         return first_index(0, shape[0], planned.takes[0], self._sizes, self._here)
 
     def _part(self, planned: PlannedCall, number: int, tensor: Tensor) -> Tensor:
-        """This rank's shard of a tensor, in the layout of the call."""
         layout = planned.takes[number]
         whole = (Replicate(),) * len(self._sizes)
         if not isinstance(tensor, DTensor):
@@ -204,11 +201,10 @@ class OperatorMode(TorchFunctionMode):
         return found
 
     def kept(self, tensor: Tensor) -> Tensor:
-        """Detaches a tensor."""
         return plain(tensor) if isinstance(tensor, DTensor) else tensor
 
     def replayed(self, planned: PlannedCall, sources: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
-        """Shards of a call's inputs, converted again, and a function that runs the call on them."""
+        """Converts inputs again; returns their shards and a function that repeats the call."""
         with torch.no_grad():
             parts = [self._part(planned, n, t) for n, t in enumerate(sources)]
         trains = [self._trace.values[v].trains for v in planned.call.takes]
@@ -217,7 +213,6 @@ class OperatorMode(TorchFunctionMode):
         return parts, lambda: run_local(planned.call, parts, planned.takes, shapes, first)
 
     def spread_given(self, planned: PlannedCall, out: Any) -> list[DTensor]:
-        """Converts outputs of a recomputed call to DTensors."""
         leaves = [t for t in pytree.tree_leaves(out) if isinstance(t, Tensor)]
         rows = zip(leaves, planned.call.gives, planned.gives, strict=True)
         values = self._trace.values
@@ -230,20 +225,18 @@ class OperatorMode(TorchFunctionMode):
 def spread(
     local: Tensor, mesh: DeviceMesh, wanted: Placements, shape: Sequence[int] | None = None
 ) -> DTensor:
-    """Creates a DTensor from this rank's shard."""
     shape = torch.Size(local.shape if shape is None else shape)
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(local, mesh, wanted, run_check=False, shape=shape, stride=stride)
 
 
 def local_of(tensor: DTensor) -> Tensor:
-    """This rank's shard of a DTensor, without autograd."""
     with torch.no_grad():
         return tensor.to_local()
 
 
 def changed(tensor: DTensor, wanted: Placements) -> DTensor:
-    """Converts a tensor to another layout, without autograd."""
+    """Converts a DTensor to another layout, without autograd."""
     if tuple(tensor.placements) == tuple(wanted):
         return tensor
     with torch.no_grad():
@@ -251,7 +244,7 @@ def changed(tensor: DTensor, wanted: Placements) -> DTensor:
 
 
 def plain(tensor: DTensor, mesh: DeviceMesh | None = None) -> DTensor:
-    """The same DTensor without autograd."""
+    """Detaches a DTensor from autograd."""
     # `detach` would return the mesh of the first DTensor of that form in this process, which torch
     # caches and whose process groups may be destroyed.
     mesh = mesh or tensor.device_mesh
@@ -306,7 +299,7 @@ class _Leave(torch.autograd.Function):
 
 
 def _behind_fork(tensor: Tensor, number: int) -> Tensor:
-    """The output of a value's fork, if a call reads it."""
+    """Returns the output of a value's fork if the call reads it, otherwise the tensor."""
     if isinstance(tensor, DTensor) and getattr(tensor, VALUE, number) != number:
         return vars(tensor).get(FORKED, tensor)
     return tensor

@@ -1,8 +1,8 @@
 """Traces the torch functions that a model's forward calls, with fake tensors.
 
-An `OperatorCall` is a call as written, such as ``F.linear(x, w)``, above autograd; calls are the
-units of sharding and recomputation. Values are numbered in order; each call lists its inputs,
-outputs and saved values, and the trace records each value's lifetime.
+An `OperatorCall` is a call above autograd, such as ``F.linear(x, w)``. Values are numbered in
+order; each call lists its inputs, outputs and saved values, and the trace records each value's
+lifetime.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ class Ref:
 
 @dataclass(frozen=True)
 class Value:
-    """A tensor of the forward.
+    """A tensor of the forward pass.
 
     Attributes:
         shape: sizes of its dims.
-        dtype: dtype.
+        dtype: data type.
         trains: whether it has a gradient.
-        maker: number of the call that produces it; -1 if it existed before.
+        maker: number of the call that produces it; -1 if it existed before the forward pass.
         parameter: name of the parameter; empty for other values.
     """
 
@@ -79,7 +79,7 @@ class Value:
 
 @dataclass(frozen=True)
 class OperatorCall:
-    """A call of a function."""
+    """A call of a torch function."""
 
     # Name of the function.
     name: str
@@ -104,23 +104,22 @@ class OperatorCall:
     view: bool = False
 
     def argument(self, position: int, name: str, default: Any) -> Any:
-        """An argument by its position or name."""
         if position < len(self.args):
             return self.args[position]
         return self.kwargs.get(name, default)
 
     def constants_besides(self) -> bool:
-        """Whether any arguments are not tensors."""
+        """Whether any argument is not a tensor."""
         return bool(self.kwargs) or any(not isinstance(a, Ref) for a in self.args)
 
     def filled(self, tensors: Any) -> tuple[Any, Any]:
-        """The arguments with tensors filled in."""
+        """Returns the arguments, with placeholders replaced by tensors."""
         return pytree.tree_map_only(Ref, lambda r: tensors[r.index], (self.args, dict(self.kwargs)))
 
 
 @dataclass
 class Trace:
-    """The calls of a forward."""
+    """The calls of a forward pass."""
 
     # Calls in their order.
     calls: list[OperatorCall] = field(default_factory=list)
@@ -132,12 +131,11 @@ class Trace:
     dies: dict[int, int] = field(default_factory=dict)
 
     def users(self, value: int) -> list[int]:
-        """Numbers of the calls that read a value."""
         return [n for n, call in enumerate(self.calls) if value in call.takes]
 
 
 def name_of(func: Any) -> str:
-    """Name of a torch function, without the underscores of an operator."""
+    """Name of a torch function, without an operator's underscores."""
     name = getattr(func, "__name__", str(func))
     if name == "__get__":
         return getattr(func.__self__, "__name__", name)
@@ -147,7 +145,6 @@ def name_of(func: Any) -> str:
 
 
 def trace_calls(model: nn.Module, batch: tuple[tuple[Any, ...], dict[str, Any]]) -> Trace:
-    """Traces the forward of a model."""
     with without_traces(model, hooks=False), fake_mode():
         fakes = FakeTensors("cpu")
         for module in model.modules():
@@ -171,7 +168,7 @@ def trace_calls(model: nn.Module, batch: tuple[tuple[Any, ...], dict[str, Any]])
 
 
 class Tracer(TorchFunctionMode):
-    """Records the calls of functions."""
+    """Records calls of torch functions."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -186,7 +183,7 @@ class Tracer(TorchFunctionMode):
 
     @contextmanager
     def following(self) -> Iterator[None]:
-        """Context that records calls."""
+        """Records the calls inside the block."""
         handles = [
             register_module_forward_pre_hook(self.enter),
             register_module_forward_hook(self.leave),
@@ -199,7 +196,7 @@ class Tracer(TorchFunctionMode):
                 handle.remove()
 
     def number(self, tensor: Tensor, maker: int = -1) -> int:
-        """The number of a value; a new one if it is new."""
+        """Returns the number of a value, assigning a new one if necessary."""
         known = self._numbers.get(id(tensor))
         if known is not None and known[0]() is tensor:
             return known[1]
@@ -214,7 +211,7 @@ class Tracer(TorchFunctionMode):
         return number
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs a function and records it if it returns tensors."""
+        """Runs a function, and records it if it returns tensors."""
         kwargs, name = kwargs or {}, name_of(func)
         self._saving = []
         out = func(*args, **kwargs)
@@ -269,11 +266,10 @@ class Tracer(TorchFunctionMode):
         )
 
     def pack(self, tensor: Tensor) -> None:
-        """Records that a tensor is saved without keeping it, so lifetimes stay unchanged."""
+        """Records that a tensor is saved, without keeping it alive."""
         self._saving.append(tensor.detach())
 
     def enter(self, module: nn.Module, _: Any) -> None:
-        """Records the start of a module call."""
         self._stack.append(self.path)
         # Path of the module that runs.
         self.path = self._paths.get(module, self.path)

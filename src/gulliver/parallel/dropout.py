@@ -2,11 +2,11 @@
 
     keep_mask(mix(seed, site), 0.1, [Along.whole(batch), Along(own_positions, length)], device)
 
-torch draws masks element by element, so ranks with a part of an activation would draw other masks
-than a single process. Here a mask is computed: the element's index in the full activation goes
-through the finalizer of SplitMix64 (Steele, Lea and Flood, Fast Splittable Pseudorandom Number
-Generators, 2014), keyed by seed and site, and the resulting 64 bits decide. Any rank computes the
-mask of any part without communication, also in recomputation.
+Torch's masks depend on how many elements a process draws, so a rank with a shard would get another
+mask than a single process. Here the mask is a hash of the element's index in the full activation,
+keyed by seed and site: the finalizer of SplitMix64 (Steele, Lea and Flood, Fast Splittable
+Pseudorandom Number Generators, 2014). Each rank computes its part of the mask without
+communication, also in recomputation.
 
 `booster.hybrid.dropout` determines how a model's activations are sharded.
 """
@@ -24,13 +24,13 @@ from torch import Tensor
 from torch.autograd import Function
 
 GAMMA, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-"""SplitMix64's increment, and the factors of its finalizer."""
+"""SplitMix64's increment, and the two factors of its finalizer."""
 WORD = 1 << 64
 
 
 @dataclass(frozen=True)
 class Along:
-    """One dim of a part of an activation."""
+    """Positions along one dim of an activation's shard."""
 
     # Indices of the part in the whole, int64.
     positions: Tensor
@@ -38,12 +38,11 @@ class Along:
 
     @classmethod
     def whole(cls, length: int, start: int = 0) -> Along:
-        """All of a dim, or positions from `start` of the outermost one."""
+        """Creates an unsharded dim, or for the outermost dim the positions from `start`."""
         return cls(torch.arange(start, start + length), start + length)
 
 
 def mix(*words: int) -> int:
-    """A 64-bit key from several words."""
     state = 0
     for word in words:
         state = (state ^ word) + GAMMA & WORD - 1
@@ -54,12 +53,11 @@ def mix(*words: int) -> int:
 
 
 def hash_text(text: str) -> int:
-    """A 64-bit hash of a text, the same in every process."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def keep_mask(key: int, p: float, dims: Sequence[Along], device: torch.device) -> Tensor:
-    """The mask of the elements of a part that are kept."""
+    """Returns the dropout mask of a shard: True for elements to keep."""
     state = torch.full((), _signed(key), dtype=torch.int64, device=device)
     stride = 1
     # Integers wrap, so the numbers of elements need not be built: each dim adds its own term, and
@@ -72,7 +70,6 @@ def keep_mask(key: int, p: float, dims: Sequence[Along], device: torch.device) -
 
 
 def _finalize(state: Tensor) -> Tensor:
-    """Scrambles each element in place; masks emulate unsigned shifts."""
     state ^= (state >> 30) & ((1 << 34) - 1)
     state *= _signed(FIRST)
     state ^= (state >> 27) & ((1 << 37) - 1)
@@ -91,7 +88,7 @@ def _signed(word: int) -> int:
 
 
 def drop(x: Tensor, p: float, key: int, dims: Sequence[Along], inplace: bool = False) -> Tensor:
-    """Drops elements of a part of an activation, and scales the rest by ``1 / (1 - p)``."""
+    """Applies dropout to a shard; kept elements are scaled by ``1 / (1 - p)``."""
     keep = keep_mask(key, p, dims, x.device)
     found = _Drop.apply(x, keep, 1 / (1 - p) if p < 1 else 0.0)
     return x.copy_(found) if inplace else found
@@ -129,7 +126,7 @@ def attention_with_dropout(
     *,
     drop: Callable[[Tensor, float], Tensor],
 ) -> Tensor:
-    """`scaled_dot_product_attention` with weights dropped by `drop`."""
+    """Computes `scaled_dot_product_attention` with `drop` as the dropout of the weights."""
     # The weights ``[..., queries, keys]`` are there in memory, which kernels avoid. Takes torch's
     # arguments.
     if enable_gqa:

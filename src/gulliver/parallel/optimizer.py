@@ -1,4 +1,4 @@
-"""Base class of boosted optimizers, their checkpoints, and a record of their last steps."""
+"""Base classes of boosted optimizers and their checkpoints."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from gulliver.memory.pending import add_writer
 
 TIMED_STEPS = 64
 COUNTED_STEPS = 3
-"""First steps, in which bytes are counted."""
+"""Number of first steps in which communication is counted."""
 
 
 class StepsTaken:
-    """Record of the last steps."""
+    """Statistics of the last steps."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -46,7 +46,6 @@ class StepsTaken:
         self.more: list[Callable[[], bool]] = []
 
     def note(self, begun: float, gradient_bytes: Callable[[], int]) -> None:
-        """Records a step that has just ended."""
         if len(self.stepped_at) < COUNTED_STEPS:
             # Only now are all of them where they were reduced to.
             self.most_gradients = max(self.most_gradients, gradient_bytes())
@@ -57,7 +56,7 @@ class StepsTaken:
         self.extra_after.append(any(more() for more in self.more))
 
     def sent(self) -> tuple[list[int], bool]:
-        """Returns the bytes sent between steps, and whether only training sent them."""
+        """Returns the bytes sent in each step, and whether only training communicated."""
         # Steps that sent more are left out, unless there are no others.
         every = [b - a for a, b in itertools.pairwise(self.sent_at)]
         plain = [sent for sent, more in zip(every, self.extra_after, strict=False) if not more]
@@ -72,14 +71,13 @@ State = dict[str, dict[str, Any]]
 """Optimizer state by parameter name and kind: full tensors and counters."""
 
 Saved = dict[str, dict[str, Any]]
-"""A rank's optimizer state by parameter name and kind: leaves and counters."""
+"""A rank's part of the optimizer state, by parameter name and kind: leaves and counters."""
 
 COUNTERS = frozenset({"step", "eta", "mu", "mu_product"})
-"""State that torch's optimizers keep per parameter instead of per element."""
+"""State keys with one value per parameter instead of one per element."""
 
 
 def is_counter(key: str, value: Any, parameter: Tensor) -> bool:
-    """Whether a state entry belongs to a parameter instead of its elements."""
     if not isinstance(value, Tensor):
         return value is not None
     return value.ndim == 0 and (parameter.ndim > 0 or key in COUNTERS)
@@ -87,25 +85,23 @@ def is_counter(key: str, value: Any, parameter: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Counter:
-    """A per-parameter value of an optimizer's state."""
+    """A state value with one number per parameter."""
 
     value: float | int | bool
     dtype: torch.dtype | None = None
 
     @classmethod
     def of(cls, value: Any) -> Self:
-        """Creates it from a number, or from a tensor with one element."""
         return cls(value.item(), value.dtype) if isinstance(value, Tensor) else cls(value)
 
     def to_value(self, device: torch.device | None = None) -> Any:
-        """Returns it in the optimizer's form: a number, or a 0-dim tensor on `device`."""
+        """Converts to the optimizer's form: a number, or a 0-dim tensor on `device`."""
         if self.dtype is None:
             return self.value
         return torch.tensor(self.value, dtype=self.dtype, device=device)
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The persistent buffers of a model, by name."""
     return {
         f"{prefix}.{name}" if prefix else name: buffer.detach()
         for prefix, module in model.named_modules(remove_duplicate=False)
@@ -115,7 +111,6 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 def refuse_extra_state(model: nn.Module) -> None:
-    """Rejects a model with state besides parameters and buffers."""
     for name, module in model.named_modules():
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             raise GulliverError(
@@ -125,7 +120,6 @@ def refuse_extra_state(model: nn.Module) -> None:
 
 
 def _unrounded(loaded: Any, saved: Any) -> Any:
-    """Restores loaded values to their saved dtypes."""
     if isinstance(loaded, Tensor) and isinstance(saved, Tensor):
         return loaded if loaded.dtype == saved.dtype else saved.to(loaded.device)
     if isinstance(loaded, dict) and isinstance(saved, Mapping):
@@ -139,9 +133,8 @@ def _unrounded(loaded: Any, saved: Any) -> Any:
 class OptimizerCheckpoint:
     """Saves and loads this rank's part of a boosted optimizer and its model.
 
-    [Note: models that no rank has all of] With tensor or pipeline parallelism, each rank saves, as
-    `Part`s, the tensors it is responsible for, and loads all that it holds; names are merged over
-    the ranks. Code that shards the model calls `describe_model`.
+    With tensor or pipeline parallelism, each rank saves the tensors that it is responsible for, as
+    `Part`s, and loads all of its tensors. Code that shards the model calls `describe_model`.
     """
 
     def __init__(self, optimizer: BoostedOptimizer) -> None:
@@ -162,11 +155,11 @@ class OptimizerCheckpoint:
         """Describes this rank's part of the full model; None keeps a setting.
 
         Args:
-            responsible: whether the ranks that this optimizer shards over write a name of the
-                model's state; one of several groups with equal tensors writes them. Slices
+            responsible: function that says whether this optimizer's process group writes a tensor,
+                by name; of several groups with equal tensors, one writes them. Slices
                 (`gulliver.memory.parts.Region`) are always written. Set on all ranks or none.
-            written_elsewhere: names that this group holds but another one writes, including slices:
-                copies of tied weights in later stages.
+            written_elsewhere: names of tensors that another group writes, including slices: copies
+                of tied weights in later stages.
             whole_groups: names in each parameter group of the full model, in its order; by default
                 gathered once from all ranks.
             given_groups: names of all parameters in each group, including frozen ones.
@@ -179,14 +172,13 @@ class OptimizerCheckpoint:
 
     @property
     def copy_limit(self) -> int | None:
-        """Host memory in bytes that saving may use under a limit; None is unlimited."""
         return None
 
     # The model.
 
     @property
     def has_whole_model(self) -> bool:
-        """Whether all ranks have the same model, apart from ZeRO sharding."""
+        """Whether the model is complete on every rank, apart from ZeRO sharding."""
         return self._responsible is None
 
     def writes(self, name: str, tensor: Tensor) -> bool:
@@ -198,7 +190,7 @@ class OptimizerCheckpoint:
         return self._responsible(name)
 
     def model_leaves(self, model: nn.Module) -> dict[str, Leaf]:
-        """This rank's part of the model's state, by `state_dict` name."""
+        """Returns this rank's part of the model's state, by `state_dict` name."""
         refuse_extra_state(model)
         state = model.state_dict()
         for name, value in state.items():
@@ -209,17 +201,17 @@ class OptimizerCheckpoint:
         return dict(state)
 
     def load_leaves(self, model: nn.Module) -> dict[str, Leaf]:
-        """Returns the tensors that this rank loads: all that it holds."""
+        """Returns the tensors of the model's state that this rank loads."""
         return self.model_leaves(model)
 
     # The optimizer's state.
 
     def adopt_state(self, state: State, others: Mapping[Any, Any], exact: Collection[str]) -> None:
-        """Loads checked state into an optimizer that is not sharded.
+        """Loads validated state into an optimizer that is not sharded.
 
         Args:
             state: full tensors and counters, by parameter name.
-            others: state that belongs to no parameter.
+            others: state that is not per parameter.
             exact: names of parameters whose state keeps its dtype; other state is converted to the
                 parameter's dtype.
         """
@@ -237,24 +229,22 @@ class OptimizerCheckpoint:
                 found.update({k: _unrounded(v, state[name].get(k)) for k, v in found.items()})
 
     def state_dtype(self, parameter: Tensor) -> torch.dtype:
-        """Dtype of the state that belongs to a parameter."""
         return parameter.dtype
 
     @property
     def trainable(self) -> Mapping[nn.Parameter, str]:
-        """Parameters that have or may get state, with their names."""
         return self.optimizer.names
 
     @property
     def has_whole_state(self) -> bool:
-        """Whether a parameter's state is complete on this rank, in any shape."""
+        """Whether a parameter's state is never split between ranks."""
         return not self.optimizer.spreads_state
 
     def other_state(self) -> State:
-        """State that belongs to no parameter, by the optimizer's key.
+        """Returns state that is not per parameter, by the optimizer's key.
 
         Raises:
-            GulliverError: there is such state, but the state is sharded.
+            GulliverError: such state exists, but this optimizer shards its state.
         """
         # torch's types say that every key is a parameter; it saves and loads others, too.
         kept = dict[Any, Any](self.optimizer.inner.state)
@@ -268,7 +258,6 @@ class OptimizerCheckpoint:
         return found
 
     def state_leaves(self) -> Saved:
-        """The part of the optimizer's state that this rank has."""
         return {
             name: {
                 key: Counter.of(value) if value is None or is_counter(key, value, p) else value
@@ -279,15 +268,15 @@ class OptimizerCheckpoint:
         }
 
     def before_model_load(self) -> None:
-        """Waits for pending work before the model is filled."""
+        """Waits for pending work that uses the parameters."""
 
     def after_model_load(self) -> None:
-        """Broadcasts filled values to all ranks (collective)."""
+        """Updates parameters on all ranks after loading (collective)."""
 
     # The optimizer's groups.
 
     def all_group_names(self) -> list[list[str]]:
-        """Names of each group over all ranks (collective for sharded models)."""
+        """Returns the names in each group over all ranks (collective if the model is sharded)."""
         if self.whole_groups is None:
             if self.has_whole_model:
                 return self.group_names()
@@ -299,26 +288,24 @@ class OptimizerCheckpoint:
         return self.whole_groups
 
     def frozen_groups(self) -> list[list[str]]:
-        """Names of each group's frozen parameters; ranks as for `all_group_names`."""
         groups = self.all_group_names()
         pairs = zip(self.given_groups or groups, groups, strict=True)
         return [[name for name in given if name not in names] for given, names in pairs]
 
     def take_up(self, names: Collection[str]) -> set[str]:
-        """Allocates the state of frozen parameters that may be unfrozen later.
+        """Allocates state of frozen parameters, which may be unfrozen later.
 
         Returns:
-            Names that get no state.
+            The names that get no state.
         """
         return set(names)
 
     def canonical_names(self, model: nn.Module) -> dict[str, str]:
-        """Tied names in the model's state, with the names that key optimizer state."""
+        """Returns the name that keys optimizer state, by each tied name in the model's state."""
         known, names = dict(model.named_parameters(remove_duplicate=False)), self.optimizer.names
         return {n: names[p] for n, p in known.items() if names.get(p, n) != n}
 
     def group_names(self) -> list[list[str]]:
-        """Names of the trained parameters of each group."""
         groups, names = self.optimizer.param_groups, self.optimizer.names
         return [[names[p] for p in group["params"] if p in names] for group in groups]
 
@@ -327,14 +314,14 @@ class OptimizerCheckpoint:
 
 
 def has_stepped(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer has stepped; some, such as Adagrad, have state before."""
+    """Whether an optimizer has stepped; state alone does not show it (Adagrad)."""
     return any(float(state.get("step", 1)) > 0 for state in optimizer.state.values() if state)
 
 
 def move_state_to_replacements(
     optimizer: torch.optim.Optimizer, exchanged: Mapping[nn.Parameter, nn.Parameter | None]
 ) -> None:
-    """Moves state from before the first step to replaced parameters."""
+    """Moves state that was created before the first step to replaced parameters."""
     # It is one value for each parameter, so a share has it in its own shape.
     for old, new in exchanged.items():
         state = optimizer.state.pop(old, None)
@@ -351,20 +338,18 @@ def move_state_to_replacements(
 
 
 class BoostedOptimizer(torch.optim.Optimizer):
-    """Wraps the user's optimizer and shares its groups, defaults and schedulers.
+    """Wraps the user's optimizer and shares its groups, defaults and state.
 
     Attributes:
-        checkpoint: saves and loads it.
-        feedback: object for error feedback of packed gradients, if not this optimizer.
-        names: names by parameter; a parameter tied across stages has its name in the full model on
-            all of them.
-        taken: record of the last steps.
-        spreads_state: whether the state is sharded by element; otherwise every rank holds all of
-            it.
+        checkpoint: object that saves and loads this optimizer and its model.
+        feedback: object with the error feedback of compressed gradients, if not this optimizer.
+        names: names by parameter; a parameter tied across pipeline stages has the same name on all.
+        taken: statistics of the last steps.
+        spreads_state: whether state is sharded by element; otherwise every rank has all of it.
 
     Args:
         inner: the user's optimizer.
-        names: the name of every parameter that it trains.
+        names: names of the trained parameters.
     """
 
     checkpoint: OptimizerCheckpoint
@@ -375,7 +360,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
     gives_back = False
     """Whether gathered full parameters are released after use."""
     unfinished = ""
-    """Why it cannot step now; empty if it can."""
+    """Reason why a step is impossible now; empty if it is possible."""
 
     def __init__(self, inner: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]) -> None:
         self.inner, self.names = inner, dict(names)
@@ -394,7 +379,6 @@ class BoostedOptimizer(torch.optim.Optimizer):
         return getattr(self.inner, name)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Rejects `copy` and `pickle`, because a copy would share the model's gradients."""
         # torch would set the copy up before it is filled, and in that wrap `step` of the class.
         raise GulliverError(
             "a boosted optimizer cannot be copied or pickled: save it with "
@@ -417,20 +401,18 @@ class BoostedOptimizer(torch.optim.Optimizer):
         return f"{type(self).__name__}({self.inner!r})"
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Rejects new groups: they are fixed when the model is boosted."""
+        """Rejects new groups, which are fixed when the model is boosted."""
         raise GulliverError(
             "parameters cannot be added after boost: add them to the optimizer before"
         )
 
     def join_copies(self) -> None:
-        """Sums gradients of weights that several ranks of one model hold; none here."""
+        """Sums gradients of weights that several ranks of a model share; none here."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the inner optimizer's state."""
         return self.inner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads the inner optimizer's state."""
         if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
             raise GulliverError(
                 "this is not the state of an optimizer: pass the result of its state_dict()"
@@ -438,7 +420,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
         self.inner.load_state_dict(state_dict)
 
     def watch(self, model: nn.Module) -> None:
-        """Records the storages of the trained parameters, to detect replacements."""
+        """Records the storages of trained parameters, to detect replaced ones."""
         self._homes = [
             (module, key, parameter)
             for module in model.modules()
@@ -454,16 +436,18 @@ class BoostedOptimizer(torch.optim.Optimizer):
         for name, parameter in self._tree[0][0].named_parameters():
             boosted = "_boosted" in vars(parameter)
             if parameter.requires_grad and not boosted and parameter not in self._known:
-                raise GulliverError(f"parameter {name!r} was put in after boost: do that before")
+                raise GulliverError(
+                    f"parameter {name!r} was added to the model after boost; add it before"
+                )
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Takes one step of the inner optimizer.
 
         Raises:
-            GulliverError: a closure was passed; the model's parameters were replaced after boost.
+            GulliverError: a closure was passed, or parameters were replaced after boost.
         """
         if closure is not None:
-            raise GulliverError("closures are not supported: call backward first, then step()")
+            raise GulliverError("closures are not supported; call backward first, then step()")
         if self.unfinished:
             raise GulliverError(self.unfinished)
         self._check_model()
@@ -473,11 +457,9 @@ class BoostedOptimizer(torch.optim.Optimizer):
         self.taken.note(begun, self.gradient_bytes)
 
     def gradient_bytes(self) -> int:
-        """Bytes of gradients that this rank holds now."""
         return sum(p.grad.nbytes for p in self.names if p.grad is not None)
 
     def parameter_bytes(self, model: nn.Module) -> int:
-        """Bytes of parameters that this rank holds now."""
         return sum(p.nbytes for p in model.parameters())
 
     def _step(self) -> None:
@@ -490,7 +472,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
             if key not in held or held[key] is not parameter:
                 raise GulliverError(
                     f"parameter {self.names[parameter]!r} was replaced after boost, by "
-                    "load_state_dict(assign=True) or a parametrization: do that before"
+                    "load_state_dict(assign=True) or a parametrization; replace it before boost"
                 )
         if any(parameter.requires_grad for parameter in self._frozen):
             raise GulliverError(
@@ -506,38 +488,35 @@ class BoostedOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def backward_pass(self) -> Iterator[float]:
-        """Wraps a backward that a framework calls.
+        """Context of a backward that a framework calls.
 
         Yields:
-            The factor for its loss: the loss scale of float16, or 1.
+            The factor for the loss: the loss scale for float16, or 1.
         """
         yield 1.0
 
     def release(self, model: nn.Module) -> None:
-        """Gives the model ordinary parameters again; state can still be saved."""
+        """Restores ordinary parameters in the model; state can still be saved."""
 
     def full_parameters(self) -> AbstractContextManager[None]:
-        """Context with full parameters."""
         return nullcontext()
 
     def no_sync(self) -> AbstractContextManager[Any]:
-        """Context that accumulates gradients until the next backward outside."""
+        """Context in which backward only accumulates gradients."""
         return nullcontext()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients."""
         self.inner.zero_grad(set_to_none)
 
     def clip_grad_by_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scales the gradients so that their global norm is at most `max_norm`.
 
         Args:
-            max_norm: maximum norm; infinite to only measure.
-            norm_type: 2, or infinite for the maximum element.
+            max_norm: maximum norm; math.inf only measures.
+            norm_type: 2, or math.inf for the maximum element.
 
         Returns:
-            The norm before clipping in float64, so that all optimizers scale by the same number. It
-            may be nan or inf.
+            The norm before clipping, in float64; it may be nan or inf.
         """
         self.check_norm(max_norm, norm_type)
         gradients = [p.grad for p in self.names if p.grad is not None]
@@ -552,7 +531,6 @@ class BoostedOptimizer(torch.optim.Optimizer):
 
     @staticmethod
     def check_norm(max_norm: float, norm_type: float = 2.0) -> None:
-        """Rejects unsupported norms, and limits that clip nothing or everything."""
         if norm_type not in (2, math.inf):
             raise GulliverError(f"norm_type={norm_type} is not supported: use 2 or math.inf")
         if math.isnan(max_norm) or max_norm <= 0:
@@ -565,11 +543,11 @@ class BoostedOptimizer(torch.optim.Optimizer):
         nn.utils.clip_grad_value_(list(self.names), limit)
 
     def full_gradients(self) -> dict[str, Tensor]:
-        """Full averaged gradients by name (collective)."""
+        """Returns the mean gradients by name, unsharded (collective)."""
         return {name: p.grad for p, name in self.names.items() if p.grad is not None}
 
     def export_state(self, keep: bool = True) -> State:
-        """The full state by parameter name, on ranks with `keep` (collective)."""
+        """Returns the full state by parameter name, on ranks with `keep` (collective)."""
         if not keep:
             return {}
         return {
@@ -580,7 +558,6 @@ class BoostedOptimizer(torch.optim.Optimizer):
 def named_groups(
     model: nn.Module, optimizer: torch.optim.Optimizer, frozen: bool = False
 ) -> list[list[str]]:
-    """Names of the trainable parameters of each group, in model order."""
     # For `BoostedOptimizer.whole_groups`, and with `frozen`, which names others as well, for
     # `BoostedOptimizer.given_groups`; before the model is cut.
     names = [(name, p) for name, p in model.named_parameters() if p.requires_grad or frozen]
@@ -589,7 +566,6 @@ def named_groups(
 
 
 def named_trainables(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, str]:
-    """The trainable parameters of an optimizer with their names, in model order."""
     stepped = {p for group in optimizer.param_groups for p in group["params"]}
     known = {p: name for name, p in model.named_parameters()}
     strangers = [p for p in stepped if p not in known]
@@ -606,7 +582,6 @@ def named_trainables(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict
 
 
 def boosted_only(optimizer: Any) -> BoostedOptimizer:
-    """Returns an optimizer created by boost; rejects others."""
     if not isinstance(optimizer, BoostedOptimizer):
         raise GulliverError(
             f"{type(optimizer).__name__} is not boosted: pass the optimizer that boost returned"

@@ -1,6 +1,6 @@
-"""Rejects plan values that contradict each other or the launch, with the lines of both.
+"""Rejects plans whose values contradict each other or the launch; errors show their lines.
 
-What a model does not allow is rejected when a plan is resolved for a model.
+Conflicts with the model are rejected when a plan is resolved.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from gulliver.plan.tree import (
 from gulliver.precision.wire.formats import wire_format
 
 LONGEST = 120
-"""Most characters of a value that a message shows."""
+"""Maximum length of a value in a message."""
 SECTIONS = ("zero", "ddp", "operators")
-"""Parts of a plan that are there or not."""
+"""Optional sections of a plan."""
 WHOLE_MODELS = {
-    "ddp": "zero with stage 0 does as DDP does",
+    "ddp": "zero with stage 0, which is equivalent",
     "zero.tuning": "off, with zero.chunk_bytes",
     "zero.broadcast_buffers": "false",
     "mesh.torus": "{}",
 }
-"""What runs whole models only, with what is right for a model that is cut."""
+"""Options that need an unsharded model, each with the valid value for a sharded one."""
 
 
 def check_plan(plan: Plan, ranks: int) -> None:
@@ -48,7 +48,7 @@ def check_plan(plan: Plan, ranks: int) -> None:
 
 
 def _clash(plan: Plan, *names: str, why: str) -> str:
-    """Error message that names values and their lines, and says why they are incompatible."""
+    """Formats an error that names conflicting values, their lines and the reason."""
     return f"{' and '.join(_shown(plan, name) for name in names)}: {why}"
 
 
@@ -72,35 +72,35 @@ def _mesh(plan: Plan, ranks: int) -> Iterator[str]:
     if list(mesh.axes) != [name for name in AXES if name in mesh.axes]:
         yield f"mesh.axes are out of order: name them outer to inner, as in {', '.join(AXES)}"
     if mesh.size != ranks:
-        yield f"{_shown(plan, 'mesh.axes')} make {mesh.size} ranks, and there are {ranks}"
+        yield f"{_shown(plan, 'mesh.axes')} make {mesh.size} ranks, but there are {ranks}"
     if mesh.torus and math.prod(mesh.torus.values()) != mesh.size:
-        yield _clash(plan, "mesh.torus", "mesh.axes", why="a torus is all ranks of the mesh")
+        yield _clash(plan, "mesh.torus", "mesh.axes", why="a torus must have all ranks of the mesh")
     if mesh.rank_order and sorted(mesh.rank_order) != list(range(mesh.size)):
         yield _clash(
             plan, "mesh.rank_order", why=f"it must name each of the {mesh.size} ranks once"
         )
     if mesh.rank_order and not mesh.torus:
-        yield _clash(plan, "mesh.rank_order", "mesh.torus", why="name the axes of the torus")
+        yield _clash(plan, "mesh.rank_order", "mesh.torus", why="set the axes of the torus")
 
 
 def _operators(plan: Plan) -> Iterator[str]:
-    """Yields choices that conflict with sharding each operator separately."""
+    """Yields choices that conflict with per-operator sharding."""
     for name in ("zero", "ddp"):
         if getattr(plan, name) is not None:
-            yield _clash(plan, "operators", name, why=f"take {name}: null")
+            yield _clash(plan, "operators", name, why=f"use {name}: null")
     default = Plan()
     for name in ("tensor", "sequence", "pipeline", "recompute", "precision", "max_norm", "weights"):
         if getattr(plan, name) != getattr(default, name):
             given = f"{name}: given{plan.line_text(name)}"
-            yield f"{_shown(plan, 'operators')} and {given}: operators say it; leave it out"
+            yield f"{_shown(plan, 'operators')} and {given}: operators determine it; omit it"
     if plan.mesh.torus:
-        yield _clash(plan, "operators", "mesh.torus", why="operators lie along mesh.axes")
+        yield _clash(plan, "operators", "mesh.torus", why="operators must match mesh.axes")
 
 
 def _shards(plan: Plan) -> Iterator[str]:
     zero = plan.zero
     if (zero is None) == (plan.ddp is None):
-        yield _clash(plan, "zero", "ddp", why="one of them shares the work of the replicas")
+        yield _clash(plan, "zero", "ddp", why="exactly one of them must be set")
     given = {
         "ddp": plan.ddp is not None,
         "zero.tuning": zero is not None and zero.tuning != "off",
@@ -110,17 +110,19 @@ def _shards(plan: Plan) -> Iterator[str]:
     cutting = [f"mesh.axes.{name}" for name in MODEL_AXES if plan.mesh.of(name) > 1]
     for name, right in WHOLE_MODELS.items():
         if cutting and given[name]:
-            why = f"the second is for whole models only; right would be {right}"
+            why = f"the second needs an unsharded model; use {right}"
             yield _clash(plan, cutting[0], name, why=why)
     if plan.ddp is not None and plan.precision.parameters != "none":
-        why = "DDP has no float32 copies; take zero, or precision.autocast"
+        why = "DDP has no float32 master weights; use zero, or precision.autocast"
         yield _clash(plan, "ddp", "precision.parameters", why=why)
     if plan.ddp is not None and plan.max_norm:
-        yield _clash(plan, "ddp", "max_norm", why="under DDP the loop clips; take max_norm: 0.0")
+        yield _clash(
+            plan, "ddp", "max_norm", why="under DDP the training loop clips; use max_norm: 0.0"
+        )
 
 
 def _unused(plan: Plan) -> Iterator[str]:
-    """Yields values without effect: of an axis with one rank, or of unused number formats."""
+    """Yields values without effect, of an axis with one rank or of unused number formats."""
     for axis, default in (("pipeline", PipelineLayout()), ("tensor", TensorLayout())):
         layout = getattr(plan, axis)
         changed = {
@@ -132,9 +134,9 @@ def _unused(plan: Plan) -> Iterator[str]:
             given = ", ".join(_shown(plan, name) for name in changed)
             right = ", ".join(f"{name}: {written(value)}" for name, value in changed.items())
             size = _shown(plan, f"mesh.axes.{axis}")
-            yield f"{size} and {given}: with one rank this does nothing; right would be {right}"
+            yield f"{size} and {given}: has no effect with one rank; use {right}"
     if plan.precision.kept and plan.precision.parameters == "none":
-        why = "nothing is turned to 16 bits; right would be kept: []"
+        why = "nothing is converted to 16 bits; use kept: []"
         yield _clash(plan, "precision.parameters", "precision.kept", why=why)
 
 
@@ -145,16 +147,20 @@ def _sequence(plan: Plan) -> Iterator[str]:
         names = ("mesh.axes.sequence", "sequence.ulysses", "sequence.outer", "sequence.inner")
         yield _clash(plan, *names, why=f"the product of the last three must be {size}")
     if sequence.mode is None and size > 1:
-        yield _clash(plan, *both, why=f"name a mode, one of {own}")
+        yield _clash(plan, *both, why=f"set a mode, one of {own}")
     if sequence.mode in (*SHARED_BY_SEQUENCE, "auto") and size == 1:
-        yield _clash(plan, *both, why="this mode needs at least 2 ranks of a sequence, or be null")
+        yield _clash(
+            plan,
+            *both,
+            why="this mode needs at least 2 ranks per sequence; otherwise use mode: null",
+        )
     if sequence.mode in SHARED_BY_TENSOR and plan.mesh.of("tensor") == 1:
-        why = f"this mode needs at least 2 ranks of the tensor axis; or take one of {own}"
+        why = f"this mode needs at least 2 ranks on the tensor axis; otherwise use one of {own}"
         yield _clash(plan, "mesh.axes.tensor", "sequence.mode", why=why)
     if sequence.mode in SHARED_BY_TENSOR and size > 1:
-        yield _clash(plan, *both, why="this mode has no ranks of its own")
+        yield _clash(plan, *both, why="this mode has no separate sequence ranks")
     if sequence.mode == "all_to_all" and sequence.outer * sequence.inner > 1:
-        why = "it has no ring; take mode ring_attn, or ulysses instead of inner and outer"
+        why = "this mode has no ring; use ring_attn, or ulysses instead of inner and outer"
         yield _clash(plan, "sequence.mode", "sequence.inner", why=why)
 
 
@@ -172,28 +178,28 @@ def _tiers(plan: Plan) -> Iterator[str]:
         return
     limit, disk = "zero.tiers.limit", ("zero.tiers.disk", "zero.tiers.disk_bytes")
     if plan.stage != 3:
-        why = "what is whole on every rank cannot leave its memory; take stage: 3, or tiers: null"
+        why = "unsharded state cannot be offloaded; use stage: 3, or tiers: null"
         yield _clash(plan, "zero.stage", limit, why=why)
     if zero.tuning != "off":
-        why = "chunks are planned with the limit; right would be tuning: off, with zero.chunk_bytes"
+        why = "chunks are planned under a limit; use tuning: off, with zero.chunk_bytes"
         yield _clash(plan, "zero.tuning", limit, why=why)
     if tiers.disk is None and tiers.disk_bytes:
-        yield _clash(plan, *disk, why="name a folder, or give it 0 bytes")
+        yield _clash(plan, *disk, why="set a folder, or 0 bytes")
     if tiers.disk is not None and not tiers.disk_bytes:
-        yield _clash(plan, *disk, why="say how much may lie there, such as disk_bytes: 100GiB")
+        yield _clash(plan, *disk, why="set the bytes to use there, such as disk_bytes: 100GiB")
     if tiers.host and plan.mesh.device == "cpu":
-        why = "the limit is of the host's memory itself; right would be host: 0"
+        why = "the limit is that of host memory itself; use host: 0"
         yield _clash(plan, "mesh.device", "zero.tiers.host", why=why)
     if tiers.offloaded and tiers.activations != "mixed":
-        why = "it names blocks, as activations: mixed does"
+        why = "blocks need activations: mixed"
         yield _clash(plan, "zero.tiers.activations", "zero.tiers.offloaded", why=why)
     for name in MODEL_AXES:
         if name in plan.mesh.axes and tiers.activations not in ("keep", "recompute"):
-            why = f"of a cut model take keep, or recompute, or leave the axis {name} out"
+            why = f"for a sharded model use keep or recompute, or omit the axis {name}"
             yield _clash(plan, f"mesh.axes.{name}", "zero.tiers.activations", why=why)
     for name in ("offload_optim", "offload_param"):
         if tiers.policy == "auto" and getattr(tiers, name) != 1:
-            why = f"auto finds the shares itself; take policy: static, or {name}: 1.0"
+            why = f"auto chooses the fractions itself; use policy: static, or {name}: 1.0"
             yield _clash(plan, "zero.tiers.policy", f"zero.tiers.{name}", why=why)
 
 
@@ -205,16 +211,16 @@ def _wire(plan: Plan) -> Iterator[str]:
         name = f"wire.{kind}"
         if sizes[kind] == 1:
             axis = "data" if kind in ("gather", "reduce") else kind
-            why = f"with one rank nothing travels; right would be {name}: identity"
+            why = f"with one rank there are no messages; use {name}: identity"
             yield _clash(plan, f"mesh.axes.{axis}", name, why=why)
         if kind == "gather" and (plan.zero is None or plan.zero.stage == 0):
-            why = "gathered from stage 1 of ZeRO on; right would be wire.gather: identity"
+            why = "only ZeRO stages 1 to 3 gather parameters; use wire.gather: identity"
             yield _clash(plan, name, why=why)
     if plan.wire.error_feedback and "reduce" not in packed:
-        why = "gradients lose nothing that could be fed back; right would be error_feedback: false"
+        why = "gradients have no packing error; use error_feedback: false"
         yield _clash(plan, "wire.reduce", "wire.error_feedback", why=why)
     if plan.wire.error_feedback and plan.limited:
-        why = "it takes as much memory as all gradients; right would be error_feedback: false"
+        why = "it needs as much memory as all gradients; use error_feedback: false"
         yield _clash(plan, "zero.tiers.limit", "wire.error_feedback", why=why)
 
 
@@ -223,10 +229,12 @@ def _step_in_backward(plan: Plan) -> Iterator[str]:
         return
     plain, limited = "zero.step_in_backward", "zero.tiers.step_in_backward"
     if not plan.zero.steps_in_backward:
-        yield _clash(plan, plain, limited, why="with tiers the second counts; say it there alone")
+        yield _clash(
+            plan, plain, limited, why="with tiers only the second has an effect; set only that"
+        )
     for name in MODEL_AXES:
         if name in plan.mesh.axes:
-            why = f"only whole models can be stepped in backward; leave the axis {name} out"
+            why = f"only unsharded models can be stepped in backward; omit the axis {name}"
             yield _clash(plan, f"mesh.axes.{name}", limited if plan.limited else plain, why=why)
 
 
@@ -236,5 +244,5 @@ def _fp8(plan: Plan) -> Iterator[str]:
         return
     if plan.sequence.mode in SHARED_BY_TENSOR:
         modes = ", ".join(SHARED_BY_SEQUENCE)
-        why = f"FP8 layers take whole sequences on tensor ranks; take mode: null, or one of {modes}"
+        why = f"FP8 layers need full sequences on tensor ranks; use mode: null, or one of {modes}"
         yield _clash(plan, "sequence.mode", scaling, why=why)

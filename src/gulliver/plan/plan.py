@@ -43,7 +43,7 @@ class Plan:
     """How a model runs.
 
     Attributes:
-        version: version of this tree.
+        version: version of the plan format.
         plugin: name of the plugin that made the plan; a label without effect.
         mesh: the ranks as a grid.
         zero: sharding over the replicas; None with DDP.
@@ -53,17 +53,16 @@ class Plan:
         tensor: how modules are sharded over the tensor axis.
         sequence: how sequences are sharded over ranks.
         pipeline: how blocks are assigned to stages.
-        operators: how each operator is sharded over all ranks; None if modules are sharded instead,
-            or not at all.
+        operators: how each operator is sharded over all ranks; None without per-operator sharding.
         recompute: paths of the blocks that backward recomputes.
-        max_norm: global norm to which gradients are clipped in every step; 0 disables clipping.
-        dropout: how masks are sampled: ``exact`` by position, as in one process, ``alike`` as torch
+        max_norm: global norm to which gradients are clipped at every step; 0 disables clipping.
+        dropout: how masks are drawn: ``exact`` by position, as in one process, ``alike`` as torch
             does on each rank, ``auto`` by position if ranks share a model.
-        check_batches: whether ranks of one model compare their batches in every step.
+        check_batches: whether ranks of one model compare their batches at every step.
         weights: folder of a Hugging Face checkpoint, loaded into a model on meta.
         model: the model that the plan was made for; a result.
         work: costs of a batch in one process, on which predictions are based.
-        predicted: seconds of a step and bytes of a rank; a result.
+        predicted: predicted seconds of a step and bytes of a rank; a result.
         reasons: the reason for each choice, by name; a result.
         lines: line of each value in the file that the plan was read from.
     """
@@ -106,18 +105,18 @@ class Plan:
         return None if self.zero is None else self.zero.tiers
 
     def with_zero(self, **changes: Any) -> Self:
-        """The plan with changed fields in its section `zero`."""
-        assert self.zero is not None, "the plan shards by ZeRO"
+        """Returns the plan with changed fields in its section `zero`."""
+        assert self.zero is not None, "the plan uses ZeRO"
         return replace(self, zero=replace(self.zero, **changes))
 
     @property
     def chunks(self) -> tuple[ChunkPlan, ...]:
-        """Chunks of the first rank, in the order of use."""
+        """Chunks of the first rank, in order of use."""
         return () if self.zero is None else self.zero.chunks
 
     @property
     def memory(self) -> MemoryPlan:
-        """Predicted bytes of the fullest rank."""
+        """Predicted bytes of the rank with the most memory."""
         return self.predicted.bytes
 
     @property
@@ -135,11 +134,11 @@ class Plan:
         return f"{name}: {written(value)}{self.line_text(name)}"
 
     def line_text(self, name: str) -> str:
-        """The line of a field in the file, as ``" (line 7)"``; empty without one."""
+        """Formats a field's line in the file as ``" (line 7)"``; empty without one."""
         return f" (line {self.lines[name]})" if name in self.lines else ""
 
     def to_values(self) -> dict[str, Any]:
-        """The plan as plain dicts and lists."""
+        """Returns the plan as plain dicts and lists."""
         values = asdict(self)
         del values[LINES]
         return values
@@ -153,7 +152,7 @@ class Plan:
 
     @classmethod
     def load(cls, path: Path | str) -> Self:
-        """Reads a plan, which may have been edited.
+        """Loads a plan, which may have been edited.
 
         Raises:
             GulliverError: the file is missing or broken, or does not end with ``end: true``; a key
@@ -163,7 +162,7 @@ class Plan:
 
     @classmethod
     def from_yaml(cls, text: str, where: str = "the plan") -> Self:
-        """Parses the text of a plan; errors name its origin, `where`."""
+        """Parses a plan's YAML; errors name its source, `where`."""
         return cls._of_text(text, where, whole=False)
 
     @classmethod
@@ -171,12 +170,12 @@ class Plan:
         values, lines = parse(text, where)
         if isinstance(values, dict):
             if "version" not in values:
-                raise GulliverError(f"{where} has no version: begin it with version: {VERSION}")
+                raise GulliverError(f"{where} has no version: add version: {VERSION}")
             # A file cut between two sections is still valid YAML, and would run with defaults.
             if values.pop(END, not whole) is not True:
                 raise GulliverError(
-                    f"{where} does not end with {END}: true: it was cut, save the plan again; "
-                    "add that as its last line if the file is whole, or made by hand"
+                    f"{where} does not end with {END}: true, so it may be truncated: save the "
+                    f"plan again, or add that as its last line if the file is complete"
                 )
             lines.pop(END, None)
         read = Reader(where, lines).read(cls, values)
@@ -266,13 +265,13 @@ class Plan:
         lines = [
             f"  memory limit {size_text(tiers.limit)}, at least {size_at_least(moved.minimum)} for "
             f"{moved.decides}",
-            f"  {size_text(moved.stays.total)} of state stay, {size_text(moved.leaves.total)} come "
-            f"and go, {behind}; a step reads {size_text(moved.read)} and writes "
+            f"  {size_text(moved.stays.total)} of state stay, {size_text(moved.leaves.total)} "
+            f"move, {behind}; a step reads {size_text(moved.read)} and writes "
             f"{size_text(moved.written)}",
         ]
         if tiers.host and tiers.disk:
             lines.append(
-                f"  {size_text(moved.on_disk.total)} of it lie on the disk at times; a step reads "
+                f"  {size_text(moved.on_disk.total)} of it are on disk at times; a step reads "
                 f"{size_text(moved.disk_read)} from there and writes "
                 f"{size_text(moved.disk_written)}"
             )
@@ -290,7 +289,7 @@ class Plan:
         if not self.work.samples:
             return [
                 f"  predicted messages of a step on {cluster}: {1e3 * seconds.exposed:.1f} ms, "
-                f"those that depend on the batch not counted: {how}"
+                f"excluding those that depend on the batch: {how}"
             ]
         parts = ", ".join(
             f"{name} {1e3 * value:.1f}"

@@ -18,13 +18,13 @@ from gulliver.io.files import named_errors
 from gulliver.options import byte_size
 
 LINES = "lines"
-"""Field that holds the lines, and is no part of the file."""
+"""Field that holds the lines; not part of the file."""
 END = "end"
-"""Key of the last line of a file: without it the file was cut."""
+"""Key of the last line of a file; without it the file is truncated."""
 
 
 def read_text(path: Path) -> str:
-    """Reads the text of a plan's file.
+    """Reads a plan file as text.
 
     Raises:
         GulliverError: the file is missing or not text.
@@ -39,7 +39,7 @@ def read_text(path: Path) -> str:
 
 
 def parse(text: str, where: str) -> tuple[Any, dict[str, int]]:
-    """Values of a YAML text, and the line of each by its name."""
+    """Returns the values of a YAML text, and the line of each value by its name."""
     import yaml
 
     try:
@@ -50,7 +50,7 @@ def parse(text: str, where: str) -> tuple[Any, dict[str, int]]:
     for name, line in _marks(root, ""):
         if name in lines:
             raise GulliverError(
-                f"{where} gives {name} twice, on lines {lines[name]} and {line}: keep one"
+                f"{where} has {name} twice, on lines {lines[name]} and {line}: keep one"
             )
         lines[name] = line
     return values, lines
@@ -73,7 +73,7 @@ def _marks(node: Any, name: str) -> Iterator[tuple[str, int]]:
 
 
 def join(name: str, key: str) -> str:
-    """Qualified name of an entry: ``mesh.axes.tensor``, ``modules['layers.0.mlp']``."""
+    """Returns the qualified name of an entry: ``mesh.axes.tensor``, ``modules['layers.0.mlp']``."""
     if not key.isidentifier():
         return f"{name}[{key!r}]"
     return f"{name}.{key}" if name else key
@@ -86,7 +86,6 @@ class Reader:
         self.where, self.lines = where, lines
 
     def read(self, kind: Any, values: Any, name: str = "") -> Any:
-        """Builds a dataclass from a mapping."""
         if not isinstance(values, dict):
             self._refuse(name, values, f"it must have the entries {', '.join(_fields(kind))}")
         known, hints = _fields(kind), typing.get_type_hints(kind)
@@ -121,7 +120,7 @@ class Reader:
             return tuple(self._value(inner[0], v, f"{name}[{n}]", one) for n, v in values)
         if origin is dict:
             if not isinstance(value, dict):
-                self._refuse(name, value, "it must give a value to each name")
+                self._refuse(name, value, "it must be a mapping with a value for each name")
             return {k: self._value(inner[1], v, join(name, str(k)), one) for k, v in value.items()}
         return self._plain(hint, value, name, one)
 

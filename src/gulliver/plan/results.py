@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Peak bytes of a rank, by kind; of the fullest one if ranks differ."""
+    """Peak bytes of a rank, by kind; if ranks differ, of the rank with the most."""
 
     # Size of the parameters; with stage 3, shards and gathered chunks.
     parameters: int = 0
@@ -31,16 +31,16 @@ class Seconds:
     Attributes:
         compute: seconds of forward and backward.
         recompute: seconds of recomputation in backward.
-        all_gather: seconds of all-gathers, hidden or not; also for the next four.
+        all_gather: seconds of all-gathers, hidden or not (also for the next four).
         reduce_scatter: seconds of reduce-scatters.
         all_reduce: seconds of all-reduces.
         all_to_all: seconds of all-to-alls (attention heads).
         sends: seconds of messages between stages and in rings.
         exposed: seconds of communication and transfers not hidden by compute.
-        bubble: seconds of waiting for other stages.
+        bubble: seconds spent waiting for other stages.
         update: seconds of the optimizer.
         transfers: seconds of transfers between memory tiers, hidden or not.
-        step: seconds of the whole step.
+        step: total seconds of the step.
     """
 
     compute: float = 0.0
@@ -59,7 +59,7 @@ class Seconds:
 
 @dataclass(frozen=True)
 class TierTraffic:
-    """State in slower tiers, and the traffic of a step between tiers; a result."""
+    """State in slower tiers, and the traffic of a step between tiers."""
 
     # Least limit that suffices.
     minimum: int = 0
@@ -89,7 +89,7 @@ class TierTraffic:
 
 @dataclass(frozen=True)
 class Predicted:
-    """Predicted costs of a step; a result."""
+    """Predicted costs of a step."""
 
     # Name of the machines that seconds are of.
     cluster: str = ""
@@ -110,12 +110,12 @@ class Predicted:
 
 
 TOLERATED = 0.15
-"""Error of a prediction from which on what it stands on should be measured again."""
+"""Relative prediction error above which its inputs should be measured again."""
 
 
 @dataclass(frozen=True)
 class ComparisonRow:
-    """One kind of cost."""
+    """Predicted and measured value of one kind of cost."""
 
     # Name of the value in the plan.
     kind: str
@@ -135,7 +135,7 @@ class ComparisonRow:
 
     @property
     def is_predicted(self) -> bool:
-        """Whether the plan predicts it; costs of a step need a sample."""
+        """Whether the plan has a prediction; costs of a step need a sample."""
         return self.unit == "bytes" or self.predicted > 0
 
 
@@ -154,7 +154,7 @@ class Comparison:
 
     @property
     def advice(self) -> tuple[str, ...]:
-        """Names what to measure again, worst prediction first; empty if all are close."""
+        """Names the inputs to measure again, worst prediction first; empty if all are close."""
         off = [row for row in self.rows if row.source and abs(row.error or 0.0) > TOLERATED]
         off.sort(key=lambda row: -abs(row.measured - row.predicted))
         return tuple(f"{row.kind} is {100 * (row.error or 0):+.0f} %: {row.source}" for row in off)

@@ -17,7 +17,7 @@ def choice(
     most: float | None = None,
     size: bool = False,
 ) -> Any:
-    """A field with its allowed values or range."""
+    """Creates a dataclass field with its allowed values or range."""
     # With `size` the field counts bytes, and a file may say ``6GiB``.
     limits = {"known": known, "least": least, "most": most, "size": size}
     return field(default=default, metadata=limits)
@@ -29,11 +29,11 @@ class Fp8Plan:
 
     Attributes:
         scaling: granularity of scales: per tensor or per row.
-        emulated: whether to emulate the same numerics, slowly, without FP8 units.
-        gate: whether to convert only layers predicted to be faster; none are if emulated.
+        emulated: whether to emulate the numerics, slowly, without FP8 units.
+        gate: whether to convert only layers predicted to be faster, which are none if emulated.
         exclude: path patterns of layers to leave unconverted.
         layers: paths of the layers; empty chooses them.
-        kept: why each other linear layer is not converted, by path; a result.
+        kept: reason why each other linear layer is not converted, by path; a result.
     """
 
     scaling: str = choice("tensorwise", *SCALINGS)
@@ -58,17 +58,17 @@ class Fp8Plan:
 
 
 AXES = ("pipeline", "data", "sequence", "tensor")
-"""Axes of a mesh, outer to inner: the tensor axis sends most and often, so neighbours have it."""
+"""Axes of a mesh, outermost first. The tensor axis communicates most, so its ranks are adjacent."""
 MODEL_AXES = ("pipeline", "sequence", "tensor")
 SHARED_BY_TENSOR = ("split_gather", "ring")
-"""Sequence modes in which the tensor axis shares the sequences, too."""
+"""Sequence modes that shard sequences over the tensor axis."""
 SHARED_BY_SEQUENCE = ("all_to_all", "ring_attn")
-"""Sequence modes with ranks of their own."""
+"""Sequence modes with a separate sequence axis."""
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """The ranks as a grid."""
+    """The ranks as a grid of named axes."""
 
     # Kind of device, ``cpu`` or ``cuda``.
     device: str = "cpu"
@@ -85,7 +85,7 @@ class Mesh:
 
     @property
     def replicas(self) -> int:
-        """Number of ranks with the same parameters: those of the data and sequence axes."""
+        """Number of ranks with the same parameters: product of the data and sequence axes."""
         return self.of("data") * self.of("sequence")
 
     @property
@@ -119,7 +119,7 @@ class ChunkPlan:
 
 @dataclass(frozen=True)
 class Tiers:
-    """Memory tiers of the model's state, for device memory that is too small."""
+    """Memory tiers of the model's state if it exceeds device memory."""
 
     # Bytes of device memory for parameters, gradients, optimizer state, their buffers, and
     # activations.
@@ -150,7 +150,7 @@ class Tiers:
 
     @property
     def takes_activations(self) -> bool:
-        """Whether activations of some or all blocks are offloaded."""
+        """Whether the activations of any blocks are offloaded."""
         return self.activations == "offload" or bool(self.offloaded)
 
 
@@ -231,7 +231,7 @@ class OperatorChoice:
 
 @dataclass(frozen=True)
 class OperatorBlock:
-    """Blocks whose operators are handled in the same way."""
+    """Blocks whose operators are sharded in the same way."""
 
     # Names of the blocks.
     blocks: tuple[str, ...]
@@ -241,7 +241,7 @@ class OperatorBlock:
 
 @dataclass(frozen=True)
 class OperatorPlan:
-    """Operators sharded over all ranks of the mesh, each in its own way."""
+    """Sharding of each operator over all ranks of the mesh."""
 
     # Dtype and sizes of each argument of the model, of all ranks together.
     batch: dict[str, str]
@@ -270,13 +270,13 @@ class SequenceLayout:
 
     @property
     def degree(self) -> int:
-        """Number of ranks that share a sequence, not counting the tensor axis."""
+        """Number of ranks that share a sequence, excluding the tensor axis."""
         return self.ulysses * self.outer * self.inner
 
 
 @dataclass(frozen=True)
 class PipelineLayout:
-    """How blocks are divided into stages, and the order of micro-batches."""
+    """How blocks are split into stages, and the order of micro-batches."""
 
     # Name of the order of forwards and backwards.
     schedule: str = "1f1b"
@@ -337,7 +337,7 @@ class Wire:
 
 
 WIRE_KINDS = ("gather", "reduce", "tensor", "sequence", "pipeline")
-"""Kinds of messages: parameters, gradients, and activations by the axis that shares a model."""
+"""Kinds of messages: parameters, gradients, and activations on each axis that shards a model."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Creates, predicts, measures and searches plans; nothing here runs one."""
+"""Creates, predicts, measures and searches plans, without running them."""
 
 from typing import TYPE_CHECKING
 

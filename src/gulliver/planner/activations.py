@@ -1,8 +1,7 @@
 """Keeps, recomputes or offloads activations under a memory limit.
 
-`gulliver.solve.choose_activations` decides per block under several activation budgets; state may
-use the rest of the memory, which reduces its traffic. The budget with the shortest predicted step
-wins.
+`gulliver.solve.choose_activations` decides per block under several activation budgets; model state
+uses the remaining memory. The budget with the shortest predicted step wins.
 """
 
 from __future__ import annotations
@@ -36,24 +35,15 @@ from gulliver.solve.activations import (
     least_room,
 )
 
-MOSTLY = 0.5
-"""Share of a limit from which all blocks are recomputed, if blocks are not chosen individually."""
-ROOMS = 6
-"""Amounts of room that are tried, besides the least."""
-STEPS = 3
-"""Steps that are replayed to predict the moves of state."""
+MOSTLY = 0.5  # recompute all blocks if their activations exceed this share of the limit
+ROOMS = 6  # number of activation budgets to try, in addition to the smallest one
+STEPS = 3  # number of replayed steps; the last one predicts state traffic
 
 
 def plan_activations(
     plan: Plan, model: nn.Module, state: Callable[[], StateBytes], rates: TierRates | None
 ) -> Plan:
     """Chooses which blocks are kept, recomputed or offloaded, unless the plan already says so.
-
-    Args:
-        plan: choices, with tiers.
-        model: whole model, perhaps on meta.
-        state: returns the bytes of state.
-        rates: link to the slower tier; None if unknown.
 
     Raises:
         GulliverError: recomputation or offloading is requested but not possible.
@@ -104,7 +94,6 @@ def _check_offload(tiers: Tiers, model: nn.Module) -> None:
 
 
 def _by_share(plan: Plan, model: nn.Module) -> Plan:
-    """Recomputes blocks if all activations would take most of the limit."""
     work, limit = plan.work, _tiers(plan).limit
     known = work.peak or work.activations
     mode = "recompute" if known > limit * MOSTLY and recomputable_blocks(model) else "keep"
@@ -117,7 +106,6 @@ def _by_share(plan: Plan, model: nn.Module) -> Plan:
 
 
 def _chosen(plan: Plan, model: nn.Module, state: StateBytes, rates: TierRates | None) -> Plan:
-    """Chooses for each block, with the activation budget of the fastest step."""
     tiers, work = _tiers(plan), plan.work
     again = set(recomputable_blocks(model))
     paths = [block.path for block in work.blocks if block.path]
@@ -159,7 +147,7 @@ def _best(
     rates: TierRates | None,
     allowed: Sequence[Choice],
 ) -> tuple[float, ActivationChoice] | None:
-    """Lowest predicted time and its choice; None if nothing fits."""
+    """Returns the shortest predicted step and its choice, or None if nothing fits."""
     rule = BudgetRule(tiers.limit)
     whole = tiers.limit - rule.margin
     least, _, most = state_needs(state, tiers)
@@ -186,7 +174,7 @@ def _best(
 def _pass_costs(
     state: StateBytes, tiers: Tiers, budget: int, work: Work, rates: TierRates | None
 ) -> tuple[PassCosts, float]:
-    """Seconds of each pass with its state traffic, and of the update."""
+    """Returns the costs of each pass including state traffic, and the update seconds."""
     backward = work.backward_s + (work.update_s if tiers.step_in_backward else 0.0)
     if rates is None:
         return PassCosts(work.forward_s, backward), 0.0
@@ -215,7 +203,7 @@ def _pass_costs(
 def manage_activations(
     plan: Plan, model: nn.Module, optimizer: ZeroOptimizer, manager: Manager | None
 ) -> None:
-    """Passes a plan's offloaded activations to a manager."""
+    """Registers the modules whose activations the plan offloads with the memory manager."""
     tiers = plan.tiers
     if manager is None or tiers is None:
         return

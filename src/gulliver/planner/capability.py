@@ -2,8 +2,8 @@
 
     check_family("bloom", "ring_attn", size=2)    # raises; the error names supported ones
 
-A combination is in the table because a test compares its outputs and gradients with one process
-(`docs/parity.md`); anything else is rejected. The rows are the records of
+Each supported combination has a test that compares outputs and gradients with a single process
+(`docs/parity.md`); all others are rejected. The rows come from
 `gulliver.families`. Read `MODES`, `families`, `check_family`.
 """
 
@@ -41,13 +41,13 @@ HEADER = ("model", "sequence_parallelism_mode", "masks over shared sequences", "
 
 
 def families() -> dict[str, Sequences]:
-    """The sequence support of each family, by name."""
+    """Sequence-parallel support of each model family, by name."""
     found = {family.name: family.sequences for family in all_families()}
     return {name: known for name, known in found.items() if known is not None}
 
 
 def table() -> list[tuple[str, ...]]:
-    """Supported combinations: a row for each family under `HEADER`."""
+    """Rows of the table of supported combinations, one per family, with columns `HEADER`."""
     # All of them support tensor parallelism and pipeline stages, with any stage of ZeRO, in all
     # `DTYPES`.
     return [
@@ -57,7 +57,7 @@ def table() -> list[tuple[str, ...]]:
 
 
 def family_of(model: nn.Module) -> str | None:
-    """The name of a model's family, or its model type; None if unsupported."""
+    """The name of a model's family, or its Hugging Face model type; None if unsupported."""
     family, ours = record_of(model), is_hugging_face(model)
     if family.sequences is not None and (ours or family.classes):
         return family.name
@@ -65,7 +65,6 @@ def family_of(model: nn.Module) -> str | None:
 
 
 def check_sizes(mode: str | None, tp_size: int, sp_size: int) -> None:
-    """Rejects a sequence mode that does not match the sizes of the axes."""
     if mode is None:
         if sp_size > 1:
             raise GulliverError(
@@ -79,28 +78,24 @@ def check_sizes(mode: str | None, tp_size: int, sp_size: int) -> None:
     by_tensor = mode in SHARED_BY_TENSOR
     if by_tensor and tp_size == 1:
         raise GulliverError(
-            f"sequence_parallelism_mode={mode!r} shares sequences over the tensor axis: it needs a "
+            f"sequence_parallelism_mode={mode!r} shards sequences over the tensor axis and needs a "
             "tp_size of at least 2; with separate ranks use 'all_to_all' or 'ring_attn'"
         )
     if by_tensor and sp_size > 1:
         raise GulliverError(
-            f"sequence_parallelism_mode={mode!r} uses the tensor ranks: leave sp_size out, or use "
+            f"sequence_parallelism_mode={mode!r} uses the tensor ranks; omit sp_size, or use "
             f"'all_to_all' or 'ring_attn' for sp_size={sp_size}"
         )
     if mode in SHARED_BY_SEQUENCE and sp_size == 1:
-        raise GulliverError(
-            f"sequence_parallelism_mode={mode!r} needs an sp_size of at least 2: the ranks that "
-            "share a sequence"
-        )
+        raise GulliverError(f"sequence_parallelism_mode={mode!r} needs an sp_size of at least 2")
 
 
 def check_family(family: str | None, mode: str | None, size: int) -> None:
-    """Rejects a sequence mode that the family does not support."""
     every = families()
     known = every.get(family or "")
     if known is None and mode in SHARED_BY_SEQUENCE:
         raise GulliverError(
-            f"sequence_parallelism_mode={mode!r} needs a model that is in the table "
+            f"sequence_parallelism_mode={mode!r} needs a supported model "
             f"({', '.join(every)}), not {family or 'this one'}: use tp_size with tensor_rules, or "
             "gulliver.parallel.sequence in the model's code"
         )
@@ -121,7 +116,6 @@ WIDTHS = ("hidden_size", "n_embd", "d_model")
 
 
 def sequence_plan(plan: Plan) -> SequencePlan:
-    """How a sequence is sharded over its ranks."""
     s = plan.sequence
     layout: Any = s.layout
     return SequencePlan(s.ulysses, s.outer, s.inner, layout, wire_format(plan.wire.sequence))
@@ -136,7 +130,7 @@ def choose_plan(
     length: int | None = None,
     cluster: Cluster | None = None,
 ) -> Chosen:
-    """The fastest predicted plan for a model's attention (collective)."""
+    """Returns the plan with the fastest predicted attention (collective)."""
     cluster = cluster or current_cluster(world_size)
     shape = attention_shape(model, tp_size, causal, length)
     if shape.dtype not in cluster.device.matmul:
@@ -148,7 +142,7 @@ def choose_plan(
 def attention_shape(
     model: nn.Module, tp_size: int, causal: bool, length: int | None = None, batch: int = 1
 ) -> Shape:
-    """Attention shape of a layer on one tensor-parallel rank."""
+    """Shape of the attention of one layer on one tensor-parallel rank."""
     config = getattr(model, "config", None)
     length = length or _field(config, LENGTHS, "sequence_length=")
     heads = _field(config, HEADS, "sequence_parallelism_mode=")

@@ -1,7 +1,7 @@
-"""FP8 layers of a plan: which layers of a model, and how ranks agree on their scales.
+"""Chooses the FP8 layers of a plan, and synchronizes their scales over ranks.
 
-The choice depends on the full model, its shards and the rates of the device; `use_fp8` converts the
-layers after sharding.
+Layers are chosen from the full model, its shards and the device's rates; `use_fp8` converts them
+after sharding.
 """
 
 from __future__ import annotations
@@ -49,7 +49,6 @@ TOKENS = 8192
 # FP8. Those are kept, and sequences are shared only in models whose linear layers all work on
 # tokens.
 def fp8_plan(use_fp8: bool | str | Fp8Plan, emulation: bool) -> Fp8Plan | None:
-    """Reads the FP8 choices of a plugin's arguments."""
     if isinstance(use_fp8, Fp8Plan):
         return replace(use_fp8, emulated=use_fp8.emulated or emulation)
     if not use_fp8:
@@ -67,7 +66,7 @@ def fp8_plan(use_fp8: bool | str | Fp8Plan, emulation: bool) -> Fp8Plan | None:
 def with_fp8(
     plan: Plan, model: nn.Module, tensor: TensorPlan | None, cluster: Cluster | None
 ) -> tuple[Plan, dict[str, str]]:
-    """Adds the FP8 layers to a plan, with the reasons."""
+    """Adds the FP8 layers to a plan; also returns why others were left in high precision."""
     fp8 = plan.precision.fp8
     if fp8 is None:
         return plan, {}
@@ -88,7 +87,7 @@ def with_fp8(
 
 
 def gate_fp8(found: Selection, device: Device, tokens: int, scaling: str) -> tuple[Selection, str]:
-    """Drops layers not predicted to be faster, and reports the size from which they would be."""
+    """Drops layers predicted to be slower in FP8, and reports the size at which they would gain."""
 
     def judged(layer: Layer) -> Layer:
         if layer.why_not:
@@ -103,7 +102,7 @@ def gate_fp8(found: Selection, device: Device, tokens: int, scaling: str) -> tup
 
 
 def weight_bytes(plan: Plan, sizes: Mapping[str, int]) -> int:
-    """Bytes of FP8 copies of weights that a rank keeps from forward to backward."""
+    """Bytes of FP8 weight copies that a rank keeps between forward and backward."""
     fp8 = plan.precision.fp8
     if fp8 is None or not _keeps_weights(plan):
         return 0
@@ -111,7 +110,6 @@ def weight_bytes(plan: Plan, sizes: Mapping[str, int]) -> int:
 
 
 def check_units(plan: Plan, model: nn.Module) -> None:
-    """Rejects FP8 on a rank whose device has no FP8 units."""
     if plan.precision.fp8 is not None:
         check_hardware(model, _recipe(plan.precision.fp8))
 
@@ -148,7 +146,7 @@ def _check_sequence(plan: Plan, model: nn.Module) -> None:
     if plan.mesh.of("sequence") > 1 and not (known and known.causal):
         raise GulliverError(
             f"use_fp8 excludes sp_size={plan.mesh.of('sequence')}: some linear layers of "
-            f"{type(model).__name__} do not work on tokens, so their gradients would be partial; "
+            f"{type(model).__name__} are not applied per token, so gradients would be partial; "
             "omit sp_size, or use tp_size or pp_size"
         )
 
@@ -156,7 +154,7 @@ def _check_sequence(plan: Plan, model: nn.Module) -> None:
 def _parts(
     tensor: TensorPlan | None, model: nn.Module
 ) -> tuple[dict[str, list[tuple[int, int]]], dict[str, str]]:
-    """Inputs and outputs of a layer's shard on each tensor rank, and unsupported layers."""
+    """Inputs and outputs of each layer's shard per tensor rank, and the unsupported layers."""
     parts, others = dict[str, list[tuple[int, int]]](), dict[str, str]()
     if tensor is None:
         return parts, others

@@ -1,4 +1,4 @@
-"""Measures the costs of a batch in one process, without changing the model."""
+"""Measures the cost of a batch in one process, without changing the model."""
 
 from __future__ import annotations
 
@@ -38,9 +38,8 @@ from gulliver.precision.fp8.layers import Recipe
 
 TURNS = 3
 UPDATED = 1 << 22
-"""Most elements of the update that is timed."""
-ADDED_UP = ("row", "vocabulary")
-"""Kinds of modules whose outputs are summed over tensor ranks."""
+"""Maximum number of elements in the timed optimizer step; larger ones are extrapolated."""
+ADDED_UP = ("row", "vocabulary")  # styles of modules whose outputs are summed over tensor ranks
 
 
 def measure_work(
@@ -53,7 +52,7 @@ def measure_work(
     each: bool = False,
     fp8: Fp8Plan | None = None,
 ) -> Work:
-    """Measures the costs of a batch in a few runs."""
+    """Measures the cost of a batch in a few runs."""
     sizes: dict[str, list[int]] = {"forward": [], "backward": [], "hidden": [], "again": []}
     watched = _sizes_of(model, tensor, blocks, sizes)
     with _put_back(model), watched, _in_fp8(model, fp8), _counted(model) as kept:
@@ -87,14 +86,13 @@ def measure_work(
 
 
 def samples_of(sample: Any) -> int:
-    """Number of samples in a batch."""
     return next((t.shape[0] for t in tensors_of(sample) if t.ndim), 1)
 
 
 def with_peaks(
     work: Work, model: nn.Module, sample: Any, autocast: torch.dtype | None, activations: str
 ) -> Work:
-    """Adds the peak bytes other than state to the work of a batch."""
+    """Adds peak bytes, excluding model state, to the costs of a batch."""
     # Traced with fake tensors; 0 if it cannot be traced or recomputed.
     plain = follow_sample(model, sample, autocast)
     seconds = {block.path: block.forward_s for block in work.blocks}
@@ -131,7 +129,7 @@ def follow_sample(
     again: Sequence[str] = (),
     offloaded: Sequence[str] = (),
 ) -> ActivationPeak:
-    """Runs a step with fake tensors, with the named blocks recomputed or offloaded."""
+    """Runs a step on fake tensors, with the named blocks recomputed or offloaded."""
     args = () if isinstance(sample, Mapping) else sample if isinstance(sample, tuple) else (sample,)
     kwargs = sample if isinstance(sample, Mapping) else {}
     offering = recomputable_blocks(model)
@@ -145,14 +143,14 @@ def follow_sample(
 
 
 def _shared_out(seconds: float, model: nn.Module, paths: Sequence[str]) -> dict[str, float]:
-    """Divides the seconds of a forward among blocks by their parameters."""
+    """Divides forward time among blocks in proportion to their parameters."""
     counts = {p: sum(t.numel() for t in model.get_submodule(p).parameters()) for p in paths}
     whole = max(1, sum(p.numel() for p in model.parameters()))
     return {path: seconds * count / whole for path, count in counts.items()}
 
 
 def timed(model: nn.Module, sample: Any, autocast: torch.dtype | None) -> tuple[float, float]:
-    """Seconds of a forward and a backward."""
+    """Measures the seconds of a forward pass and of a backward pass."""
     device = next(model.parameters()).device
     context = torch.autocast(device.type, autocast) if autocast is not None else nullcontext()
     begun = _now(device)
@@ -178,7 +176,7 @@ def _now(device: torch.device) -> float:
 
 @contextmanager
 def _put_back(model: nn.Module) -> Iterator[None]:
-    """Restores gradients, buffers and the random state."""
+    """Restores gradients, buffers and the random state on exit."""
     gradients = [(p, p.grad) for p in model.parameters()]
     buffers = [(b, b.clone()) for b in model.buffers()]
     for parameter, _ in gradients:
@@ -201,7 +199,7 @@ def _sizes_of(
     blocks: tuple[str, ...],
     sizes: dict[str, list[int]],
 ) -> Iterator[None]:
-    """Records input and output sizes of modules at which ranks communicate."""
+    """Records input and output sizes of the modules at which ranks communicate."""
     watched: list[tuple[str, Callable[..., None]]] = []
 
     def out_of(*kinds: str) -> Callable[..., None]:
@@ -236,7 +234,7 @@ def _inside(path: str, others: Iterable[str]) -> bool:
 
 
 def entries_of(tensor: TensorPlan | None) -> list[str]:
-    """Paths of modules that take full tensors and compute a shard of the output."""
+    """Paths of modules that take full tensors and compute a shard of their output."""
     if tensor is None:
         return []
     columns = [path for path, placed in tensor.modules.items() if placed.how.kind == "column"]
@@ -244,7 +242,7 @@ def entries_of(tensor: TensorPlan | None) -> list[str]:
 
 
 def shared_paths(tensor: TensorPlan | None) -> list[str]:
-    """Paths of modules split over tensor ranks, and of their submodules."""
+    """Paths of modules sharded over tensor ranks, and of their submodules."""
     if tensor is None:
         return []
     return [*tensor.sites, *(path for path in tensor.modules if not _inside(path, tensor.sites))]
@@ -252,7 +250,7 @@ def shared_paths(tensor: TensorPlan | None) -> list[str]:
 
 @contextmanager
 def _seconds_in(model: nn.Module, paths: Mapping[str, Sequence[str]]) -> Iterator[dict[str, float]]:
-    """Seconds of a forward spent in disjoint groups of modules, by name."""
+    """Measures forward time in disjoint groups of modules, by group name."""
     found, begun, handles = dict.fromkeys(paths, 0.0), dict[tuple[str, str], float](), []
     device = next(model.parameters()).device
 
@@ -279,7 +277,7 @@ def _seconds_in(model: nn.Module, paths: Mapping[str, Sequence[str]]) -> Iterato
 
 @contextmanager
 def _in_fp8(model: nn.Module, fp8: Fp8Plan | None) -> Iterator[None]:
-    """Converts layers to (emulated) FP8, so that they save the same tensors as in a run."""
+    """Emulates the plan's FP8 layers, so that they save the same tensors as in a run."""
     if fp8 is None or not fp8.layers:
         yield
         return
@@ -294,7 +292,7 @@ def _in_fp8(model: nn.Module, fp8: Fp8Plan | None) -> Iterator[None]:
 
 @contextmanager
 def _counted(model: nn.Module) -> Iterator[list[int]]:
-    """Bytes that forward saves for backward, without parameters; each storage counts once."""
+    """Counts the bytes saved for backward, excluding parameters; each storage counts once."""
     found, seen = [0], {p.untyped_storage().data_ptr() for p in model.parameters()}
 
     def pack(value: Tensor) -> Tensor:
@@ -309,7 +307,7 @@ def _counted(model: nn.Module) -> Iterator[list[int]]:
 
 
 def _measured_update(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> float:
-    """Seconds of an optimizer step, extrapolated from a step of some parameters."""
+    """Seconds of an optimizer step, extrapolated from a step on some of the parameters."""
     if optimizer is None:
         return 0.0
     trained = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
@@ -336,7 +334,6 @@ def _measured_update(model: nn.Module, optimizer: torch.optim.Optimizer | None) 
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:
-    """Yields the tensors of nested values."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -348,7 +345,6 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
 
 
 def _nbytes(value: Any) -> int:
-    """Bytes of the largest floating-point tensor in nested values."""
     return max((t.nbytes for t in tensors_of(value) if t.is_floating_point()), default=0)
 
 
@@ -359,20 +355,17 @@ def _nbytes(value: Any) -> int:
 # kind gets random weights, inputs of the right shapes, and is timed.
 
 
-ROOM = 4
-"""Maximum share of memory for timing a block with its gradients."""
-DEVIATION = 0.02
-"""Standard deviation of the weights of a block that is timed."""
-Seconds = tuple[float, float]
-"""Seconds of a forward, and of its backward."""
+ROOM = 4  # a block is timed if it and its gradients need at most 1 / ROOM of the memory
+DEVIATION = 0.02  # standard deviation of the random weights of timed blocks
+Seconds = tuple[float, float]  # seconds of a forward pass and of its backward pass
 
 
 class _Seen(Exception):
-    """Raised when all blocks have been seen, to end the forward."""
+    """Ends the forward pass once all blocks have been seen."""
 
 
 class _Call(nn.Module):
-    """Call of a block; keyword arguments stay fixed."""
+    """Calls a block with fixed keyword arguments."""
 
     def __init__(self, block: nn.Module, keywords: Mapping[str, Any]) -> None:
         super().__init__()
@@ -385,7 +378,7 @@ class _Call(nn.Module):
 def time_blocks(
     model: nn.Module, sample: Mapping[str, Any], room: int, limited: bool
 ) -> dict[str, Seconds]:
-    """Times the blocks of a model, one of each kind."""
+    """Times one block of each kind."""
     paths = offloadable_blocks(model)
     kinds = dict[Any, list[str]]()
     for path in paths:
@@ -410,7 +403,6 @@ def time_blocks(
 
 
 def _kind(block: nn.Module) -> tuple[Any, ...]:
-    """A key that is equal for blocks of equal cost."""
     parameters = block.named_parameters()
     sizes = ((name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in parameters)
     return repr(block), *sizes
@@ -423,7 +415,7 @@ def _block_bytes(block: nn.Module) -> int:
 def _calls(
     model: nn.Module, sample: Mapping[str, Any], paths: Sequence[str]
 ) -> dict[str, tuple[Any, Any]]:
-    """Arguments of blocks in a forward, as meta tensors."""
+    """Arguments of each block in a forward pass, as meta tensors."""
     found = dict[str, tuple[Any, Any]]()
 
     def watch(path: str) -> Callable[..., None]:
@@ -451,7 +443,6 @@ def _shapes(call: Any) -> Any:
 
 
 def _measured(block: nn.Module, args: Any, keywords: Any, limited: bool) -> Seconds:
-    """Median seconds of a block on the device of this rank."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     freed = FreedMemory() if limited else None
     try:
@@ -476,7 +467,7 @@ def _fill(tensor: Tensor) -> Tensor:
 
 
 def _real(fake: Tensor, device: torch.device) -> Tensor:
-    """Creates a real tensor like a fake one; masks allow everything."""
+    """Creates a real tensor like a fake one; boolean masks are all True."""
     made = torch.ones(fake.shape, dtype=fake.dtype, device=device)
     return (_fill(made) if fake.is_floating_point() else made).requires_grad_(fake.requires_grad)
 
@@ -489,7 +480,7 @@ def _real(fake: Tensor, device: torch.device) -> Tensor:
 
 NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 TABLES = ("embed", "wte", "wpe", "position")
-"""Words in the names of parameters whose rows are looked up, not multiplied."""
+"""Words in the names of lookup tables, whose parameters are not used in matmuls."""
 
 
 def estimate_work(
@@ -503,7 +494,7 @@ def estimate_work(
     room: int | None = None,
     limited: bool = False,
 ) -> Work:
-    """Estimates the costs of a step of a language model."""
+    """Estimates the cost of a training step of a language model."""
     work = _computed(model, optimizer, device, batch, length, precision)
     if getattr(model, "config", None) is None:
         return work
@@ -516,13 +507,7 @@ def estimate_work(
 
 
 def _timed(work: Work, model: nn.Module, seconds: Mapping[str, tuple[float, float]]) -> Work:
-    """Work of a model with timed blocks; the rest is scaled by parameter count.
-
-    Args:
-        work: counted costs.
-        model: whole model.
-        seconds: seconds of the forward and of the backward of its blocks, by path.
-    """
+    """Adds measured block times to the work; time outside blocks is scaled by parameter count."""
     if not seconds:
         return work
     inside = sum(_multiplied(model.get_submodule(path)) for path in seconds)
@@ -541,7 +526,7 @@ def _timed(work: Work, model: nn.Module, seconds: Mapping[str, tuple[float, floa
 def estimate_sample(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, sample: Any, precision: str
 ) -> Work:
-    """Estimates the costs of a sample for a model on meta."""
+    """Estimates the cost of a sample for a model on the meta device."""
     batch = samples_of(sample)
     # Rows multiplied by matrices: token ids, or vectors.
     rows = (t.numel() // (t.shape[-1] if t.is_floating_point() else 1) for t in tensors_of(sample))
@@ -586,7 +571,7 @@ def _computed(
 
 
 def _multiplied(model: nn.Module) -> int:
-    """Number of elements of matrices that multiply hidden states."""
+    """Counts the elements of the weights that multiply hidden states."""
     tables = {
         p for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(False)
     }

@@ -1,4 +1,4 @@
-"""Prepares a model before it is sharded: one dtype, equal values on all ranks."""
+"""Prepares a model for sharding: converts its dtype, and broadcasts values from rank 0."""
 
 from __future__ import annotations
 
@@ -26,12 +26,11 @@ RUNNING = (
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The user's module."""
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def no_optimizer() -> torch.optim.Optimizer:
-    """An optimizer without parameters, for models that are not trained."""
+    """An optimizer without parameters, for models that are only evaluated."""
     return torch.optim.SGD([{"params": []}], lr=0.0)
 
 
@@ -51,7 +50,7 @@ def check_modules(model: nn.Module, sharded: bool) -> None:
 
 
 def check_unstepped(optimizer: torch.optim.Optimizer) -> None:
-    """Rejects an optimizer with state, whose dtype would not match."""
+    """Rejects an optimizer that has state already, because its dtype would not match the model."""
     if has_stepped(optimizer):
         raise GulliverError(
             "the optimizer has stepped before boost: precision converts the model, so boost first"
@@ -59,7 +58,7 @@ def check_unstepped(optimizer: torch.optim.Optimizer) -> None:
 
 
 def dtypes_of(model: nn.Module) -> dict[str, torch.dtype]:
-    """Dtypes of parameters by all their names."""
+    """Dtypes of all parameters, by name; a tied parameter appears under each name."""
     return {name: p.dtype for name, p in model.named_parameters(remove_duplicate=False)}
 
 
@@ -71,7 +70,7 @@ def narrow_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
 
 
 def broadcast_all(tensors: Iterable[Tensor]) -> None:
-    """Broadcasts rank 0's values, for any memory layout and dtype."""
+    """Broadcasts tensors of any memory layout and dtype from rank 0."""
     with torch.no_grad():
         for tensor in tensors:
             flat = tensor.detach().contiguous().view(-1)
@@ -81,7 +80,7 @@ def broadcast_all(tensors: Iterable[Tensor]) -> None:
 
 
 def modules_kept(model: nn.Module) -> tuple[str, ...]:
-    """Paths of modules that keep their dtype, as 16-bit running averages stop changing."""
+    """Paths of modules with running statistics, which stop changing in 16 bits."""
     return tuple(
         path
         for path, module in model.named_modules()
@@ -90,7 +89,7 @@ def modules_kept(model: nn.Module) -> tuple[str, ...]:
 
 
 def converted(model: nn.Module, kept: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-    """Yields what `convert` converts, by name: parameters and persistent buffers."""
+    """Yields the tensors that `convert` converts, by name: parameters and persistent buffers."""
     # As with Hugging Face's ``from_pretrained(dtype=)`` buffers that are no part of the state dict
     # keep their dtype: tables that modules compute from, such as rotary frequencies, which 16 bits
     # would spoil.
@@ -104,7 +103,7 @@ def converted(model: nn.Module, kept: Collection[str]) -> Iterator[tuple[str, Te
 
 
 def check_range(model: nn.Module, dtype: torch.dtype, kept: Collection[str]) -> None:
-    """Rejects values that would become infinite in a dtype; arguments as in `convert`."""
+    """Rejects finite values that overflow in `dtype`; arguments as in `convert`."""
     for name, tensor in converted(model, kept):
         wider = torch.finfo(tensor.dtype).max > torch.finfo(dtype).max
         if not wider or tensor.is_meta or not tensor.numel():
@@ -117,7 +116,7 @@ def check_range(model: nn.Module, dtype: torch.dtype, kept: Collection[str]) -> 
         if lost.any():
             half = next(half for half, other in HALVES.items() if other is dtype)
             raise GulliverError(
-                f"precision={half!r} cannot hold {name!r}: {values[lost][0].item()} is beyond "
+                f"precision={half!r} cannot represent {name!r}: {values[lost][0].item()} is beyond "
                 f"{torch.finfo(dtype).max:g}; scale it, or use another precision"
             )
 
@@ -134,7 +133,7 @@ def convert(model: nn.Module, dtype: torch.dtype, kept: Collection[str]) -> None
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
-    """Converts floating-point tensors, also those in dicts, lists and tuples."""
+    """Converts floating-point tensors, including those nested in dicts, lists and tuples."""
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     if isinstance(value, dict):
@@ -155,7 +154,6 @@ PRECISIONS = {"bf16": torch.bfloat16}
 
 
 def check_precision(name: Any) -> None:
-    """Rejects a precision that is not supported."""
     if name is not None and name not in PRECISIONS:
         raise GulliverError(
             f"mixed_precision={name!r} is not supported: {nearest(str(name), PRECISIONS)} (or None)"
@@ -163,7 +161,7 @@ def check_precision(name: Any) -> None:
 
 
 class _Autocast:
-    """Enters autocast before a call and exits it afterwards, also if the call fails."""
+    """Enters autocast before a call and exits it afterwards, even if the call raises."""
 
     def __init__(self, device: str, dtype: torch.dtype) -> None:
         self._device, self._dtype = device, dtype
@@ -179,7 +177,7 @@ class _Autocast:
 
 
 def autocast_calls(model: nn.Module, device: str, precision: str) -> None:
-    """Runs every call of `model` under autocast; its parameters stay as they are."""
+    """Runs every call of `model` under autocast; parameters keep their dtype."""
     hooks = _Autocast(device, PRECISIONS[precision])
     model.register_forward_pre_hook(hooks.enter, prepend=True)
     model.register_forward_hook(hooks.leave, always_call=True)
@@ -199,7 +197,7 @@ NO_BLOCKS = (
 
 
 def has_switch(model: nn.Module) -> bool:
-    """Whether a model has its own switch for activation recomputation."""
+    """Whether a model has its own activation checkpointing (`gradient_checkpointing_enable`)."""
     return hasattr(model, "gradient_checkpointing_enable")
 
 
@@ -238,7 +236,6 @@ def _is_block(module: nn.Module) -> bool:
 
 
 def recomputable_blocks(model: nn.Module) -> tuple[str, ...]:
-    """Paths of the blocks that backward can recompute."""
     # The innermost ones that transformers offers, ``""`` for a model that offers none and has the
     # switch, else those of `blocks_of` without running statistics, which would take a batch twice.
     if not has_switch(model):
@@ -250,7 +247,7 @@ def recomputable_blocks(model: nn.Module) -> tuple[str, ...]:
 
 
 def offloadable_blocks(model: nn.Module) -> tuple[str, ...]:
-    """Paths of the blocks that are chosen individually if activations may be offloaded."""
+    """Paths of the blocks whose activations can be offloaded individually."""
     known = recomputable_blocks(model) if has_switch(model) else ()
     return known if known and known != ("",) else blocks_of(model)
 
@@ -260,7 +257,6 @@ def _has_statistics(module: nn.Module) -> bool:
 
 
 def recompute_blocks(model: nn.Module, paths: Sequence[str], offering: Iterable[str]) -> None:
-    """Recomputes blocks in backward instead of keeping their activations."""
     if not has_switch(model):
         recompute_modules(model, paths)
         return
@@ -271,7 +267,7 @@ def recompute_blocks(model: nn.Module, paths: Sequence[str], offering: Iterable[
 
 
 def check_uncompiled(model: nn.Module, paths: Iterable[str]) -> None:
-    """Rejects recomputing compiled blocks that need a wrapper."""
+    """Rejects compiled blocks that could only be recomputed through a wrapper."""
     for path in () if has_switch(model) else paths:
         if any(compiled_call(m) is not None for m in model.get_submodule(path).modules()):
             raise GulliverError(

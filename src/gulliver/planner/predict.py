@@ -1,4 +1,4 @@
-"""Messages of a step in micro-batches and in wire formats."""
+"""Predicts the time of a step from the costs of a batch and its messages."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from gulliver.precision.wire.packing import PackRates, pack_rates
 
 
 def in_parts(message: Message, times: int) -> Message:
-    """Splits a message by micro-batches; messages between stages already are."""
+    """Splits a message by micro-batches, unless it is sent between stages (already split)."""
     if times == 1 or message.behind_s == math.inf:
         return message
     behind = None if message.behind_s is None else message.behind_s / times
@@ -49,7 +49,7 @@ def in_parts(message: Message, times: int) -> Message:
 
 
 def wire_kind(message: Message, links: dict[str, list[tuple[int, Link]]]) -> str:
-    """Kind of a message's contents, one of `gulliver.plan.tree.WIRE_KINDS`."""
+    """Kind of a message's payload, one of `gulliver.plan.tree.WIRE_KINDS`."""
     if message.kind == "all_to_all":
         return "sequence"
     if message.kind == "sends":
@@ -60,7 +60,7 @@ def wire_kind(message: Message, links: dict[str, list[tuple[int, Link]]]) -> str
 
 
 def rates_of_packing(wire: WireFormat, cluster: Cluster | None) -> PackRates:
-    """Packing rates: measured here, or estimated for other machines."""
+    """Packing rates: measured on this machine, or estimated for others."""
     if cluster is None:
         return pack_rates(wire, current_world().device.type)
     each = 8.0 / cluster.device.memory_rate
@@ -68,7 +68,7 @@ def rates_of_packing(wire: WireFormat, cluster: Cluster | None) -> PackRates:
 
 
 def packed_message(message: Message, wire: WireFormat, rates: PackRates, item: int) -> Message:
-    """Packs a message in a wire format; includes the packing time."""
+    """The message in a wire format, including the time to pack it."""
     if wire.name == "identity":
         return message
     elements = message.bytes // item
@@ -84,7 +84,7 @@ def packed(
     links: dict[str, list[tuple[int, Link]]],
     rates: Callable[[WireFormat], PackRates],
 ) -> Message:
-    """Packs a message in the wire format of the plan."""
+    """The message in the plan's wire format for its kind."""
     wire = wire_format(getattr(plan.wire, wire_kind(message, links)))
     item = 2 if plan.precision.parameters != "none" else 4
     return packed_message(message, wire, rates(wire), item)
@@ -99,7 +99,6 @@ HALVES = {"bf16": "bfloat16", "fp16": "float16"}
 
 
 def predict(resolved: ResolvedPlan, cluster: Cluster | None = None) -> ResolvedPlan:
-    """Adds the predicted seconds of a step to a resolved plan."""
     plan, model, tensor = resolved.plan, resolved.model, resolved.tensor
     blocks = _blocks(resolved)
     rates = partial(rates_of_packing, cluster=cluster)
@@ -135,7 +134,7 @@ def predict(resolved: ResolvedPlan, cluster: Cluster | None = None) -> ResolvedP
 
 
 def with_work(resolved: ResolvedPlan, sample: Any) -> Plan:
-    """Adds the costs of a sample to a plan: measured here, or estimated for a model on meta."""
+    """Adds the cost of a sample to a plan: measured, or estimated for a model on meta."""
     plan, model, optimizer = resolved.plan, resolved.model, resolved.optimizer
     autocast = PRECISIONS.get(plan.precision.autocast)
     tensor, blocks = resolved.tensor, _blocks(resolved)
@@ -155,7 +154,7 @@ def with_work(resolved: ResolvedPlan, sample: Any) -> Plan:
 
 @contextmanager
 def _as_it_runs(plan: Plan) -> Iterator[None]:
-    """Context that returns freed memory to the system, as under a memory limit."""
+    """Returns freed memory to the system inside the block, as a run under a memory limit does."""
     freed = FreedMemory() if plan.limited else None
     try:
         yield
@@ -165,7 +164,7 @@ def _as_it_runs(plan: Plan) -> Iterator[None]:
 
 
 def with_mixed(plan: Plan, model: nn.Module, sample: Any) -> Plan:
-    """Adds the peak bytes of a step with mixed activation choices to a plan."""
+    """Adds the peak bytes of a step with the plan's mix of activation choices."""
     tiers = plan.tiers
     if tiers is None or tiers.activations != "mixed":
         return plan
@@ -177,7 +176,7 @@ def with_mixed(plan: Plan, model: nn.Module, sample: Any) -> Plan:
 def tiered_step(
     resolved: ResolvedPlan, cluster: Cluster, seconds: Seconds
 ) -> tuple[TierTraffic, Seconds, int]:
-    """Traffic between tiers, step time with waits, and bytes other than state."""
+    """Traffic between tiers, step time including waits for it, and peak bytes other than state."""
     plan = resolved.plan
     work, tiers = rank_work(resolved), plan.tiers
     assert tiers is not None, "the plan has a limit"
@@ -197,7 +196,7 @@ def _blocks(resolved: ResolvedPlan) -> tuple[str, ...]:
 
 
 def axis_links(plan: Plan, cluster: Cluster) -> dict[str, list[tuple[int, Link]]]:
-    """Size and link of each axis with several ranks; ``replicas`` covers those of ZeRO."""
+    """Size and link of each mesh axis with several ranks; ``replicas`` combines ZeRO's axes."""
     sizes = [plan.mesh.of(name) for name in AXES]
     several = [name for name, size in zip(AXES, sizes, strict=True) if size > 1]
     # Links need a cluster as large as the mesh.
@@ -213,7 +212,7 @@ def axis_links(plan: Plan, cluster: Cluster) -> dict[str, list[tuple[int, Link]]
 
 
 def free_share(device: Device, ranks: int) -> float:
-    """Share of communication that needs no compute units."""
+    """Share of communication that does not slow down compute."""
     if device.overlap is not None:
         return device.overlap
     busy = ranks * torch.get_num_threads()
@@ -222,7 +221,6 @@ def free_share(device: Device, ranks: int) -> float:
 
 
 def _computed(plan: Plan, share: float) -> float:
-    """A rank's share of one process's compute, summed over stages."""
     # [Note: what tensor ranks do not divide] Norms, residual additions and rotary embeddings see
     # whole hidden states on every tensor rank. They have few parameters but take a tenth of a
     # forward or more, so seconds are divided by where they were spent.
@@ -286,7 +284,7 @@ def _costs(
 
 
 def passes(work: Work, share: float, tensor: int, times: int) -> tuple[float, float]:
-    """Seconds of the forward and the backward of a batch in micro-batches, summed over stages."""
+    """Forward and backward seconds of a batch in micro-batches, summed over stages."""
     # [Note: what does not shrink] Ranks that share a model, and micro-batches, divide the FLOPs.
     # But each of them launches every operation and reads all of its weights.
     least = times * work.weights_s / tensor
@@ -313,7 +311,7 @@ def by_kind(costs: StepCosts) -> Seconds:
 def _pipelined(
     plan: Plan, links: dict[str, list[tuple[int, Link]]], forward: float, backward: float
 ) -> tuple[float, float]:
-    """Bubble seconds of the busiest rank, and its share of the work."""
+    """Pipeline bubble in seconds, and the share of the work on the busiest rank."""
     line, ranks = plan.pipeline, plan.mesh.of("pipeline")
     if not forward:
         return 0.0, sum(line.shares[::ranks])
@@ -343,7 +341,7 @@ def model_messages(
     own: float,
     attention: Volume,
 ) -> Iterator[Message]:
-    """Messages between ranks that share a model, for the whole batch."""
+    """Messages between the ranks of one replica, for the whole batch."""
     if "tensor" in links:
         yield from _tensor_messages(plan, links["tensor"], again, own)
     if "sequence" in links:
@@ -450,7 +448,7 @@ def shared_messages(plan: Plan, line: list[tuple[int, Link]], times: int = 1) ->
 def zero_messages(
     stage: int, kind: str, size: int, number: float, line: Sequence[tuple[int, Link]], times: int
 ) -> Iterator[Message]:
-    """ZeRO's messages of one size, by the pass that overlaps with them."""
+    """ZeRO's messages of one size, each with the pass that overlaps it."""
     gathers = kind == "all_gather"
     # Stages that keep no whole gradients reduce them after every backward.
     once = stage < 2 or (stage == 2 and gathers)
@@ -466,7 +464,6 @@ def zero_messages(
 
 
 def _activations(plan: Plan, share: float, blocks: int) -> int:
-    """Activation bytes of a rank; with a pipeline, of all micro-batches in flight."""
     again = len(plan.recompute) / blocks if blocks else 0.0
     inputs = plan.work.hidden_bytes * len(plan.recompute)
     kept = share * (plan.work.activations * (1 - again) + inputs)

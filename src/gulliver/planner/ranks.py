@@ -1,7 +1,7 @@
 """Tensors, chunks and work of each rank of a plan.
 
-Ranks of a pipeline have different layers, and tensor ranks may have parts of different sizes;
-memory is planned for the rank that needs most (`largest_residency`).
+Pipeline ranks have different layers, and tensor ranks may have shards of different sizes; memory is
+planned for the rank that needs the most (`largest_residency`).
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from gulliver.solve.timeline import FORWARD as FIRST
 from gulliver.solve.timeline import INPUTS
 
 Stages = tuple[Stack, Cut, tuple[tuple[int, ...], ...]]
-"""Blocks of a model, how they are cut, and the numbers of the stages on each rank."""
+"""Blocks of a model, their split into stages, and the stage numbers of each rank."""
 
 NUMBERED = re.compile(r"(.*\.\d+)\..*")
-"""Path of the innermost module of a list, and what is in it."""
+"""Matches names inside a module list; the group is the path of the list's entry."""
 KEPT_WHOLE = 0.5
-"""Maximum share of activations replicated over a tensor or sequence axis, such as norms."""
+"""Maximum share of activations that is replicated over a tensor or sequence axis (norms)."""
 
 
 @dataclass(frozen=True)
 class ResolvedPlan:
-    """A plan and how it shards its model, computed once for prediction and execution."""
+    """A plan with its model's sharding, computed once for prediction and execution."""
 
     # Choices, and results as far as they are known.
     plan: Plan
@@ -61,18 +61,18 @@ class ResolvedPlan:
     )
 
     def with_plan(self, plan: Plan) -> ResolvedPlan:
-        """The same sharding with a plan that differs only in other choices or results."""
+        """The same sharding with a plan that differs only in choices that do not affect it."""
         return replace(self, plan=plan)
 
     def sizes(self, place: tuple[int, int] = (0, 0)) -> list[TensorSize]:
-        """Parameters of the rank at a position on the pipeline and tensor axes."""
+        """Parameters of the rank at coordinates (pipeline, tensor)."""
         if place not in self._sizes:
             self._sizes[place] = _tensor_sizes(self, place)
         return self._sizes[place]
 
 
 def rank_state(resolved: ResolvedPlan, place: tuple[int, int]) -> StateBytes:
-    """State of one rank, and the order in which a step uses it."""
+    """State of one rank, and the order in which a step accesses it."""
     plan = resolved.plan
     found = state_bytes(plan, resolved.sizes(place))
     if plan.mesh.names_model:
@@ -83,7 +83,7 @@ def rank_state(resolved: ResolvedPlan, place: tuple[int, int]) -> StateBytes:
 
 
 def order_of_use(plan: Plan, model: nn.Module) -> list[str]:
-    """Parameter names in the order of a forward, if chunks follow that order."""
+    """Parameter names in forward order, if chunks follow that order."""
     # A tied one appears at each of its names. The order matters where several ranks gather chunks,
     # in one common order: a chunk used before others that precede it gathers those too, so the
     # first step, whose order is not known yet, would hold nearly the whole model.
@@ -97,7 +97,7 @@ def order_of_use(plan: Plan, model: nn.Module) -> list[str]:
 
 
 def _forward_order(model: nn.Module) -> list[str]:
-    """Parameter names in the order of a forward; a tied one at each of its names."""
+    """Parameter names in forward order; a tied parameter appears under each name."""
     # Blocks of transformers register norms after the layers that they run before or around.
     named = list(model.named_parameters(remove_duplicate=False))
     blocks = dict[str, list[tuple[str, nn.Parameter]]]()
@@ -108,7 +108,7 @@ def _forward_order(model: nn.Module) -> list[str]:
 
 
 def _within(path: str, found: Sequence[tuple[str, nn.Parameter]]) -> list[str]:
-    """Names of a block's parameters in order, with norms moved next to their layers."""
+    """Orders a block's parameters, moving norms next to their layers."""
     children = dict[str, list[str]]()
     small = dict[str, bool]()
     for name, parameter in found:
@@ -127,13 +127,13 @@ def _within(path: str, found: Sequence[tuple[str, nn.Parameter]]) -> list[str]:
 
 
 def rank_states(resolved: ResolvedPlan) -> list[StateBytes]:
-    """Distinct states of all ranks."""
+    """Distinct states among all ranks."""
     found = (rank_state(resolved, place) for place in places(resolved.plan))
     return list(dict.fromkeys(found))
 
 
 def places(plan: Plan) -> dict[tuple[int, int], int]:
-    """First rank at each position on the pipeline and tensor axes."""
+    """First rank at each (pipeline, tensor) coordinate."""
     mesh = plan.mesh
     stride = mesh.size // mesh.of("pipeline")
     ways = itertools.product(range(mesh.of("pipeline")), range(mesh.of("tensor")))
@@ -143,14 +143,14 @@ def places(plan: Plan) -> dict[tuple[int, int], int]:
 def largest_residency(
     states: Sequence[StateBytes], tiers: Tiers, work: Work, policy: Policy = "planned"
 ) -> StateResidency:
-    """Residency of the rank that needs the most memory; errors name the minimum for all."""
+    """Residency on the rank that needs the most memory; errors name the minimum over all ranks."""
     ordered = sorted(states, key=lambda state: -least_bytes(state, tiers))
     first, *_ = (find_residency(state, tiers, work, policy) for state in ordered)
     return first
 
 
 def _passes(plan: Plan, model: nn.Module, stages: Stages, place: int) -> Passes:
-    """Names that each forward and backward of a micro-batch uses, in the order of the schedule."""
+    """Parameter names that each forward and backward of a micro-batch uses, in schedule order."""
     stack, cut, numbers = stages
     schedule, count = plan.pipeline.schedule, plan.pipeline.micro_batches or 2 * cut.stages
     check_counts(schedule, cut.stages, len(numbers), count)
@@ -167,7 +167,7 @@ def _passes(plan: Plan, model: nn.Module, stages: Stages, place: int) -> Passes:
 
 
 def rank_work(resolved: ResolvedPlan) -> Work:
-    """Work of a batch on the busiest rank; an upper bound of bytes."""
+    """Cost of a batch on the busiest rank; bytes are an upper bound."""
     plan, tensor, stages = resolved.plan, resolved.tensor, resolved.stages
     work, degree = plan.work, plan.mesh.of("sequence")
     if plan.zero is not None and plan.zero.unequal:
@@ -193,19 +193,16 @@ def rank_work(resolved: ResolvedPlan) -> Work:
 
 
 def _again_s(plan: Plan) -> float:
-    """Seconds of recomputation in backward."""
     work, again = plan.work, set(plan.recompute)
     known = [block.forward_s for block in work.blocks if block.path in again]
     return sum(known) if known or not again else (work.share_blocks or 1.0) * work.forward_s
 
 
 def _again_share(plan: Plan) -> float:
-    """Share of a forward's operations that are recomputed."""
     return (plan.work.share_blocks or 1.0) if plan.recompute else 0.0
 
 
 def _tensor_sizes(resolved: ResolvedPlan, place: tuple[int, int]) -> list[TensorSize]:
-    """A rank's parameters in model order, before ZeRO shards them."""
     plan, model, tensor = resolved.plan, resolved.model, resolved.tensor
     stepper = resolved.optimizer or no_optimizer()
     groups = {p: group for group in stepper.param_groups for p in group["params"]}
@@ -242,7 +239,7 @@ def _tensor_sizes(resolved: ResolvedPlan, place: tuple[int, int]) -> list[Tensor
 
 
 def _turns(plan: Plan, model: nn.Module) -> dict[nn.Parameter, list[int]]:
-    """Positions of parameters in the order of use; tied ones have several."""
+    """Positions of each parameter in the order of use; tied parameters have several."""
     known = dict(model.named_parameters(remove_duplicate=False))
     turns: dict[nn.Parameter, list[int]] = {}
     for turn, name in enumerate(order_of_use(plan, model) or _forward_order(model)):
@@ -257,7 +254,7 @@ def _dtype_in(plan: Plan, name: str, parameter: nn.Parameter) -> torch.dtype:
 
 
 def cut_numel(name: str, parameter: nn.Parameter, tensor: TensorPlan | None, rank: int) -> int:
-    """Elements of a parameter on a rank of the tensor axis."""
+    """Number of elements of a parameter's shard on a tensor rank."""
     path, _, own = name.rpartition(".")
     placed = None if tensor is None else tensor.modules.get(path)
     if tensor is None or placed is None or own not in placed.dims:
@@ -268,7 +265,6 @@ def cut_numel(name: str, parameter: nn.Parameter, tensor: TensorPlan | None, ran
 
 
 def state_bytes(plan: Plan, sizes: list[TensorSize]) -> StateBytes:
-    """Sizes of a rank's chunks and of their optimizer state."""
     zero = plan.zero
     assert zero is not None, "there are chunks"
     order = [name for chunk in zero.chunks for name in chunk.tensors]
@@ -308,7 +304,6 @@ def _chunk_bytes(
     trained: set[str],
     ranks: int,
 ) -> tuple[ChunkBytes, tuple[int, ...]]:
-    """Bytes of a chunk, and of each tensor of its optimizer state."""
     names = tuple(slot.name for slot in layout.slots)
     is_trained = names[0] in trained
     master = shard_dtype(dtype, is_trained)
@@ -328,13 +323,12 @@ def _chunk_bytes(
 
 
 def _shown_bytes(wires: ZeroWires, layout: ChunkLayout, dtype: torch.dtype) -> int:
-    """Bytes of the unpacked copy of a shard that other ranks see, kept for packed parameters."""
+    """Bytes of the unpacked copy of a shard, needed if parameters travel in a packed format."""
     packed = wires.of_parameters(layout.parts, layout.part_size, dtype) is not IDENTITY
     return layout.part_size * dtype.itemsize * packed
 
 
 def _uses(sizes: list[TensorSize], laid_out: list[str]) -> tuple[str, ...]:
-    """Parameter names in the order in which chunks are used."""
     kinds = {tensor.name: (tensor.trained, tensor.frozen_trainable) for tensor in sizes}
     inside = set(laid_out)
     for kind in set(kinds.values()):
@@ -347,7 +341,7 @@ def _uses(sizes: list[TensorSize], laid_out: list[str]) -> tuple[str, ...]:
 
 
 def _taken(plan: Plan, chunks: Sequence[ChunkBytes]) -> tuple[tuple[int, ...], ...]:
-    """Sizes of offloaded activations, by the last chunk that their block uses."""
+    """Sizes of offloaded activations, grouped by the last chunk that their block uses."""
     # Of a block only the total and the largest size are known: assume equal ones.
     tiers = plan.tiers
     if tiers is None or not tiers.takes_activations:

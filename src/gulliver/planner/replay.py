@@ -1,9 +1,8 @@
 """Replays training steps under a memory limit, with chunks as plain numbers.
 
-The replay runs the decision code of the memory manager
-(`gulliver.solve.replacement.Replacement`), so the predicted moves are the real ones. Nothing is
-allocated, and a model may be on meta. Start reading at `Replay.step`, the order in which training
-uses state.
+The replay runs the memory manager's own policy (`gulliver.solve.replacement.Replacement`), so it
+predicts the actual moves. Nothing is allocated, and the model may be on the meta device. Start
+reading at `Replay.step`.
 """
 
 from __future__ import annotations
@@ -39,8 +38,7 @@ from gulliver.planner.state_bytes import (
 )
 from gulliver.solve.replacement import Action, MiddleReplacement, Move, Policy, Replacement
 
-WINDOW = 2
-"""Minimum number of chunks with parameters in use at once."""
+WINDOW = 2  # minimum number of chunks whose parameters are on the device together
 
 
 @dataclass
@@ -60,7 +58,7 @@ class PendingMove:
 
 @dataclass
 class ReplayedUse:
-    """A replayed use of a chunk."""
+    """One access to a chunk, and the moves it caused."""
 
     # Part of the step.
     phase: str
@@ -74,14 +72,13 @@ class ReplayedUse:
     held: dict[str, int] = field(default_factory=dict)
 
     def note(self, counter: ByteCounter) -> None:
-        """Records peak bytes."""
         if counter.total > sum(self.held.values()):
             self.held = dict(counter.live)
 
 
 @dataclass
 class TierContents:
-    """Contents of a tier during a replay."""
+    """Objects in a tier during a replay."""
 
     core: Replacement
     # Objects in it.
@@ -94,7 +91,7 @@ class TierContents:
     coming: dict[Key, tuple[PendingMove, int]] = field(default_factory=dict)
 
     def move(self, move: Move, key: Key, size: int, visits: int) -> PendingMove | None:
-        """Moves an object; returns the transfer, if any."""
+        """Moves an object; returns the transfer, or None if none is needed."""
         if move in (Move.LOAD, Move.MAKE):
             self.keys.add(key)
             self.bytes += size
@@ -111,14 +108,14 @@ class TierContents:
         return PendingMove(key, size, True) if move is Move.WRITE else None
 
     def used(self, key: Key, visits: int) -> None:
-        """Records the number of visits between a move and the use of its object."""
+        """Records how many visits passed between a transfer's start and the object's first use."""
         if key in self.coming:
             coming, sent = self.coming.pop(key)
             coming.until = visits - sent
 
 
 class Replay:
-    """Replays steps of training."""
+    """Replays training steps."""
 
     def __init__(
         self,
@@ -169,11 +166,10 @@ class Replay:
 
     @property
     def minimum(self) -> int:
-        """Peak bytes needed at once so far."""
+        """Peak bytes pinned so far, the minimum for any policy."""
         return self._core.minimum
 
     def step(self) -> list[ReplayedUse]:
-        """Forward, backward and update, chunk by chunk."""
         self._seen = []
         for held in (self.held, self.behind):
             if held is not None:
@@ -252,7 +248,6 @@ class Replay:
                 self._reduce(number, number in begun)
 
     def _add_up(self, number: int, begun: set[int]) -> None:
-        """Adds the gradient of a micro-batch to the accumulated ones."""
         if self.state.chunks[number].trained:
             self.use(self._sum(number), write=number in begun, fresh=number not in begun)
             begun.add(number)
@@ -265,11 +260,10 @@ class Replay:
         self.done(self._sum(number))
 
     def _sum(self, number: int) -> Key:
-        """Key of gradients accumulated over micro-batches."""
         return ("collected" if self.state.is_gathered(number) else "gradient", number)
 
     def _reduce(self, number: int, begun: bool) -> None:
-        """Reduces accumulated gradients to the shards."""
+        """Reduces a chunk's accumulated gradient to its shards."""
         self.use(self._sum(number), write=begun, fresh=not begun)
         if self.state.is_gathered(number):
             self.use(("gradient", number), fresh=True)
@@ -279,7 +273,7 @@ class Replay:
             self.forget(("collected", number))
 
     def _enter(self, number: int) -> None:
-        """Releases unused objects and replays the access to a chunk's parameters."""
+        """Evicts idle objects and replays the access to a chunk's parameters."""
         if number in self._entered:
             return
         first, last = self._together[number]
@@ -333,7 +327,7 @@ class Replay:
             self._finish_reduction(landed)
 
     def _finish_reduction(self, number: int) -> None:
-        """Completes a gradient; updates the chunk if steps run in backward."""
+        """Completes a chunk's reduction; updates it if the optimizer steps in backward."""
         self._collected.remove(number)
         if self.state.chunks[number].copied:
             self.use(("gradient", number), fresh=True)
@@ -382,7 +376,6 @@ class Replay:
         self._run(self._core.done(key))
 
     def discard(self, number: int) -> None:
-        """Discards the gradient of a chunk."""
         self.forget(("gradient", number))
 
     def forget(self, key: Key) -> None:
@@ -412,7 +405,6 @@ class Replay:
             self.decides = self._seen[-1].chunk
 
     def visit(self, phase: str, number: int) -> None:
-        """Begins a visit to a chunk in a phase."""
         self._visits += 1
         self._seen.append(ReplayedUse(phase, number))
         self._seen[-1].note(self.counter)
@@ -443,7 +435,7 @@ class Replay:
 
 
 class MultiRankReplay(StepReplay):
-    """Steps of one of several ranks, with ZeRO's gathers and reductions."""
+    """Replays steps of one of several ranks, with ZeRO's all-gathers and reduce-scatters."""
 
     def __init__(self, replay: Replay) -> None:
         state = replay.state
@@ -507,7 +499,7 @@ class MultiRankReplay(StepReplay):
         self._replay.done(("gradient", chunk.number))
 
     def _step(self) -> None:
-        """Updates the chunks that backward has not updated."""
+        """Replays the update of chunks that were not updated in backward."""
         self._sent.clear()
         for chunk in self._unstepped[:]:
             self._replay.visit(UPDATE, chunk.number)
@@ -522,7 +514,7 @@ class MultiRankReplay(StepReplay):
 
 
 class MicroBatches(MultiRankReplay):
-    """Steps of a pipeline, which accumulates gradients until the last micro-batch; see `Replay`."""
+    """Replays a pipelined step, which accumulates gradients until the last micro-batch."""
 
     def __init__(self, replay: Replay) -> None:
         super().__init__(replay)
@@ -548,7 +540,6 @@ class MicroBatches(MultiRankReplay):
         yield "prefetched", -1
 
     def _backward(self, names: tuple[str, ...]) -> Iterator[Event]:
-        """Replays the backward of a micro-batch and unpins complete chunks."""
         left = {number: set(self.chunks[number].size.names) for number in self._homes.values()}
         first = {name: place for place, name in reversed(list(enumerate(names)))}
         for uses, members in backward_uses(names, self._replay.state.blocks):
@@ -592,7 +583,7 @@ class MicroBatches(MultiRankReplay):
 
 
 class UnequalRanks(MicroBatches):
-    """Steps of ranks with unequal work: each copies full chunks when a step begins.
+    """Replays steps of ranks with unequal work, which copy full chunks when a step begins.
 
     Nothing is gathered or reduced until the last micro-batch, so chunks move as on a single rank.
     """
@@ -611,7 +602,6 @@ class UnequalRanks(MicroBatches):
         super().step()
 
     def _events(self) -> Iterator[Event]:
-        """Micro-batches, release of the copies, and reductions."""
         *events, _ = super()._events()
         reduced = next(n for n, (what, _) in enumerate(events) if what == "reduced")
         yield from events[:reduced]

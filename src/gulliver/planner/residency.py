@@ -1,7 +1,7 @@
-"""Residency of state: what stays on the device, what moves, and the cost.
+"""Plans which state stays on the device and which moves, and predicts the cost.
 
-`find_residency` replays the steps of a plan and rejects a limit that is too small, naming the
-smallest sufficient one.
+`find_residency` replays a plan's steps; if the limit is too small, the error names the smallest
+sufficient one.
 """
 
 from __future__ import annotations
@@ -33,19 +33,16 @@ from gulliver.planner.replay import Replay, ReplayedUse
 from gulliver.planner.state_bytes import BACKWARD, FORWARD, UPDATE, Key, StateBytes
 from gulliver.solve.replacement import Policy
 
-STEPS, MORE = 4, 2
-"""Replayed steps, after which moves repeat, also on a third tier."""
+STEPS, MORE = 4, 2  # steps after which the moves repeat, with two tiers and with three
 ENDLESS = 1 << 60
 GIB = 2**30
-KNOWN = 32
-"""Cached replays, as a boost needs the same ones several times."""
-FEW, MANY = 8, 96
-"""Least and most chunks that a size is tried for."""
+KNOWN = 32  # number of cached replays; one `boost` needs the same ones several times
+FEW, MANY = 8, 96  # bounds on the number of chunks; sizes that yield fewer or more are not tried
 
 
 @dataclass(frozen=True)
 class StateResidency:
-    """Residency of a rank's state over a step under a limit."""
+    """Residency of a rank's state over a step under a memory limit."""
 
     # State of a rank.
     state: StateBytes
@@ -59,7 +56,7 @@ class StateResidency:
     moved: TierTraffic
 
     def seconds(self, work: Work, rates: TierRates) -> TieredSeconds:
-        """Seconds of a step; with three tiers, of the slower link."""
+        """Time of a step; with three tiers, limited by the slower link."""
         found = tiered_seconds(_visits(self.visits, work, self.state), rates)
         if rates.behind is None:
             return found
@@ -69,7 +66,7 @@ class StateResidency:
 
 
 def other_bytes(tiers: Tiers, work: Work) -> int:
-    """Bytes that a step needs in addition to state; 0 if unknown."""
+    """Peak bytes of a step in addition to state; 0 if unknown."""
     found = {
         "recompute": work.peak_recomputed,
         "offload": work.peak_offloaded,
@@ -79,14 +76,13 @@ def other_bytes(tiers: Tiers, work: Work) -> int:
 
 
 def least_bytes(state: StateBytes, tiers: Tiers) -> int:
-    """Minimum device memory for a rank's state."""
     least, _, most = state_needs(state, tiers)
     return least if tiers.host or tiers.disk is not None else most
 
 
 @lru_cache(maxsize=KNOWN)
 def state_needs(state: StateBytes, tiers: Tiers) -> tuple[int, int, int]:
-    """Minimum bytes in use at once, the chunk that determines them, and bytes of all state."""
+    """Minimum bytes in use together, the chunk that determines them, and bytes of all state."""
     endless = _endless(state, tiers)
     # A backward that accumulates does not step, nor does one that waits for clipping.
     waiting = replace(tiers, step_in_backward=False)
@@ -99,7 +95,6 @@ def state_needs(state: StateBytes, tiers: Tiers) -> tuple[int, int, int]:
 def find_residency(
     state: StateBytes, tiers: Tiers, work: Work, policy: Policy = "planned"
 ) -> StateResidency:
-    """Replays a step under a limit."""
     other = other_bytes(tiers, work)
     least, deciding, most = state_needs(state, tiers)
     behind = tiers.disk_bytes + tiers.host
@@ -144,7 +139,7 @@ def find_residency(
 
 
 def largest_made(state: StateBytes) -> tuple[int, int]:
-    """Maximum bytes for creating a chunk and its shard, and the chunk's number."""
+    """Largest size of a chunk with its shard, in bytes, and the chunk's number."""
     made = (whole_pages(chunk.whole) + whole_pages(chunk.shard) for chunk in state.chunks)
     return max(((size, number) for number, size in enumerate(made)), default=(0, 0))
 
@@ -161,20 +156,20 @@ def _needs(replay: Replay) -> int:
 
 
 def _again(state: StateBytes) -> int:
-    """Extra bytes on several ranks when modules run out of the planned order."""
+    """Extra bytes, with several ranks, if modules run in another order than planned."""
     # Then a chunk is gathered again and stays. The others use the memory of gradients in flight,
     # which are waited for early if there is none left.
     return max((c.whole + c.shard for c in state.chunks), default=0) if state.parts > 1 else 0
 
 
 def _refuse_behind(state: StateBytes, tiers: Tiers, behind: int, roomy: int, needed: bool) -> None:
-    """Rejects slower tiers that cannot hold every object, since any may be evicted."""
+    """Raises because the slower tiers cannot hold all objects, any of which may be evicted."""
     # So may whole gradients during accumulation.
     named = [f"disk={tiers.disk!r}"] if tiers.disk is not None else []
     named += ["host_limit"] if tiers.host else []
     gives, each = ("gives", "it") if len(named) == 1 else ("give", "them")
     why = "do not fit the memory limit" if needed else "may have to be evicted"
-    instead = f"raise the limit to {size_at_least(roomy)}" if needed else f"leave {each} out"
+    instead = f"raise the limit to {size_at_least(roomy)}" if needed else f"omit {each}"
     raise GulliverError(
         f"{' and '.join(named)} {gives} {size_text(behind)}, and {size_text(state.reserved)} of "
         f"state {why}: give {each} {size_at_least(state.reserved)}, or {instead}"
@@ -182,7 +177,7 @@ def _refuse_behind(state: StateBytes, tiers: Tiers, behind: int, roomy: int, nee
 
 
 def _check_host(state: StateBytes, tiers: Tiers) -> None:
-    """Rejects host memory without room for transfers between device and disk."""
+    """Rejects a host tier without room for transfers between device and disk."""
     largest = max((whole_pages(one.nbytes) for one in state.objects()), default=0)
     least, beyond = largest, state.reserved - tiers.disk_bytes
     if beyond > 0:
@@ -190,13 +185,12 @@ def _check_host(state: StateBytes, tiers: Tiers) -> None:
     if tiers.host < least:
         raise GulliverError(
             f"host_limit={size_text(tiers.host)} is too small for disk={tiers.disk!r} with "
-            f"{size_text(tiers.disk_bytes)}: transfers and what exceeds the disk need "
-            f"{size_text(least)}; set it to {size_at_least(least)}, or leave it out"
+            f"{size_text(tiers.disk_bytes)}: transfers and state beyond the disk need "
+            f"{size_text(least)}; set it to {size_at_least(least)}, or omit it"
         )
 
 
 def _named(state: StateBytes, number: int) -> str:
-    """Describes a chunk by its contents."""
     if not state.chunks:
         return "no chunk"
     chunk = state.chunks[number]
@@ -206,7 +200,7 @@ def _named(state: StateBytes, number: int) -> str:
 
 
 def _visits(visits: Sequence[ReplayedUse], work: Work, state: StateBytes) -> list[Visit]:
-    """Visits with their seconds: a phase is divided among chunks by their bytes."""
+    """Visits with their times; a phase's time is divided among chunks by size."""
     whole = {
         phase: sum(state.chunks[s.chunk].whole for s in visits if s.phase == phase) or 1
         for phase in (FORWARD, BACKWARD)
@@ -231,7 +225,6 @@ def _visits(visits: Sequence[ReplayedUse], work: Work, state: StateBytes) -> lis
 
 
 def _passed(chunk: ChunkBytes, phase: str) -> int:
-    """Bytes of a chunk that a visit copies or compares."""
     # Parameters are checksummed when gathered and freed, to notice writes; gradients are copied.
     # Memory written without having been read counts twice.
     gathered = (chunk.shard + 2 * chunk.whole) * chunk.copied
@@ -250,7 +243,7 @@ def tier_rates(tiers: Tiers, cluster: Cluster) -> TierRates | None:
 def priced(
     found: StateResidency, tiers: Tiers, work: Work, cluster: Cluster
 ) -> tuple[TierTraffic, TieredSeconds | None]:
-    """Adds bottleneck and price of memory to the planned traffic; also returns the step time."""
+    """Adds bottleneck and value of more memory to the traffic; also returns the step time."""
     rates = tier_rates(tiers, cluster)
     if rates is None:
         return found.moved, None

@@ -1,7 +1,7 @@
 """Derives the results of a plan's choices for a model, without changing the model.
 
-Plans from plugins and from files are resolved in the same way, with the same result in one process
-as on many ranks. Results in a file are ignored, with a message if they differ.
+Plans from plugins and files are resolved in the same way, and the result does not depend on the
+number of processes. Results stored in a file are recomputed, and differences are logged.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from gulliver.planner.residency import least_bytes
 def cut_model(
     plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> ResolvedPlan:
-    """Shards a model by a plan's choices, without computing results."""
+    """Shards a model by a plan's choices, without predicting costs."""
     return ResolvedPlan(plan, model, optimizer, plan_tensors(plan, model), plan_stages(plan, model))
 
 
@@ -98,7 +98,6 @@ def resolve(
 
 
 def _of_fullest(resolved: ResolvedPlan) -> Predicted:
-    """Predicted bytes of the fullest rank."""
     plan, held = resolved.plan, dict[int, MemoryPlan]()
     tiers = plan.tiers
     if tiers is not None:
@@ -118,7 +117,7 @@ def _of_fullest(resolved: ResolvedPlan) -> Predicted:
 
 
 def _check_kept(plan: Plan, model: nn.Module) -> None:
-    """Rejects `precision.kept` paths without parameters."""
+    """Rejects `precision.kept` paths of modules without parameters or buffers."""
     paths = dict(model.named_modules())
     own = {
         path
@@ -127,7 +126,7 @@ def _check_kept(plan: Plan, model: nn.Module) -> None:
     }
     for number, path in enumerate(plan.precision.kept):
         if path not in own:
-            what = "has no own parameters" if path in paths else "the model does not have"
+            what = "has no direct parameters" if path in paths else "the model does not have"
             where = _lined(plan, f"precision.kept[{number}]")
             raise GulliverError(f"{where} names {path!r}, which {what}: {nearest(path, own)}")
 
@@ -142,14 +141,12 @@ def _model(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None
     )
     if plan.lines and plan.model.parameters not in (0, found.parameters):
         told = plan.describe_field("model.parameters")
-        raise GulliverError(
-            f"{told}, but the model has {found.parameters}: leave section model out"
-        )
+        raise GulliverError(f"{told}, but the model has {found.parameters}: remove section model")
     return found
 
 
 def plan_tensors(plan: Plan, model: nn.Module) -> TensorPlan | None:
-    """How tensors are sharded over the tensor axis; None if they are not."""
+    """Describes how tensors are sharded over the tensor axis; None without one."""
     # Styles that differ from the known ones were edited by hand, and become rules.
     size, layout = plan.mesh.of("tensor"), plan.tensor
     if size == 1:
@@ -192,14 +189,13 @@ def plan_tensors(plan: Plan, model: nn.Module) -> TensorPlan | None:
 
 
 def _unfit_rules(plan: Plan, model: nn.Module) -> list[str]:
-    """Rules that match no module of the model."""
     paths = [path for path, _ in model.named_modules()]
     fits = {rule: any(best_match(p, {rule: ""}) for p in paths) for rule in plan.tensor.rules}
     return [rule for rule, found in fits.items() if not found]
 
 
 def _check_rules(plan: Plan, model: nn.Module) -> None:
-    """Rejects rules from a file that match no module."""
+    """Rejects rules in a plan file that match no module."""
     for rule in _unfit_rules(plan, model) if plan.lines else ():
         ends = {path.rpartition(".")[2] for path, _ in model.named_modules() if path}
         where = _lined(plan, join("tensor.rules", rule))
@@ -207,7 +203,6 @@ def _check_rules(plan: Plan, model: nn.Module) -> None:
 
 
 def styles_of(plan: TensorPlan) -> dict[str, str]:
-    """Style of each path with parameters."""
     cut = {path: placed.style for path, placed in plan.modules.items()}
     return cut | {path: "replicate" for path in plan.replicated if path not in cut}
 
@@ -230,7 +225,7 @@ def plan_stages(plan: Plan, model: nn.Module) -> Stages | None:
 
 
 def _check_blocks(plan: Plan, model: nn.Module, stack: Stack) -> None:
-    """Rejects wrong declarations about blocks before any block runs."""
+    """Checks a plan's declarations about blocks before any block runs."""
     line = plan.pipeline
     known = stack_of(model, line.blocks).extra if line.extra != -1 else -1
     if known not in (-1, line.extra):
@@ -271,7 +266,9 @@ def _with_chunks(plan: Plan, model: nn.Module, sizes: list[TensorSize]) -> Plan:
                 told = f"{_lined(plan, where)} names {name!r}"
                 raise GulliverError(f"{told}, which is not a parameter: {nearest(name, known)}")
             if order.count(name) > 1:
-                raise GulliverError(f"{_lined(plan, where)} names {name!r}, which is named twice")
+                raise GulliverError(
+                    f"{_lined(plan, where)} names {name!r}, which occurs more than once"
+                )
     found = ordered_layouts(sizes, order, zero.chunk_bytes, zero.stage, plan.mesh.replicas)
     chunks = tuple(
         ChunkPlan(
@@ -290,7 +287,6 @@ def _lined(plan: Plan, name: str) -> str:
 
 
 def predict_memory(plan: Plan, model: nn.Module, sizes: list[TensorSize]) -> MemoryPlan:
-    """Peak bytes of model state on a rank."""
     trained = [t for t in sizes if t.trained]
     zero = plan.zero
     if zero is None:
@@ -322,7 +318,7 @@ RESULTS = ("model", "predicted", "reasons")
 
 
 def differences(given: Plan, found: Plan) -> str | None:
-    """Describes results in a file that differ from the computed ones; None if none do."""
+    """Describes where results stored in a file differ from the computed ones; None if nowhere."""
     if not given.lines:
         return None
     names = [name for name in RESULTS if _says(given, name) and _differ(given, found, name)]
@@ -351,7 +347,6 @@ def _differ(given: Plan, found: Plan, name: str) -> bool:
 
 
 def recomputable(plan: Plan, model: nn.Module, stages: Stages | None) -> tuple[str, ...]:
-    """Paths of the blocks that can be recomputed."""
     # Those of a pipeline, else of `recomputable_blocks`.
     if stages is not None:
         return stages[0].blocks

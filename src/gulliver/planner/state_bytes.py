@@ -14,12 +14,12 @@ BEGIN, FORWARD, BACKWARD, UPDATE = "begin", "forward", "backward", "update"
 REDUCE = "reduce"
 Key = tuple[str, *tuple[int, ...]]
 Passes = tuple[tuple[str, tuple[str, ...]], ...]
-"""Forwards and backwards of micro-batches, with the names that each uses, in order."""
+"""Forward and backward passes of micro-batches, each with the parameter names it uses, in order."""
 
 
 @dataclass(frozen=True)
 class StateObject:
-    """A state object with its own residency."""
+    """A part of the state that moves between tiers as a unit."""
 
     # What it is, and of which chunk.
     key: Key
@@ -60,19 +60,18 @@ class StateBytes:
 
     @property
     def total(self) -> int:
-        """Bytes of all objects, in whole pages."""
+        """Bytes of all objects, rounded up to pages."""
         return sum(whole_pages(o.nbytes) for o in self.objects())
 
     @property
     def reserved(self) -> int:
-        """Bytes that slower tiers may need: all objects, full gradients, and `later`."""
+        """Bytes to reserve in slower tiers: all objects, full gradients, and `later`."""
         waiting = sum(whole_pages(c.whole) for c in self.chunks if c.trained and not self.unequal)
         found = self.total + waiting + self.later
         # Micro-batches move all of it, and space of one size class does not serve another.
         return found + found // 4 if self.passes else found
 
     def objects(self) -> Iterator[StateObject]:
-        """All objects, in order of creation."""
         for number, chunk in enumerate(self.chunks):
             kind = OPTIMIZER_STATE if chunk.copied else PARAMETERS
             yield StateObject(("master", number), kind, chunk.shard, number)
@@ -92,15 +91,15 @@ class StateBytes:
 
     @property
     def has_copies(self) -> bool:
-        """Whether full chunks of parameters are separate objects."""
+        """Whether full chunks of parameters are separate objects from their shards."""
         return self.unequal and self.parts > 1
 
     def is_gathered(self, number: int) -> bool:
-        """Whether a chunk is used in a buffer separate from its shard."""
+        """Whether a chunk is gathered into a buffer separate from its shard."""
         return self.parts > 1 or self.chunks[number].copied
 
     def together(self) -> list[tuple[int, int]]:
-        """First and last chunk that are in use at the same time as each chunk.
+        """Returns, for each chunk, the first and last chunk in use at the same time.
 
         A recomputed block uses its parameters until its gradients are complete.
         """
@@ -127,7 +126,7 @@ class StateBytes:
 
 
 class Shares:
-    """The ``static`` policy: a fixed share of each kind stays, in object order."""
+    """The ``static`` policy: keeps a fixed share of each kind, in object order."""
 
     def __init__(self, leaving: Mapping[str, float]) -> None:
         self._leaving = leaving
@@ -135,7 +134,7 @@ class Shares:
 
     @classmethod
     def of(cls, tiers: Tiers) -> Shares | None:
-        """The shares of a plan; None for the policy ``auto``."""
+        """The shares of a plan; None under the policy ``auto``."""
         if tiers.policy == "auto":
             return None
         return cls({PARAMETERS: tiers.offload_param, OPTIMIZER_STATE: tiers.offload_optim})

@@ -1,4 +1,4 @@
-"""Converts memory options of plugins to the section `tiers` of a plan; picks chunk sizes."""
+"""Converts memory options of plugins to the plan's `tiers` section; chooses chunk sizes."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ from gulliver.planner.ranks import largest_residency, rank_states, rank_work, st
 from gulliver.planner.residency import chunk_sizes, tier_rates
 from gulliver.planner.resolve import cut_model
 
-_ANY = 2**60
-"""Memory that a share is of while only its text is checked."""
+_ANY = 2**60  # any memory size, to which a share applies while only its syntax is checked
 
 
 @dataclass(frozen=True)
@@ -51,16 +50,15 @@ class MemoryTiers:
         if self.shard_param_frac != 1:
             raise GulliverError(
                 f"shard_param_frac={self.shard_param_frac} is not supported: 1.0 shards all "
-                "parameters; LowLevelZeroPlugin(stage=2) keeps them whole on every rank"
+                "parameters; LowLevelZeroPlugin(stage=2) keeps full parameters on every rank"
             )
         for name in ("offload_optim_frac", "offload_param_frac"):
             if (share := getattr(self, name)) is not None and self.placement_policy != "static":
                 raise GulliverError(
-                    f"{name}={share} needs placement_policy='static': 'auto' finds the shares"
+                    f"{name}={share} needs placement_policy='static': 'auto' chooses the shares"
                 )
 
     def tiers(self, device: str) -> Tiers:
-        """The section `tiers` of a plan."""
         if self.host_limit is not None and device == "cpu":
             raise GulliverError(
                 f"host_limit={self.host_limit!r}: ranks run on cpu, where memory_limit covers host "
@@ -151,7 +149,7 @@ def plan_tiers(
 
 @dataclass(frozen=True)
 class OffloadTiers:
-    """Host memory and disk of a rank, for state that does not fit on its device."""
+    """Host memory and disk available to a rank, for state that does not fit on its device."""
 
     # Bytes of page-locked host memory of a rank; 0 for none.
     host: int = 0
@@ -169,7 +167,6 @@ class OffloadTiers:
 
     @classmethod
     def of(cls, host: int | str | None, disk: str | None) -> Self:
-        """Parses a user's options."""
         folder, size = (None, "0") if disk is None else split_disk(disk)
         return cls(
             0 if host is None else byte_size("host", host),
@@ -179,11 +176,10 @@ class OffloadTiers:
 
     @property
     def bytes(self) -> int:
-        """Bytes of host memory and disk together."""
         return self.host + self.disk_bytes
 
     def check(self, cluster: Cluster) -> None:
-        """Rejects tiers that the machines lack or whose speed is unknown."""
+        """Rejects tiers that the machines lack, or whose speed is unknown."""
         if self.host and host_rates(cluster.device) is None:
             raise GulliverError(
                 f"host={size_text(self.host)}: ranks of {cluster.name} compute in host memory, "
@@ -196,5 +192,4 @@ class OffloadTiers:
             )
 
 
-NOTHING = OffloadTiers()
-"""No slower tiers."""
+NOTHING = OffloadTiers()  # no slower tiers

@@ -1,7 +1,7 @@
-"""Wire formats: which were requested, and whether they pay off.
+"""Chooses wire formats: drops requested ones that are not predicted to be faster.
 
-Packing costs compute and saves communication. Formats that are predicted to be slower are dropped,
-and the plan says so (`decide`). A plan from a file runs with its own formats.
+Packing costs compute and saves communication. `decide` drops formats that are predicted to be
+slower, and records it in the plan. The formats in a plan file are used as they are.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ from gulliver.planner.ranks import ResolvedPlan, places
 from gulliver.planner.resolve import predict_memory
 from gulliver.precision.wire.formats import WireFormat, wire_format
 
-SAMPLE_BYTES = 1 << 20
-"""Message size for decisions if a step's sizes are unknown."""
+SAMPLE_BYTES = 1 << 20  # message size assumed if the sizes of a step are unknown
 
 
 @dataclass(frozen=True)
@@ -44,10 +43,10 @@ class WireOptions(Options):
 
     Attributes:
         formats: format of each named kind.
-        every: format of all kinds; None if kinds were named.
+        every: format of all kinds; None if `formats` names them.
         force: whether formats are kept even if predicted to be slower.
-        feedback: whether packing errors of a gradient are added to the next one.
-        gate: whether gradients are compared with unpacked ones occasionally.
+        feedback: whether a gradient's packing error is added to the next gradient (error feedback).
+        gate: whether gradients are occasionally compared with unpacked ones.
     """
 
     formats: Mapping[str, str] = field(default_factory=dict)
@@ -58,7 +57,6 @@ class WireOptions(Options):
 
     @classmethod
     def of(cls, communication_dtype: Any, force: bool, feedback: bool, gate: bool) -> WireOptions:
-        """Parses a plugin's arguments."""
         if communication_dtype is None:
             if force or feedback:
                 name = "force_communication_dtype" if force else "error_feedback"
@@ -87,11 +85,10 @@ class WireOptions(Options):
 
     @property
     def switches(self) -> tuple[bool, bool, bool]:
-        """Switches that belong to the formats."""
         return self.force, self.feedback, self.gate
 
     def asked(self, plan: Plan) -> Plan:
-        """A plan with the requested formats; unchanged if none were requested."""
+        """The plan with the requested formats; unchanged if none were requested."""
         if not self.formats and self.every is None:
             return plan
         formats = dict(self.formats)
@@ -106,7 +103,6 @@ class WireOptions(Options):
 
 
 def _kinds(plan: Plan) -> list[str]:
-    """Kinds of messages of a plan that can be packed."""
     kinds = ["reduce"] if plan.mesh.replicas > 1 else []
     if kinds and plan.zero is not None and plan.zero.stage > 0:
         kinds.insert(0, "gather")
@@ -116,7 +112,7 @@ def _kinds(plan: Plan) -> list[str]:
 def decide(
     resolved: ResolvedPlan, options: WireOptions, cluster: Cluster | None = None
 ) -> ResolvedPlan:
-    """Drops formats predicted to cost more than they save, and records why."""
+    """Drops formats predicted to cost more time than they save, and records why."""
     plan = resolved.plan
     asked = {k: wire_format(f) for k, f in plan.wire.formats.items() if f != "identity"}
     if not asked or not (options.formats or options.every):
@@ -147,7 +143,6 @@ def decide(
 
 
 def _with_memory(asked: ResolvedPlan, plan: Plan) -> ResolvedPlan:
-    """Updates predicted bytes after formats were dropped."""
     found = asked.with_plan(plan)
     if plan.wire.gather == asked.plan.wire.gather or plan.stage == 3:
         return found
@@ -176,7 +171,7 @@ def _compared(
     cluster: Cluster | None,
     item: int,
 ) -> tuple[float, float, float]:
-    """Seconds of plain messages, of packed ones including packing, and of packing."""
+    """Seconds of the plain messages, of the packed ones including packing, and of packing alone."""
     if not messages:
         messages = [Message("reduce_scatter", SAMPLE_BYTES, axes)]
     plain = sum(message.seconds for message in messages)

@@ -39,7 +39,7 @@ def replace_calibrated(
     convolutions: bool = True,
     told: Callable[[str], Any] = lambda line: None,
 ) -> Model:
-    """Quantizes a model's weights as `replace_module` does, with GPTQ rounding for given data.
+    """Quantizes a model's weights as `replace_module` does, with GPTQ on calibration data.
 
     GPTQ applies to linear layers that the data reaches. Convolutions, embeddings, layers with
     shared weights, and layers that are never called are rounded to nearest. The model must be
@@ -48,7 +48,7 @@ def replace_calibrated(
     Args:
         model: model with its weights.
         batches: inputs of the model, each a tensor or a mapping of keyword arguments.
-        mode: mode as in `replace_module`; so are the arguments not listed here.
+        mode: mode, as in `replace_module`.
         exclude: patterns of layers that stay in floating point.
         outlier_threshold: magnitude above which activations are not quantized.
         embeddings: whether to quantize embeddings.
@@ -83,7 +83,7 @@ def replace_calibrated(
 
 @dataclass
 class _Counts:
-    """Counts calls of layers by path, in the order of their last calls."""
+    """Counts the calls of layers by path, ordered by their last call."""
 
     calls: dict[str, int] = field(default_factory=dict)
     bad: str = ""
@@ -101,7 +101,7 @@ class _Enough(Exception):
 def _called(
     model: nn.Module, modules: Mapping[str, nn.Module], paths: Iterable[str], batches: Sequence[Any]
 ) -> dict[str, dict[str, int]]:
-    """Returns the blocks in order, and the calls of each layer per batch."""
+    """Counts the calls of each layer; groups layers by block, in the order of the forward pass."""
     if not len(batches):
         raise GulliverError("calibration needs data; give batches typical for the model's use")
     counts = _Counts()
@@ -111,7 +111,7 @@ def _called(
             f"the inputs of {counts.bad} are not finite; check the calibration data and the weights"
         )
     if not counts.calls:
-        raise GulliverError("calibration reaches no linear layer that is to be quantized")
+        raise GulliverError("the calibration data reaches no linear layer to quantize")
     blocks: dict[str, dict[str, int]] = {}
     for path, calls in counts.calls.items():
         found = re.match(r"(.*?\.\d+)\.", path)
@@ -125,7 +125,7 @@ def _products(
     calls: Mapping[str, int],
     batches: Sequence[Any],
 ) -> dict[str, Tensor]:
-    """Returns the sums of outer products of the layers' inputs, by path."""
+    """Sums the outer products of each layer's inputs, by path."""
     found: dict[str, Tensor] = {}
 
     def note(path: str, x: Tensor) -> None:
@@ -150,7 +150,7 @@ def _watched(
     note: Callable[[str, Tensor], None],
     most: int | None = None,
 ) -> None:
-    """Runs batches and records layer inputs; each batch stops after a given number of calls."""
+    """Runs batches and records layer inputs; stops each batch after `most` calls."""
     left = [0]
 
     def hook(path: str) -> Callable[..., None]:
@@ -174,7 +174,7 @@ def _watched(
 
 
 def _rounded(module: nn.Module, products: Tensor, mode: str) -> Rounded:
-    """Quantizes a layer, and sets its weight to the dequantized values for later layers."""
+    """Quantizes a layer; later layers then see the dequantized weight."""
     weight = matrix_of(module)
     values, scales = round_calibrated(weight, products, mode)
     back = (from_int4 if mode == "int4" else from_int8)(values, scales, weight.dtype)

@@ -30,12 +30,11 @@ from gulliver.precision.int8.layers import QuantizedLayer
 from gulliver.precision.int8.replace import replace_module, report_of
 
 FILE, KEY = "quantized.safetensors", "gulliver_quantization"
-"""Not model.safetensors: transformers would load the int8 values as weights, and only warn."""
+"""Not model.safetensors: transformers would load the int8 values as weights, with a warning."""
 _OTHERS = {".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".ot", ".gguf", ".onnx"}
 WEIGHTS = {".safetensors", *_OTHERS}
-"""Suffixes of weight files, which are not copied to a quantized folder."""
+"""Suffixes of weight files, which are not copied to the quantized folder."""
 FOLDERS = ("additional_chat_templates",)
-"""Folders that belong to a tokenizer."""
 
 
 def save_quantized(model: nn.Module, folder: Path | str) -> Path:
@@ -85,7 +84,7 @@ def copy_companions(folder: Path, out: Path) -> None:
 
 
 def _untied(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Returns the state dict, with each tied tensor under its first name."""
+    """Returns the state dict; a tied tensor appears only under its first name."""
     found: dict[Any, str] = {}
     state = model.state_dict()
     for name, value in state.items():
@@ -95,7 +94,7 @@ def _untied(model: nn.Module) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def load_quantized(model: nn.Module, path: Path | str) -> nn.Module:
-    """Loads the quantized weights of a folder into a float model, in place, and frees its own.
+    """Loads the quantized weights of a folder into a float model, in place.
 
     Args:
         model: model of the same configuration, on meta or not.
@@ -113,7 +112,7 @@ def load_quantized(model: nn.Module, path: Path | str) -> nn.Module:
 
 
 def quantize_like(model: nn.Module, path: Path | str) -> nn.Module:
-    """Replaces the layers of a float model by quantized ones on meta, as in a folder."""
+    """Replaces a float model's layers by quantized ones on meta, with the modes of a folder."""
     path = Path(path)
     about = _about(path)
     known = dict(model.named_modules(remove_duplicate=False))
@@ -143,7 +142,7 @@ def _allocate(model: nn.Module) -> None:
 
 
 def refuse_quantized(path: Path | str) -> None:
-    """Raises an error for files from `save_quantized`, for callers that need float weights."""
+    """Raises an error for files of `save_quantized`, where float weights are needed."""
     path = Path(path)
     file = path / FILE if path.is_dir() else path
     if file.suffix == ".safetensors" and file.is_file() and KEY in read_metadata(file):
@@ -190,7 +189,7 @@ def stream_quantized(
         model: model with parameters on meta and real buffers, as built under
             `gulliver.lazy_parameters`.
         path: Hugging Face folder, safetensors file, step or run.
-        mode: format as in `replace_module`; so are the arguments not listed here.
+        mode: mode, as in `replace_module`.
         rank_group: ranks for tensor parallelism: a rank group, a torch process group, or None for
             all ranks.
         prefix: prefix of the model's names in the files.
@@ -242,7 +241,7 @@ def _rank_group(given: Any) -> RankGroup:
 
 
 class _Reading:
-    """Fills layers from files."""
+    """Reads and quantizes weights of layers on meta."""
 
     def __init__(self, model: nn.Module, weights: Weights, prefix: str) -> None:
         self.weights = weights
@@ -251,7 +250,7 @@ class _Reading:
             self.names.setdefault(id(parameter), []).append(prefix + name)
 
     def fill(self, path: str, module: nn.Module) -> None:
-        """Reads the weight of a layer on meta; its bias stays on meta."""
+        """Reads and quantizes the weight of a layer on meta; its bias stays on meta."""
         parameter: Any = module._parameters["weight"]
         names = self.names[id(parameter)]
         name = next((name for name in names if name in self.weights.infos), None)
@@ -261,7 +260,7 @@ class _Reading:
         whole = tuple(parameter.shape) if region is None else region.shape
         if info.shape != whole:
             raise GulliverError(
-                f"{self.weights.path}: {name} has shape {list(info.shape)}, the model needs "
+                f"{self.weights.path}: {name} has shape {list(info.shape)}, but the model needs "
                 f"{list(whole)}"
             )
         value = torch.empty(parameter.shape, dtype=info.dtype)
@@ -272,7 +271,7 @@ class _Reading:
 def _rest(
     model: nn.Module, path: Path | str, prefix: str, names: Mapping[int, list[str]]
 ) -> tuple[Any, ...]:
-    """Returns arguments of `load_huggingface` for the tensors that are not quantized."""
+    """Returns arguments of `load_huggingface` for tensors that are not quantized."""
     quantised = {
         f"{at}.{name}": layer
         for at, layer in model.named_modules(remove_duplicate=False)

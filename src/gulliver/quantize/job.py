@@ -1,7 +1,7 @@
-"""Quantizes the networks of a diffusers pipeline, and compares images before and after.
+"""Quantizes folders of language models and of diffusers pipelines, and compares results.
 
-Denoisers and text encoders are quantized. The autoencoder is not: it is small, and its errors are
-visible.
+Denoisers and text encoders of pipelines are quantized. The autoencoder is not, because it is small
+and its errors are visible.
 """
 
 from __future__ import annotations
@@ -173,7 +173,6 @@ def _loaded(folder: Path) -> Any:
 
 
 def _kept(networks: dict[str, nn.Module], exclude: list[str]) -> dict[str, list[str]]:
-    """Returns the paths in each network that the patterns exclude."""
     kept: dict[str, list[str]] = {name: [] for name in networks}
     for pattern in exclude:
         before = sum(map(len, kept.values()))
@@ -190,7 +189,7 @@ def _kept(networks: dict[str, nn.Module], exclude: list[str]) -> dict[str, list[
 
 
 def _save(folder: Path, out: Path, networks: dict[str, nn.Module]) -> None:
-    """Copies everything that is not quantized, and marks the quantized networks in the index."""
+    """Copies all other files, and marks the quantized networks in the index."""
     out.mkdir(parents=True)
     for path in folder.iterdir():
         if path.is_dir() and path.name not in networks:
@@ -205,7 +204,7 @@ def _save(folder: Path, out: Path, networks: dict[str, nn.Module]) -> None:
 
 @torch.no_grad()
 def _made(pipeline: Any, prompts: tuple[str, ...], steps: int) -> tuple[list[Tensor], float]:
-    """Returns the images ``[3, H, W]`` of one seed, from 0 to 1, and the seconds of one."""
+    """Generates images ``[3, H, W]`` in [0, 1] from a fixed seed; returns seconds per image too."""
     found = list[Tensor]()
     begun = time.perf_counter()
     for prompt in prompts:
@@ -234,7 +233,6 @@ def _distance(prompt: str, before: Tensor, after: Tensor) -> str:
 
 
 WINDOW = 256
-"""Maximum tokens of a text window."""
 
 
 def quantize_folder(

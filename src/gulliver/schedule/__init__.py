@@ -1,6 +1,6 @@
-"""Scheduling of jobs that share a cluster: policies, simulation, explanations and charts.
+"""Schedules jobs that share a cluster: policies, simulation, explanations and charts.
 
-`live` runs the same policies on real jobs; nothing else here starts a process.
+`live` runs the same policies on real jobs; the other modules start no processes.
 """
 
 from typing import TYPE_CHECKING

@@ -12,16 +12,13 @@ import numpy as np
 from gulliver.schedule.state import Allotment, Decision, FreeSlots, JobState, Policy, View
 from gulliver.solve.allocation import allocate
 
-PERIOD = 60.0
-"""Seconds between rounds; arrivals and ends also trigger one."""
-FULL_WEIGHT = 14400.0
-"""Slot-seconds above which Pollux decreases a job's weight."""
-LEAST_SPEEDUP = 0.05
-"""Speedup that Pollux assigns to a job without slots."""
+PERIOD = 60.0  # seconds between scheduling rounds; arrivals and ends also trigger one
+FULL_WEIGHT = 14400.0  # slot-seconds above which Pollux decreases a job's weight
+LEAST_SPEEDUP = 0.05  # speedup that Pollux assigns to a job without slots
 
 
 def packed(view: View, order: Sequence[JobState], blocking: bool = False) -> Decision:
-    """Gives jobs the slots they request, in order, as long as they fit."""
+    """Allocates the requested slots in order; with `blocking`, stops at the first misfit."""
     room, given, why = FreeSlots(view), {}, {}
     for place, state in enumerate(order):
         job = state.job
@@ -47,7 +44,6 @@ class Fifo(Policy):
     preempts = False
 
     def decide(self, view: View) -> Decision:
-        """Keeps running jobs, and starts jobs from the head of the queue."""
         running = [state for state in view.jobs if state.slots]
         waiting = [state for state in view.jobs if not state.slots]
         return packed(view, [*running, *waiting], blocking=True)
@@ -64,8 +60,6 @@ class Srpt(Policy):
     )
 
     def decide(self, view: View) -> Decision:
-        """Packs jobs by remaining seconds."""
-
         def left(state: JobState) -> float:
             job = state.job
             return (job.samples - state.done) / job.goodput(job.slots, job.batch)
@@ -91,7 +85,7 @@ class Tiresias(Policy):
         return sum(state.service >= limit * (1 - 1e-12) for limit in self.limits)
 
     def decide(self, view: View) -> Decision:
-        """Packs jobs by queue; wakes when a running job moves to a lower queue."""
+        """Packs jobs by queue; sets the wake-up time to the next demotion of a running job."""
 
         def place(state: JobState) -> tuple[int, float, float]:
             started = np.inf if state.started is None else state.started
@@ -119,7 +113,6 @@ class Pollux(Policy):
     name, what = "pollux", "power mean of speedups, batch sizes by goodput"
 
     def decide(self, view: View) -> Decision:
-        """Solves the round."""
         return self._decision(view, shared(view, self.fitness(view)[None])[0])
 
     def _decision(self, view: View, counts: np.ndarray) -> Decision:
@@ -131,7 +124,7 @@ class Pollux(Policy):
         return Decision(given, view.now + PERIOD)
 
     def fitness(self, view: View) -> np.ndarray:
-        """Values of every number of slots, [jobs, slots + 1], with the sum to be maximized."""
+        """Fitness of each job for each number of slots, [jobs, slots + 1]; the sum is maximized."""
         slots = view.cluster.slots
         fair = max(1, slots // len(view.jobs))
         values = np.full((len(view.jobs), slots + 1), -np.inf)
@@ -151,12 +144,12 @@ class Pollux(Policy):
 
 
 def shared(view: View, values: np.ndarray) -> np.ndarray:
-    """Allocates slots exactly under the tenants' limits; takes values as `allocate` does."""
+    """Allocates slots optimally under the tenants' limits; `values` as in `allocate`."""
     return shares(view)(values)[0]
 
 
 def shares(view: View) -> Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]:
-    """Prepares `allocate` for a view: one group, or one per tenant."""
+    """Returns `allocate` bound to a view's limits, with one group or one per tenant."""
     if not view.cluster.quotas:
         return allocate
     tenants = sorted({state.job.tenant for state in view.jobs})

@@ -1,4 +1,4 @@
-"""Estimates the remaining samples of jobs; announced samples are used as they are."""
+"""Estimates the remaining samples of jobs that do not announce their length."""
 
 from __future__ import annotations
 
@@ -16,22 +16,20 @@ from gulliver.schedule.state import JobState
 # requested slots, of jobs that lasted longer, with a tail that halves with every doubling for
 # unseen lengths. perfect: the truth, to show the potential of a better estimate.
 Way = Literal["curves", "lengths", "perfect"]
-LEAST = 3
-"""Jobs that must be done before their curves are used."""
-FLAT = 1e-6
-"""A smaller fall of the loss carries no information: the script reports none."""
+LEAST = 3  # minimum number of finished jobs before their loss curves are used
+FLAT = 1e-6  # smaller decreases of the loss are ignored (the script may report none)
 QUANTILES = (np.arange(16) + 0.5) / 16
-"""Quantiles for the mean: the tail has none."""
+"""Quantiles over which a job's remaining samples are averaged."""
 
 
 class Estimator:
-    """Estimates remaining samples.
+    """Estimates the remaining samples of jobs.
 
     Args:
-        way: one of the methods above, for jobs without announced samples.
+        way: method, one of `Way`, for jobs that do not announce their samples.
 
     Raises:
-        GulliverError: an unknown method.
+        GulliverError: the method is unknown.
     """
 
     def __init__(self, way: Way = "curves") -> None:
@@ -45,7 +43,6 @@ class Estimator:
         self.finished, self.seconds, self.falls = 0, np.zeros(0), np.zeros(0)
 
     def learn(self, finished: Sequence[JobState]) -> None:
-        """Learns from finished jobs."""
         if len(finished) == self.finished:
             return
         self.finished = len(finished)
@@ -54,13 +51,13 @@ class Estimator:
         self.falls = np.sort([fall for fall in falls if fall > FLAT])
 
     def remaining(self, state: JobState) -> float:
-        """Estimates a job's remaining samples, counted at its own batch size."""
+        """Estimates a job's remaining samples at its own batch size."""
         if state.job.announced or self.way == "perfect":
             return state.job.samples - state.done
         return float(self._quantiles(state, QUANTILES).mean())
 
     def draws(self, state: JobState, count: int, draw: np.random.Generator) -> np.ndarray:
-        """Samples remaining work of a job, [count]: one per stratum of its posterior, shuffled."""
+        """Draws a job's remaining samples from its posterior `count` times, in shuffled strata."""
         if state.job.announced or self.way == "perfect":
             return np.full(count, self.remaining(state))
         return self._quantiles(state, draw.permutation((np.arange(count) + 0.5) / count))
@@ -88,10 +85,9 @@ class Estimator:
 
 
 def _requested_rate(state: JobState) -> float:
-    """Samples per second with the slots and batch size that its user requested."""
     return state.job.scaling.throughput(state.job.slots, state.job.batch)
 
 
 def _loss_fall(state: JobState) -> float:
-    """Log of the relative fall of the loss, which every training script reports."""
+    """Negative log of the loss relative to its first value."""
     return state.job.curvature * state.done / state.job.samples

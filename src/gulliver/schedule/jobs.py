@@ -1,4 +1,4 @@
-"""Jobs, clusters, and placement of jobs on nodes."""
+"""Jobs, clusters, and the placement of jobs on nodes."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from gulliver.hardware.cluster import Cluster
 from gulliver.hardware.scaling import Scaling, batch_efficiency, best_batch
 from gulliver.options import AT_LEAST_1, Range, check_options
 
-Parts = tuple[int, ...]
-"""Slots of a job on each node."""
+Parts = tuple[int, ...]  # number of slots on each node
 
 
 def place(counts: Sequence[int], free: Sequence[int]) -> list[Parts]:
-    """Places jobs on nodes: largest first, by best fit, or on few nodes."""
+    """Places jobs on nodes, largest first: on the node with the best fit, or on few nodes."""
     # Best-fit decreasing (Johnson 1973, "Near-optimal bin packing algorithms").
     assert sum(counts) <= sum(free), "the slots fit into the cluster"
     left = list(free)
@@ -53,22 +52,22 @@ class Job:
 
     Attributes:
         name: name, unique in a trace.
-        arrival: second at which it is submitted.
-        samples: samples to process at `batch`; larger batches need more, as determined by `noise`.
+        arrival: time of submission, in seconds.
+        samples: samples to process at `batch`; larger batches need more, depending on `noise`.
         batch: global batch size chosen by its user.
         slots: number of slots requested by its user; policies that do not resize use it.
         scaling: seconds per step as a function of slots and batch.
-        noise: gradient noise scale in samples; with 0 larger batches gain nothing.
+        noise: gradient noise scale in samples; with 0, larger batches do not help.
         least_batch: smallest allowed batch size; None for `batch`.
         most_batch: largest allowed batch size; None for `batch`.
-        epoch: samples per epoch, None for a twentieth of `samples`.
-        deadline: second at which it should be done, None for none.
+        epoch: samples per epoch; None for a twentieth of `samples`.
+        deadline: time by which it should be done, in seconds; None for none.
         tenant: the user who owns the job, for quotas.
-        resize_seconds: seconds lost when its slots change or it continues after a pause.
+        resize_seconds: seconds lost when its slots change or it resumes after a pause.
         start_seconds: seconds from its first slots to its first step.
-        most_slots: largest number of slots that it can use, None for no limit.
-        announced: whether policies know `samples`; otherwise they have to estimate.
-        curvature: rate at which its loss falls, as policies observe it: exp(-curvature x progress).
+        most_slots: largest number of slots that it can use; None for no limit.
+        announced: whether policies know `samples`; otherwise they estimate it.
+        curvature: decay rate of its loss as seen by policies, exp(-curvature x progress).
     """
 
     name: str
@@ -94,7 +93,7 @@ class Job:
         check_options(self, label)
         if self.deadline is not None and not self.deadline >= self.arrival:
             raise GulliverError(
-                f"{label}deadline is {self.deadline}; it must be at least its arrival, "
+                f"{label}deadline is {self.deadline}; it must not be before its arrival, "
                 f"{self.arrival:g}"
             )
         costs = self.scaling
@@ -112,46 +111,42 @@ class Job:
             )
         if self.most_slots is not None and self.slots > self.most_slots:
             raise GulliverError(
-                f"{label}it requests {self.slots} slots but can use at most {self.most_slots}; "
+                f"{label}requests {self.slots} slots but can use at most {self.most_slots}; "
                 "lower its slots"
             )
 
     @property
     def smallest(self) -> int:
-        """Smallest allowed batch size."""
         return self.batch if self.least_batch is None else self.least_batch
 
     @property
     def largest(self) -> int:
-        """Largest allowed batch size."""
         return self.batch if self.most_batch is None else self.most_batch
 
     @property
     def elastic_batch(self) -> bool:
-        """Whether its batch size may change."""
         return self.smallest < self.largest
 
     @cached_property
     def epoch_samples(self) -> float:
-        """Samples per epoch."""
         return self.samples / 20 if self.epoch is None else self.epoch
 
     def goodput(self, slots: int, batch: int, scaling: Scaling | None = None) -> float:
-        """Samples per second, counted at its own batch size.
+        """Samples per second, converted to the job's own batch size.
 
         Args:
             slots: number of slots.
             batch: global batch size.
-            scaling: costs for the placement of the slots; None for one node.
+            scaling: step costs under the placement of the slots; None for one node.
         """
         worth = batch_efficiency(self.noise, self.batch, batch) if batch != self.batch else 1.0
         return (scaling or self.scaling).throughput(slots, batch) * worth
 
     def modes(self, within: int | JobCluster) -> Modes:
-        """Returns the operating points on 0 to all slots, on one node or at the best placement.
+        """Returns operating points by number of slots, on one node or at the best placement.
 
         Args:
-            within: number of slots of one node, or a cluster.
+            within: number of slots on a single node, or a cluster.
         """
         if isinstance(within, int):
             return _modes(self, within, within, 1.0)
@@ -170,7 +165,7 @@ class Modes(NamedTuple):
 
 
 def best_parts(scaling: Scaling, slots: int, node_slots: int, nodes: int, slower: float) -> Parts:
-    """Splits slots over nodes for the fastest exchange: evenly over the best number of nodes."""
+    """Splits slots evenly over the number of nodes with the fastest gradient exchange."""
     fewest = -(-slots // node_slots)
     even = [
         tuple((slots + place) // count for place in range(count))
@@ -205,7 +200,7 @@ class JobCluster:
         quotas: guaranteed slots by tenant. A tenant may borrow idle slots of others until they need
             them; then its jobs shrink or pause.
         node_slots: slots per node; None for a single node.
-        across: cost of a byte between two nodes, relative to within one.
+        across: cost of sending a byte between nodes, relative to within a node.
     """
 
     slots: Annotated[int, AT_LEAST_1]
@@ -217,7 +212,7 @@ class JobCluster:
         check_options(self, "cluster: ")
         if self.node_slots is not None and self.slots % self.node_slots:
             raise GulliverError(
-                f"the cluster has {self.slots} slots and nodes have {self.node_slots}; use a "
+                f"node_slots={self.node_slots} does not divide the {self.slots} slots; use a "
                 "node_slots that divides slots"
             )
         for tenant, quota in self.quotas.items():
@@ -233,9 +228,9 @@ class JobCluster:
 
     @classmethod
     def of(cls, hardware: Cluster, quotas: Mapping[str, int] | None = None) -> JobCluster:
-        """Converts a cluster of `gulliver.hardware`; a node is its innermost axis.
+        """Converts a cluster of `gulliver.hardware`; its innermost axis becomes a node.
 
-        Between nodes the slowest of the outer links is used.
+        Between nodes, the slowest outer link is used.
 
         Args:
             hardware: cluster, measured or described.
@@ -250,11 +245,9 @@ class JobCluster:
 
     @property
     def nodes(self) -> int:
-        """Number of nodes."""
         return self.slots // (self.node_slots or self.slots)
 
     def parts(self, slots: Sequence[int]) -> Parts:
-        """Counts slots per node, [nodes]."""
         size, found = self.node_slots or self.slots, [0] * self.nodes
         for slot in slots:
             found[slot // size] += 1
@@ -271,7 +264,7 @@ class JobCluster:
         return 1 - job.goodput(count, batch, here) / job.goodput(count, batch, there)
 
     def limits(self, wanted: Mapping[str, int], borrow: bool = True) -> dict[str, int]:
-        """Returns the maximum slots of each tenant, given the guaranteed slots that others need.
+        """Returns the maximum slots per tenant, given the guaranteed slots that others need.
 
         Args:
             wanted: slots that each tenant could use now.
@@ -290,7 +283,6 @@ class JobCluster:
 
 
 def check_trace(jobs: tuple[Job, ...], cluster: JobCluster) -> None:
-    """Raises an error for jobs that the cluster can never run."""
     if not jobs:
         raise GulliverError("the trace has no jobs; add at least one")
     seen: set[str] = set()

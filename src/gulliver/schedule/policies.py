@@ -1,7 +1,7 @@
-"""Simulates sharing rules into the future, as if no more jobs arrived.
+"""Chooses an allocation by simulating sharing rules into the future.
 
-One world per rule is simulated from completion to completion, all in one array. In each phase the
-slots are allocated exactly (`gulliver.solve.allocation.allocate`) for the rule's weights:
+One world per rule is simulated from completion to completion, all worlds in one array. In each
+phase, `gulliver.solve.allocation.allocate` allocates the slots exactly for the rule's weights:
 
     maximize sum_j weight_j x (seconds of j on one slot now) / (seconds of j on n_j slots from now)
 
@@ -23,17 +23,15 @@ from gulliver.schedule.state import Allotment, Decision, JobState, Policy, View
 from gulliver.solve.allocation import fluid_bound
 
 HORIZON = 40
-"""Maximum number of jobs that share in a phase: those with the least work."""
-NEVER = 1e30
-"""Seconds per sample if a job cannot run."""
-LATE = 1e9
-"""Penalty in seconds for a missed deadline."""
+"""Maximum number of jobs, those with the least remaining work, that share slots in a phase."""
+NEVER = 1e30  # seconds per sample if a job cannot run
+LATE = 1e9  # penalty in seconds for a missed deadline
 
 Share = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 
 
 class SharingRule(NamedTuple):
-    """A sharing rule."""
+    """Determines how a simulated world weighs jobs."""
 
     # Power of the remaining seconds; None for the weights of the closed form.
     power: float | None
@@ -65,8 +63,9 @@ RULES = tuple(
     for lazy in (False, True)
 )
 CALM = SharingRule(0.45, inverse=True, exponent=0.5, worst=4.7, inertia=4.0, price=0.06)
-"""Best rule while jobs keep arriving; a resize counts four times, because the next job reverts it.
-Its parameters were tuned on 24 traces of each kind, with other seeds than any published table.
+"""Best rule while jobs keep arriving. A resize counts four times, as the next arrival may revert
+it.
+The parameters were tuned on 24 traces of each kind, with seeds that published tables do not use.
 """
 
 
@@ -106,7 +105,7 @@ def jobs_of(view: View, left: list[float]) -> Jobs:
 
 
 def useful_goodputs(goodputs: np.ndarray) -> np.ndarray:
-    """Sets the goodput to zero for slot counts that are no faster than a smaller one."""
+    """Sets goodput to zero for slot counts that are no faster than a smaller count."""
     before = np.maximum.accumulate(np.concatenate([[0.0], goodputs[:-1]]))
     return np.where(goodputs > before, goodputs, 0.0)
 
@@ -118,7 +117,7 @@ class WorldsOutcome(NamedTuple):
         counts: slots of the first phase, [worlds, jobs].
         ends: seconds until each job is done, [worlds, jobs].
         starts: seconds until each job first holds slots, [worlds, jobs].
-        cost: sum over jobs of the seconds from now or from their arrival to their end, plus `LATE`
+        cost: sum over jobs of the seconds to their end, from now or from their arrival, plus `LATE`
             per missed deadline, [worlds].
     """
 
@@ -129,7 +128,7 @@ class WorldsOutcome(NamedTuple):
 
 
 class Worlds:
-    """Worlds that are simulated together."""
+    """Simulates several worlds together."""
 
     def __init__(
         self,
@@ -165,7 +164,7 @@ class Worlds:
         self.inertia = np.array([rule.inertia for rule in rules])[:, None]
 
     def follow(self) -> WorldsOutcome:
-        """Simulates all worlds until every job is done."""
+        """Simulates until every job is done in every world."""
         counts = self.shared() if self.first is None else self.first
         firsts = counts.copy()
         for _ in range(3 * self.left.shape[1] + 2):
@@ -181,7 +180,7 @@ class Worlds:
         return WorldsOutcome(firsts, self.ends, self.starts, cost)
 
     def shared(self) -> np.ndarray:
-        """Allocates the slots by each world's rule."""
+        """Allocates slots by each world's rule."""
         worlds, jobs = self.left.shape
         width = self.goodputs.shape[1]
         most = max(1, int(self.alive.sum(axis=1).max()))
@@ -229,7 +228,7 @@ class Worlds:
         return counts
 
     def _weights(self, alone: np.ndarray) -> np.ndarray:
-        """Weights of jobs by their remaining work; nan marks finished jobs."""
+        """Weights of jobs from their run times on all slots; nan marks finished jobs."""
         weights = np.zeros(alone.shape)
         shortest = np.where(np.isnan(alone), np.inf, alone).min(axis=1)
         shortest = np.where(np.isfinite(shortest), shortest, 1.0)
@@ -278,12 +277,11 @@ class Worlds:
 # Samples futures: remaining work of jobs, and arrivals, from the history so far.
 
 
-LEAST_SEEN = 6
-"""Minimum arrivals in the past before more are expected."""
+LEAST_SEEN = 6  # minimum number of past arrivals before future ones are predicted
 
 
 class Futures(NamedTuple):
-    """Futures of a view."""
+    """Sampled futures of a view."""
 
     # Current jobs, followed by those of all futures; `left` is [futures, jobs].
     jobs: Jobs
@@ -294,7 +292,7 @@ class Futures(NamedTuple):
 
 
 def futures_of(view: View, estimator: Estimator, count: int, coming: int, seed: int) -> Futures:
-    """Samples futures."""
+    """Samples `count` futures with remaining work and `coming` arrivals."""
     # Gaps between arrivals are sampled from those seen so far, the first one from those longer than
     # the time since the last arrival; each new job is a copy of a seen one (a bootstrap). Only the
     # past of the trace is used. The same moment always has the same futures.
@@ -334,7 +332,7 @@ def futures_of(view: View, estimator: Estimator, count: int, coming: int, seed: 
 def _arrivals(
     seen: list[JobState], now: float, count: int, coming: int, draw: np.random.Generator
 ) -> np.ndarray:
-    """Seconds until arrivals, [futures, jobs]; empty if too few were seen."""
+    """Samples seconds until arrivals, [futures, jobs]; empty if too few were seen."""
     times = np.sort([state.job.arrival for state in seen])
     gaps, since = np.diff(times), now - float(times[-1])
     longer = gaps[gaps > since]
@@ -362,22 +360,19 @@ def _totals(flat: list[JobState], estimator: Estimator, draw: np.random.Generato
 # Castanon 1999, "Rollout algorithms for stochastic scheduling problems").
 
 
-MOVES = 64
-"""Maximum first steps to try per round of moves."""
-ROUNDS = 2
-"""Rounds of moving slots between jobs if no arrivals are expected."""
-MARGIN = 0.003
-"""Fraction of the predicted sum that a change has to save."""
+MOVES = 64  # maximum number of first steps to try per round of moves
+ROUNDS = 2  # rounds of moving slots between jobs if no arrivals are expected
+MARGIN = 0.003  # minimum relative saving that justifies a change
 
 
 class Rollout(Policy):
     """Allocates slots for the best predicted future.
 
     Args:
-        estimator: estimator of remaining samples for jobs that do not announce them; default: from
-            loss curves.
+        estimator: estimates remaining samples of jobs that do not announce them; default: from loss
+            curves.
         futures: number of sampled futures.
-        coming: arrivals in each of them; 0 expects none.
+        coming: number of arrivals in each future; 0 for none.
         seed: seed of the futures.
     """
 
@@ -398,12 +393,10 @@ class Rollout(Policy):
         self.pollux = Pollux()
 
     def begin(self, cluster: JobCluster) -> None:
-        """Resets the policy for a new simulation."""
         super().begin(cluster)
         self.estimator.begin()
 
     def decide(self, view: View) -> Decision:
-        """Chooses the slots of every job."""
         # 1. Simulate all rules of `policies.py` to the end of the current jobs, including resizes.
         # 2. With the best rule as the future, try other first steps: keep everything, only use idle
         # slots, move slots between two jobs.
@@ -438,7 +431,7 @@ class Rollout(Policy):
         return rules
 
     def _best_over(self, futures: Futures, jobs: Jobs, view: View) -> tuple[WorldsOutcome, float]:
-        """Finds the first step with the best mean cost over many futures."""
+        """Finds the allocation with the lowest mean cost over sampled futures."""
         share, limited = shares(view), bool(view.cluster.quotas)
         rules = self._rules(jobs)
         calm = CALM._replace(reserving=bool(np.isfinite(jobs.slack).any()))
@@ -475,7 +468,7 @@ class Rollout(Policy):
         return alone, float(alone.cost[0]) + gain
 
     def _best(self, jobs: Jobs, view: View) -> tuple[WorldsOutcome, float]:
-        """Finds the best world without arrivals, and the cost of the best that only adds slots."""
+        """Finds the best world without arrivals, and the lowest cost if slots are only added."""
         share, limited = shares(view), bool(view.cluster.quotas)
         rules = self._rules(jobs)
         found = Worlds(jobs, rules, share, None, limited).follow()
@@ -511,7 +504,7 @@ class Rollout(Policy):
         return fits and int(counts.sum()) <= view.cluster.slots
 
     def _moved(self, counts: np.ndarray, jobs: Jobs, view: View) -> list[np.ndarray]:
-        """First steps that move one, half or all of a job's slots to another job."""
+        """Returns first steps that move one, half or all of a job's slots to another job."""
         possible = jobs.goodputs > 0
         idle = view.cluster.slots - int(counts.sum())
         found: dict[bytes, np.ndarray] = {}
@@ -576,11 +569,10 @@ POLICIES: Mapping[str, Callable[[int], Policy]] = {
     "pollux": lambda seed: Pollux(),
     "rollout": lambda seed: Rollout(seed=seed),
 }
-"""Policies by name, created from a seed."""
+"""Factories of policies by name; the argument is the seed."""
 
 
 def make_policy(name: str, seed: int = 0) -> Policy:
-    """Creates a policy with its default settings."""
     if name not in POLICIES:
         raise GulliverError(f"unknown policy {name!r}: {nearest(name, POLICIES)}")
     return POLICIES[name](seed)

@@ -1,7 +1,6 @@
 """Explains a job's slots and its expected end.
 
-The expected end is exact for the policy: the trace is simulated again with only the jobs that have
-arrived by then.
+The expected end is exact for the policy: the trace is simulated again without later arrivals.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from gulliver.schedule.state import Policy
 def why(
     trace: Sequence[Job], cluster: JobCluster, policy: Policy, name: str, at: float | None = None
 ) -> list[str]:
-    """Explains a job at one moment.
+    """Explains a job's allocation at one moment.
 
     Args:
         trace: jobs.
@@ -28,8 +27,8 @@ def why(
         at: time in seconds; None for the job's arrival.
 
     Returns:
-        Lines with its slots and the reason, their last change and its cause, the expected end if no
-        job arrives later, and the end in the whole trace.
+        Lines with its slots and the reason, the last change and its cause, the expected end if no
+        job arrives later, and the end in the full trace.
 
     Raises:
         GulliverError: the job is unknown, or the time is before its arrival.
@@ -78,7 +77,7 @@ def _now(result: Result, job: Job, moment: float) -> str:
 
 
 def _where(cluster: JobCluster, job: Job, segment: Segment) -> str:
-    """Names a job's nodes, and its loss from spanning several."""
+    """Names a job's nodes, and its loss of goodput from spanning several."""
     if cluster.nodes == 1:
         return ""
     parts = cluster.parts(segment.slots)
@@ -88,7 +87,6 @@ def _where(cluster: JobCluster, job: Job, segment: Segment) -> str:
 
 
 def _history(result: Result, name: str, moment: float) -> list[str]:
-    """The last reason given by the policy, and the last change."""
     lines = []
     past = [entry for entry in result.rounds if entry.time <= moment]
     reasons = [entry for entry in past if name in entry.why]
@@ -104,7 +102,6 @@ def _history(result: Result, name: str, moment: float) -> list[str]:
 
 
 def describe_change(entry: Round, name: str) -> str:
-    """Describes how a decision changed a job's slots, and which jobs lost slots."""
     change = next(change for change in entry.changes if change.job == name)
     verb = "grew" if change.after > change.before else "shrank"
     if change.after == change.before:
@@ -136,7 +133,7 @@ COLORS = (
     "#882255",
     "#44bb99",
 )
-"""Colors of jobs in turn (Tol's bright and muted schemes)."""
+"""Colors of jobs, cyclic (Tol's bright and muted schemes)."""
 IDLE = "#eeeeee"
 STYLE = """body{font:15px sans-serif;max-width:1080px;margin:2em auto;color:#222}
 table{border-collapse:collapse}
@@ -151,7 +148,7 @@ HEADS = (
 
 
 def summary_row(result: Result) -> list[str]:
-    """Formats the statistics of a result under `HEADS`; in seconds unless the head differs."""
+    """Formats a result's statistics as a row under `HEADS`; seconds unless noted there."""
     found, gaps = result.summary(), result.gaps
     return [
         result.policy,
@@ -167,7 +164,7 @@ def summary_row(result: Result) -> list[str]:
 
 
 def schedule_page(title: str, lines: Sequence[str], results: Sequence[Result]) -> str:
-    """Renders schedules as HTML: a table of statistics, then slots over time for each.
+    """Renders schedules as HTML: a table of statistics, then a chart of slots over time for each.
 
     Args:
         title: heading.
@@ -188,7 +185,7 @@ def schedule_page(title: str, lines: Sequence[str], results: Sequence[Result]) -
 
 
 def _chart(result: Result, end: float) -> str:
-    """Rows are slots; bars are labeled with jobs, pale while resizing; ticks are arrivals."""
+    """Draws an SVG: rows are slots, bars are jobs (pale while resizing), ticks are arrivals."""
     slots = result.cluster.slots
     row = HEIGHT / slots
     scale = (WIDTH - LEFT) / end

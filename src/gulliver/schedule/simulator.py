@@ -1,8 +1,8 @@
-"""Simulates a policy on a trace: an exact discrete-event simulation.
+"""Simulates a policy on a trace with discrete events.
 
-Nothing changes between events, so the next event is known in closed form: a job arrives, a job
-ends, or the policy's wake-up time is reached. At each event the policy decides the allocation from
-then on. Contention between neighbouring jobs is not modelled.
+Rates are constant between events, so the time of the next event (an arrival, an end, or the
+policy's wake-up time) is exact. At each event, the policy decides the allocation until the next
+one. Contention between neighbouring jobs is not modelled.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def on_nodes(
 
 @dataclass(frozen=True)
 class Segment:
-    """An interval in which a job's slots and batch did not change."""
+    """An interval in which a job's slots and batch size did not change."""
 
     job: str
     begin: float
@@ -70,7 +70,7 @@ class Change(NamedTuple):
 
 
 class Round(NamedTuple):
-    """A decision."""
+    """A decision of the policy, and the changes it caused."""
 
     time: float
     cause: str
@@ -86,13 +86,13 @@ class Summary(NamedTuple):
     """Statistics of a simulation; completion times in seconds unless noted.
 
     Attributes:
-        mean: mean.
-        median: median.
-        p95: 95th percentile.
-        wait: mean seconds in which a job held no slot.
+        mean: mean completion time.
+        median: median completion time.
+        p95: 95th percentile of the completion times.
+        wait: mean seconds during which a job held no slot.
         makespan: seconds from the first arrival to the last end.
-        gpu_hours: hours that slots were held.
-        used: fraction of the slots held until the makespan.
+        gpu_hours: slot-hours held.
+        used: mean fraction of the slots held until the makespan.
         resizes: number of resizes that cost time.
         missed: jobs that ended after their deadline.
         to_bound: mean divided by its lower bound; 1 is optimal.
@@ -118,7 +118,7 @@ class Result:
         jobs: jobs in order of arrival.
         cluster: the cluster.
         policy: name of the policy.
-        ends: second at which each job ended.
+        ends: time at which each job ended, in seconds.
         segments: slots that jobs held, ordered by begin.
         rounds: decisions with a change or a prediction.
         states: final state of each job.
@@ -135,23 +135,21 @@ class Result:
     events: int = 0
 
     def completion(self, name: str) -> float:
-        """Seconds from a job's arrival to its end."""
         return self.ends[name] - self.states[name].job.arrival
 
     @cached_property
     def bound(self) -> float:
-        """Lower bound of the mean completion time in seconds."""
+        """Lower bound on the mean completion time in seconds."""
         return bound_of(self.jobs, self.cluster)
 
     @property
     def gaps(self) -> list[float]:
-        """Relative gap of each prediction of the policy to its bound."""
+        """Relative gap between each prediction of the policy and its bound."""
         return [
             r.predicted / r.bound - 1 for r in self.rounds if r.predicted is not None and r.bound
         ]
 
     def summary(self) -> Summary:
-        """Computes the statistics."""
         times = np.array([self.completion(job.name) for job in self.jobs])
         held = {job.name: 0.0 for job in self.jobs}
         seconds = 0.0
@@ -179,9 +177,9 @@ _bounds: dict[tuple[object, ...], float] = {}
 
 
 def bound_of(jobs: tuple[Job, ...], cluster: JobCluster) -> float:
-    """Returns a lower bound of the mean completion time in seconds.
+    """Returns a lower bound on the mean completion time in seconds.
 
-    Assumes divisible slots, free resizing, known arrivals and no quotas.
+    The bound assumes divisible slots, free resizing, known arrivals and no quotas.
     """
     key = (jobs, cluster.slots, cluster.node_slots, cluster.across)
     if key not in _bounds:
@@ -193,21 +191,20 @@ def bound_of(jobs: tuple[Job, ...], cluster: JobCluster) -> float:
     return _bounds[key]
 
 
-MOST_EVENTS = 2_000_000
-"""Events without progress after which a policy is aborted."""
+MOST_EVENTS = 2_000_000  # number of events without progress after which a simulation is aborted
 
 
 def simulate(
     trace: Sequence[Job], cluster: JobCluster, policy: Policy, until: float = math.inf
 ) -> Result:
-    """Simulates a cluster.
+    """Simulates a policy on a cluster.
 
     Args:
         trace: jobs, in any order.
         cluster: slots and quotas.
         policy: scheduling policy; it is reset.
-        until: second after which arrivals are ignored; present jobs run to their end. This gives
-            the expected ends at that time.
+        until: time after which arrivals are ignored, in seconds; present jobs run to their end,
+            which predicts the ends expected at that time.
 
     Raises:
         GulliverError: the cluster cannot run a job, the policy does not support quotas, or it
@@ -221,7 +218,6 @@ def simulate(
 
 
 def _check_borrowers(jobs: Sequence[Job], cluster: JobCluster, policy: Policy) -> None:
-    """Raises an error for jobs that would wait forever for borrowed slots."""
     for job in jobs if not policy.preempts else ():
         quota = cluster.quotas.get(job.tenant, cluster.slots)
         if job.slots > quota:
@@ -239,7 +235,7 @@ def follow(
     cluster: JobCluster,
     policy: Policy,
 ) -> Result:
-    """Simulates from a given time on, with the present jobs and no arrivals."""
+    """Simulates from a given time on, with the present jobs and no further arrivals."""
     run = _Simulation((), cluster, policy)
     run.now, run.present, run.finished = now, [replace(s) for s in states], list(finished)
     run.result.states = {state.job.name: state for state in run.present}
@@ -247,8 +243,6 @@ def follow(
 
 
 class _Simulation:
-    """State of a simulation."""
-
     def __init__(self, jobs: tuple[Job, ...], cluster: JobCluster, policy: Policy) -> None:
         self.coming, self.cluster, self.policy = list(jobs), cluster, policy
         self.result = Result(jobs, cluster, policy.name)
@@ -259,7 +253,6 @@ class _Simulation:
         self.now = 0.0
 
     def run(self) -> Result:
-        """Runs all events."""
         ends: dict[str, float] = {}
         wake: float | None = None
         for _ in range(MOST_EVENTS):

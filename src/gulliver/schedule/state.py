@@ -1,4 +1,4 @@
-"""The interface of policies: their view of a cluster, and their decision."""
+"""Interface of policies: their view of a cluster, and their decision."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gulliver.schedule.jobs import Job, JobCluster
 
 @dataclass
 class JobState:
-    """The current state of a job, read-only for policies."""
+    """The current state of a job; read-only for policies."""
 
     # The job; policies must not use `samples` unless announced.
     job: Job
@@ -41,21 +41,19 @@ class JobState:
 
     @property
     def count(self) -> int:
-        """Number of slots that it holds."""
         return len(self.slots)
 
     @property
     def epochs(self) -> float:
-        """Epochs done."""
         return self.done / self.job.epoch_samples
 
     @property
     def rate(self) -> float:
-        """Effective samples per second, once it is ready."""
+        """Effective samples per second, once the job is ready."""
         return self.job.goodput(self.count, self.batch, self.scaling) if self.slots else 0.0
 
     def overhead(self, now: float, count: int) -> float:
-        """Seconds without progress if it gets a number of slots now."""
+        """Seconds without progress if the job gets `count` slots now."""
         if count == self.count:
             return max(0.0, self.ready - now)
         return self.job.start_seconds if self.started is None else self.job.resize_seconds
@@ -94,8 +92,8 @@ class Decision:
     """Decision of a policy.
 
     Attributes:
-        allotments: allocations; jobs without one get nothing.
-        wake: time of the next call if nothing happens before.
+        allotments: allocations by job; the others get no slots.
+        wake: time of the next call if no event occurs before.
         why: reasons by job.
         predicted: expected sum of completion times if no job arrives; None if unknown.
         bound: lower bound of that sum; None if unknown.
@@ -109,12 +107,12 @@ class Decision:
 
 
 class Policy(ABC):
-    """Allocates slots to jobs. Subclasses implement `decide`."""
+    """Allocates slots to jobs; subclasses implement `decide`."""
 
     name: ClassVar[str]
     what: ClassVar[str]
     preempts: ClassVar[bool] = True
-    """Whether it takes slots back, so that tenants can lend them."""
+    """Whether the policy takes slots back, so that tenants can lend them."""
 
     def begin(self, cluster: JobCluster) -> None:
         """Resets the policy for a new simulation."""
@@ -122,11 +120,10 @@ class Policy(ABC):
 
     @abstractmethod
     def decide(self, view: View) -> Decision:
-        """Decides the allocation of each job from now on."""
+        """Decides the allocation of each job until the next call."""
 
 
 def limits_of(states: Sequence[JobState], cluster: JobCluster, policy: Policy) -> dict[str, int]:
-    """Returns the maximum slots of each tenant, given what its jobs could use now."""
     wanted: dict[str, int] = {}
     for state in states:
         useful = max(state.job.slots, state.job.modes(cluster).useful)
@@ -137,7 +134,7 @@ def limits_of(states: Sequence[JobState], cluster: JobCluster, policy: Policy) -
 def placed(
     states: Sequence[JobState], decision: Decision, slots: Sequence[int]
 ) -> dict[str, tuple[tuple[int, ...], int]]:
-    """Assigns slots: a job keeps its current ones and gets the lowest free ones in addition."""
+    """Assigns slot numbers: a job keeps its slots, and gets the lowest free ones in addition."""
     free, chosen = set(slots), dict[str, tuple[tuple[int, ...], int]]()
     growing = []
     for state in states:
@@ -161,21 +158,18 @@ def placed(
 
 
 class FreeSlots:
-    """Free slots during a decision, in total and per tenant."""
+    """Free slots while a decision is made, in total and per tenant."""
 
     def __init__(self, view: View) -> None:
         self.free = view.cluster.slots
         self.of_tenant = dict(view.limits)
 
     def fits(self, job: Job, count: int) -> bool:
-        """Whether `count` more slots are available to the job."""
         return count <= min(self.free, self.of_tenant[job.tenant])
 
     def most(self, job: Job) -> int:
-        """Maximum number of slots available to the job."""
         return min(self.free, self.of_tenant[job.tenant])
 
     def take(self, job: Job, count: int) -> None:
-        """Assigns `count` more slots to the job."""
         self.free -= count
         self.of_tenant[job.tenant] -= count

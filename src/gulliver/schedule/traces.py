@@ -1,4 +1,4 @@
-"""Reads and writes traces: CSV with a row per job, or JSON with a list of jobs."""
+"""Reads and writes traces of jobs: CSV with a row per job, or JSON with a list of jobs."""
 
 from __future__ import annotations
 
@@ -23,9 +23,7 @@ COSTS = tuple(field.name for field in fields(Scaling) if field.name.endswith("_s
 NEEDED = ("name", "arrival", "samples", "batch", "slots")
 HINTS = get_type_hints(Job, include_extras=True) | dict.fromkeys(COSTS, float)
 COLUMNS = tuple(name for name in HINTS if name != "scaling")
-"""Columns of a trace."""
-MEASURED = "measured"
-"""Key of measured points in JSON jobs, instead of the costs."""
+MEASURED = "measured"  # key of measured points in a JSON job, which replace the costs
 
 
 def read_trace(path: str | Path) -> tuple[Job, ...]:
@@ -33,8 +31,9 @@ def read_trace(path: str | Path) -> tuple[Job, ...]:
 
     Args:
         path: CSV file with a header, or JSON file with a list of jobs or ``{"jobs": [...]}``.
-            Columns are those of `Job` and its scaling; empty cells use the defaults. A JSON job may
-            have ``measured``, a list of [slots, batch, samples per second], instead of the costs.
+            The columns are the fields of `Job` and its scaling; empty cells use the defaults. A
+            JSON job may have ``measured``, a list of [slots, batch, samples per second], instead of
+            costs.
 
     Raises:
         GulliverError: the file cannot be read, a column is unknown or missing, or a value is
@@ -69,11 +68,7 @@ def read_trace(path: str | Path) -> tuple[Job, ...]:
 
 
 def write_trace(path: str | Path, jobs: Sequence[Job]) -> None:
-    """Writes a trace as CSV.
-
-    Raises:
-        GulliverError: the file cannot be written, or its suffix is not .csv.
-    """
+    """Writes a trace as CSV."""
     path = Path(path)
     if path.suffix != ".csv":
         raise GulliverError(f"trace {path} has an unknown suffix; use .csv")
@@ -89,7 +84,7 @@ def write_trace(path: str | Path, jobs: Sequence[Job]) -> None:
 
 
 def _cell(name: str, text: str) -> Any:
-    """Parses a CSV cell: a number or a truth value, except in text columns."""
+    """Parses a CSV cell: a number or a boolean, except in text columns."""
     if HINTS.get(name) is str:
         return text
     try:
@@ -137,8 +132,8 @@ class ModelKind(NamedTuple):
         name: name.
         sample_ms: milliseconds per sample on a slot.
         step_ms: constant milliseconds per step.
-        exchange_ms: milliseconds to send its gradients once.
-        batch: batch size on one slot.
+        exchange_ms: milliseconds to send all gradients once.
+        batch: batch size per slot.
         noise: gradient noise scale relative to its batch size.
         grows: largest batch size relative to `batch` that its learning rate allows.
         epoch: samples per epoch.
@@ -166,7 +161,7 @@ KINDS = (
     ModelKind("translator", 3.0, 15, 20, 32, 16, 16, 8_000),
     ModelKind("recurrent-net", 1.0, 20, 10, 32, 4, 8, 10_000),
 )
-"""Ten kinds of jobs with assumed, not measured costs."""
+"""Ten kinds of jobs with assumed, not measured, costs."""
 
 
 class TraceShape(NamedTuple):
@@ -175,10 +170,10 @@ class TraceShape(NamedTuple):
     Attributes:
         jobs: number of jobs.
         slots: slots of the intended cluster.
-        load: fraction of the slots that the jobs need with the slots they request.
-        median: median seconds of a job on these.
-        spread: standard deviation of the log of seconds.
-        burst: jobs that arrive together.
+        load: fraction of the slots in use if every job runs on its requested slots.
+        median: median seconds of a job on its requested slots.
+        spread: standard deviation of the log of these seconds.
+        burst: number of jobs that arrive together.
         elastic: whether batch sizes may change.
         announced: whether lengths are known.
         resize: seconds of a resize.
@@ -219,10 +214,10 @@ def generate(name: str, seed: int = 0) -> tuple[tuple[Job, ...], JobCluster]:
         seed: random seed.
 
     Returns:
-        Jobs, and the cluster that they are intended for.
+        The jobs, and the cluster that they are intended for.
 
     Raises:
-        GulliverError: an unknown trace.
+        GulliverError: the trace is unknown.
     """
     if name not in SHAPES:
         raise GulliverError(f"unknown trace {name!r}: {nearest(name, SHAPES)}")
@@ -263,7 +258,7 @@ def _drawn_job(shape: TraceShape, name: str, draw: np.random.Generator) -> Job:
 
 
 def _arrivals(shape: TraceShape, span: float, draw: np.random.Generator) -> list[float]:
-    """Draws arrival times over about `span` seconds, the first at 0."""
+    """Draws arrival times over about `span` seconds, starting at 0."""
     groups = -(-shape.jobs // shape.burst)
     gaps = draw.exponential(span / groups, groups)
     starts = np.concatenate([[0.0], np.cumsum(gaps)[:-1]])

@@ -1,4 +1,4 @@
-"""Serving of language models: continuous batching over a paged cache of keys and values.
+"""Serves language models: continuous batching over a paged KV cache.
 
     from gulliver import LLM, SamplingParams
     LLM("folder").generate(["The sea is"], SamplingParams(max_tokens=32))[0].outputs[0].text

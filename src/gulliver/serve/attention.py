@@ -39,7 +39,7 @@ class PagedSpan:
 
 @dataclass(frozen=True)
 class LayerShape:
-    """Sizes of a layer's keys and values, and how it attends to them."""
+    """Sizes of a layer's keys and values, and its kind of attention."""
 
     heads: int
     dim: int
@@ -66,7 +66,7 @@ class Pages:
         self.positions = torch.empty(0, dtype=torch.int64, device=device)
 
     def begin(self, batch: Batch) -> None:
-        """Runs a batch's copies and moves, and prepares its attention."""
+        """Runs a batch's block copies and slot moves, and prepares its attention."""
         self.copy(batch)
         size, device = self.size, self.positions.device
         pieces, first, positions, slots = [], 0, [], []
@@ -88,7 +88,6 @@ class Pages:
         self._pieces = pieces
 
     def copy(self, batch: Batch) -> None:
-        """Runs a batch's copies and moves."""
         if batch.copies:
             sources, targets = torch.tensor(batch.copies).T.to(self.positions.device)
             for kept in (*self.keys, *self.values):
@@ -109,7 +108,7 @@ class Pages:
         window: int | None = None,
         slopes: Tensor | None = None,
     ) -> Tensor:
-        """Attention of the packed tokens to all earlier ones of their own sequence."""
+        """Computes attention of the packed tokens to all earlier tokens of their own sequence."""
         keys, values = self.keys[layer], self.values[layer]
         keys[self._blocks, :, self._offsets] = key.transpose(0, 1).to(keys.dtype)
         values[self._blocks, :, self._offsets] = value.transpose(0, 1).to(values.dtype)
@@ -123,7 +122,7 @@ class Pages:
         return out
 
     def _gathered(self, piece: PagedSpan, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values [H', L, D] of a sequence, contiguous."""
+        """Gathers a sequence's keys and values [H', L, D] contiguously."""
         end = piece.start + piece.count
         key, value = (
             kept[piece.blocks].transpose(0, 1).flatten(1, 2)[:, :end] for kept in (keys, values)
@@ -140,7 +139,7 @@ def attend_gathered(
     window: int | None,
     slopes: Tensor | None,
 ) -> Tensor:
-    """Attention of one sequence's new tokens [H, T, D] to all of its keys [H', L, D]; [T, H, D]."""
+    """Computes a sequence's attention [T, H, D]: new tokens [H, T, D] to all keys [H', L, D]."""
     plain = piece.mask is None and slopes is None and (window is None or window >= key.shape[1])
     causal = plain and piece.start == 0
     bias = (
@@ -163,7 +162,7 @@ def attend_gathered(
 def attention_bias(
     query: Tensor, piece: PagedSpan, window: int | None, slopes: Tensor | None
 ) -> Tensor:
-    """Mask [1, 1, T, L], or bias [1, H, T, L] with slopes."""
+    """Creates the mask [1, 1, T, L], or the bias [1, H, T, L] with ALiBi slopes."""
     mine = piece.positions[:, None]
     theirs = torch.cat([torch.arange(piece.start, device=query.device), piece.positions])[None]
     seen = theirs <= mine
@@ -178,7 +177,7 @@ def attention_bias(
 
 
 def tree_of(span: Span) -> tuple[list[int], Tensor | None]:
-    """Depth of each new token, and which tokens each one attends to; None for a chain."""
+    """Depth of each new token, and the tokens that each attends to; None for a chain."""
     if span.parents is None:
         return [], None
     count = len(span.tokens)
@@ -225,7 +224,7 @@ def paged_attention(
 
 
 REFUSED = ("softcap", "s_aux", "position_bias", "head_mask")
-"""Arguments of attention that change its result and are not understood here."""
+"""Unsupported arguments of attention that would change its result."""
 
 
 @contextmanager
@@ -246,7 +245,7 @@ def attach(model: Any, pages: Any) -> Callable[[], None]:
     layers: list[Any] = [m for m in model.modules() if isinstance(getattr(m, "layer_idx", 0), int)]
     layers = [layer for layer in layers if hasattr(layer, "layer_idx")]
     if any(hasattr(layer, "gulliver_pages") for layer in layers):
-        raise GulliverError("this model is served already: close the other runner first")
+        raise GulliverError("this model is already being served: close the other runner first")
     configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
     before = [(config, config._attn_implementation) for config in configs.values()]
     for layer in layers:
@@ -290,14 +289,14 @@ def _slopes(layer: Any, alibi: Tensor) -> Tensor:
 
 
 OWN_FORWARD: dict[str, Callable[..., Any]] = {"BloomAttention": _bloom_attention}
-"""Attention layers that do not know transformers' interface, and what they run instead."""
+"""Attention layers without transformers' attention interface, and their replacements."""
 
 
 # A packed batch through a model: its inputs, and logits of the rows that are wanted.
 
 
 def inputs_of(batch: Batch, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
-    """Packed tokens [T] of a batch, and the rows [R] that need logits."""
+    """Returns the packed tokens [T] of a batch, and the rows [R] that need logits."""
     # Of parts of prompts none are: one row is computed since none cannot be asked for.
     tokens = torch.tensor([t for span in batch.spans for t in span.tokens], device=device)
     rows, end = [], 0
@@ -308,7 +307,7 @@ def inputs_of(batch: Batch, device: torch.device | None = None) -> tuple[Tensor,
 
 
 def arguments_of(model: Any, positions: Tensor, wanted: Tensor) -> dict[str, Any]:
-    """Arguments of a model's forward other than its packed tokens."""
+    """Returns the arguments of a model's forward other than its packed tokens."""
     known: dict[str, Any] = {"use_cache": False, "logits_to_keep": wanted}
     # BLOOM has no positions: its slopes are in its attention.
     return (
@@ -336,7 +335,7 @@ class ModelShape:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of the keys and values of a token."""
+        """Bytes of keys and values per token."""
         return sum(2 * s.heads * s.dim for s in self.layers) * self.dtype.itemsize
 
 
@@ -357,7 +356,7 @@ class Recorder:
         window: int | None = None,
         slopes: Tensor | None = None,
     ) -> Tensor:
-        """Records a layer; attention of one token to itself returns its value."""
+        """Records a layer's shape and returns the value: attention of one token to itself."""
         del slopes
         if key.shape != value.shape:
             raise GulliverError(
@@ -372,7 +371,7 @@ class Recorder:
 def measure(
     model: Any, run: Callable[[], Tensor], layers: range, logits: bool = True
 ) -> ModelShape:
-    """Runs one token through a model, or through a stage that has some of its `layers`."""
+    """Measures a model, or the `layers` of a pipeline stage, with a forward of one token."""
     recorder = Recorder()
     with attached(model, recorder):
         out = run()

@@ -90,18 +90,16 @@ class Facts:
 
     @property
     def longest(self) -> int:
-        """Maximum tokens of a sequence, limited by context and cache."""
         room = self.blocks * self.block_size
         return room if self.context is None else min(room, self.context)
 
     @property
     def what(self) -> Literal["context", "cache"]:
-        """Whether context or cache determines `longest`."""
         return "context" if self.longest == self.context else "cache"
 
 
 class RunnerLost(GulliverError):
-    """The runner failed or is late; the engine continues after a restart."""
+    """The runner failed or timed out; the engine can continue after a restart."""
 
 
 class Runner(Protocol):
@@ -192,11 +190,11 @@ class Drafter(Protocol):
     """
 
     def begin(self, runner: Runner) -> None:
-        """Receives the runner that verifies, at the start and after each replay on another one."""
+        """Receives the target's runner, at the start and after each replay on another one."""
         ...
 
     def rests(self, sequences: int) -> bool:
-        """Whether nothing will be drafted for this many sequences, so none need be gathered."""
+        """Whether drafting is off for this many sequences, so that none need be gathered."""
         return False
 
     def draft(self, wanted: Sequence[Wanted], budget: int) -> Mapping[int, Draft]:
@@ -242,7 +240,7 @@ class Drafter(Protocol):
 
 
 def children(draft: Draft) -> dict[tuple[int, int], int]:
-    """Index of a child by its parent and token; the first of equal ones."""
+    """Maps parent and token to the child's index; of equal children, to the first."""
     parents = draft.parents if draft.parents is not None else range(-1, len(draft.tokens) - 1)
     found: dict[tuple[int, int], int] = {}
     for index, (parent, token) in enumerate(zip(parents, draft.tokens, strict=True)):

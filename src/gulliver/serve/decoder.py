@@ -1,4 +1,4 @@
-"""`NativeDecoder`: a step of a dense decoder in native code, without Python per layer.
+"""`NativeDecoder`: runs a step of a dense decoder in native code, without Python per layer.
 
 The extension `gulliver.serve._decoder` reads the tensors of a `DenseModel` where they lie. It is
 made from a transformers model by `dense_of`, or from files by `read_dense`, without importing
@@ -42,12 +42,12 @@ KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 INT8, INT4 = 3, 4
 """Kinds of quantized weights; activations are not rounded."""
 FAMILIES = ("gemma", "gemma3_text", "llama", "mistral", "phi3", "qwen2", "qwen3", "smollm3")
-"""Values of `config.model_type`: RMS norms, rotary positions, a gated feed-forward, no experts."""
+"""Supported `config.model_type`s: RMS norms, rotary positions, a gated MLP, no experts."""
 ACTIVATIONS = {"silu": 0, "gelu_pytorch_tanh": 1}
 
 
 class Unfit(Exception):
-    """Why native code cannot run a model."""
+    """Reason why native code cannot run a model."""
 
 
 @cache

@@ -26,7 +26,7 @@ from gulliver.serve.scheduler import AnswerState, BlockPool, Scheduler, Status
 
 _log = logging.getLogger("gulliver")
 MOST_LOSSES = 3
-"""Failures of the runner one after the other, without a batch between them, that are mended."""
+"""Consecutive runner failures, without a batch in between, after which the engine gives up."""
 
 
 class Engine:
@@ -104,10 +104,10 @@ class Engine:
         check_request(tokens, sampling, facts)
         if sampling.n > self.options.sequences:
             raise GulliverError(
-                f"n={sampling.n} answers at a time exceed sequences={self.options.sequences}"
+                f"n={sampling.n} completions at a time exceed sequences={self.options.sequences}"
             )
         if sampling.stop and self.tokenizer is None:
-            raise GulliverError("stop texts need a tokenizer: give stop_token_ids without one")
+            raise GulliverError("stop texts need a tokenizer; without one, use stop_token_ids")
         longest = facts.longest if wanted is None else len(tokens) + wanted
         request, self._requests = self._requests, self._requests + 1
         seed = sampling.seed if sampling.seed is not None else secrets.randbits(63)
@@ -145,7 +145,6 @@ class Engine:
         return bool(answers)
 
     def knows(self, request: int) -> bool:
-        """Whether a request has unfinished completions."""
         return request in self._answers
 
     def step(self) -> list[Event]:
@@ -182,13 +181,13 @@ class Engine:
         return events
 
     def _restart(self, lost: RunnerLost) -> None:
-        """Continues with a replacement of the runner, unless it has failed too often."""
+        """Continues on a replacement of the runner, unless it has failed too often."""
         again: Callable[[], Runner] | None = getattr(self.runner, "restarted", None)
         self._losses += 1
         if again is None or self._losses > MOST_LOSSES:
             raise lost
         self._totals["restarts"] += 1
-        _log.warning("%s; it is started again, and requests go on from their tokens", lost)
+        _log.warning("%s; restarting it; requests continue from their tokens", lost)
         self.replay(again())
 
     def replay(self, runner: Runner) -> None:
@@ -234,7 +233,7 @@ class Engine:
                 self._advance(answer, span, mine)
 
     def _forks(self, answer: AnswerState) -> list[AnswerState]:
-        """Creates a request's other completions once its prompt has been computed."""
+        """Creates a request's other completions after its prompt has been computed."""
         made = []
         for sample in range(1, answer.forks + 1):
             fork = AnswerState(
@@ -251,7 +250,7 @@ class Engine:
         return made
 
     def _advance(self, answer: AnswerState, span: Span, drawn: list[Token | None]) -> None:
-        """Adds the accepted tokens of a round, up to one that ends the completion."""
+        """Adds the accepted tokens of a step, up to one that ends the completion."""
         draft, answer.draft = answer.draft, None
         if None in drawn:
             self._end(answer, "error", error=_NOT_FINITE)
@@ -280,7 +279,7 @@ class Engine:
             self._events.append(Event(answer.request, answer.sample, tuple(accepted_tokens), text))
 
     def _keep(self, answer: AnswerState, span: Span, path: Sequence[int]) -> None:
-        """Keeps keys and values of accepted drafts; rejected ones lie beyond the length."""
+        """Keeps keys and values of accepted drafts; rejected ones are beyond the length."""
         size = self._pool.size
 
         def slot(place: int) -> int:
@@ -294,7 +293,7 @@ class Engine:
         ]
 
     def _text_of(self, answer: AnswerState, token: int) -> tuple[str, FinishReason | None]:
-        """The text that a token adds, and whether the completion ends with it."""
+        """Returns the text that a token adds, and the finish reason if it ends the completion."""
         if token in answer.ends:
             return answer.text.end(), "stop"
         text, stopped = answer.text.add(token)
@@ -332,11 +331,11 @@ _TOTALS = (
     *("steps", "tokens", "prompt_tokens", "prefix_cached_tokens"),
     *("drafted_tokens", "accepted_tokens", "finished", "restarts"),
 )
-"""Counts since the start; prompts are counted when their requests end."""
+"""Totals since the start; prompts are counted when their requests end."""
 
 _NOT_FINITE = (
-    "the model's logits are not finite: its weights are broken, or this dtype has too small a "
-    "range for them (try float32)"
+    "the model's logits are not finite: its weights are broken, or exceed this dtype's range (try "
+    "float32)"
 )
 
 

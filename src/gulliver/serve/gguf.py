@@ -43,14 +43,14 @@ def _half(blocks: Tensor, at: int) -> Tensor:
 
 
 def _fields(packed: Tensor, bits: int, width: int) -> Tensor:
-    """Unpacks fields of `bits` bits: the lowest of `width` bytes first, then the next ones."""
+    """Unpacks fields of `bits` bits, low bits first, from groups of `width` bytes."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8).view(1, 1, -1, 1)
     fields = packed.reshape(len(packed), -1, 1, width) >> shifts
     return (fields & (1 << bits) - 1).reshape(len(packed), -1)
 
 
 def _fifth(packed: Tensor) -> Tensor:
-    """The fifth bits of 32 weights, one bit per weight in order, as 0 or 16."""
+    """Unpacks the fifth bit of 32 weights, as 0 or 16."""
     shifts = torch.arange(8, dtype=torch.uint8)
     return (packed[..., None] >> shifts & 1).flatten(1) << 4
 
@@ -77,7 +77,7 @@ def _q8_0(b: Tensor) -> Tensor:
 
 
 def _with_scales(b: Tensor, fields: Tensor) -> Tensor:
-    """Applies the eight scales and minima of a Q4_K or Q5_K block, packed in bytes 4 to 16."""
+    """Applies the scales and minima of a Q4_K or Q5_K block, packed in bytes 4 to 16."""
     first, second, high = b[:, 4:8], b[:, 8:12], b[:, 12:16]
     scales = torch.cat([first & 63, (high & 15) | (first >> 6 << 4)], 1)
     minima = torch.cat([second & 63, (high >> 4) | (second >> 6 << 4)], 1)
@@ -100,7 +100,7 @@ def _q6_k(b: Tensor) -> Tensor:
 
 
 class BlockFormat(NamedTuple):
-    """A tensor format."""
+    """A tensor format: block size, bytes per block, and the function that decodes blocks."""
 
     name: str
     # Weights of a block, and its bytes.
@@ -122,7 +122,7 @@ FORMATS = {
     13: BlockFormat("Q5_K", 256, 176, _q5_k),
     14: BlockFormat("Q6_K", 256, 210, _q6_k),
 }
-"""Formats of tensors by their number in the file."""
+"""Tensor formats by their number in the file."""
 
 
 # `GgufFile`: metadata and tensors. The gguf package's reader is not used: it takes seconds for the
@@ -133,7 +133,7 @@ _STRING, _ARRAY = 8, 9
 
 
 class Stored(NamedTuple):
-    """A tensor in a file."""
+    """Position and format of a tensor in a file."""
 
     format: BlockFormat
     shape: tuple[int, ...]
@@ -155,13 +155,13 @@ class GgufFile:
             self._read_header()
         except (struct.error, UnicodeDecodeError, KeyError, MemoryError) as error:
             raise GulliverError(
-                f"{path} is damaged or no GGUF file ({type(error).__name__}: {error})"
+                f"{path} is damaged or not a GGUF file ({type(error).__name__}: {error})"
             ) from None
 
     def _read_header(self) -> None:
         magic, version, tensors, entries = self._unpack("<4sIQQ")
         if magic != b"GGUF" or version not in (2, 3):
-            raise GulliverError(f"{self.path} is no GGUF file of version 2 or 3")
+            raise GulliverError(f"{self.path} is not a GGUF file of version 2 or 3")
         self.metadata: dict[str, Any] = {}
         for _ in range(entries):
             key = self._string()
@@ -179,8 +179,8 @@ class GgufFile:
             if kind not in FORMATS:
                 known = ", ".join(one.name for one in FORMATS.values())
                 raise GulliverError(
-                    f"{self.path}: {name} is of format {kind}, which is not read: get the model in "
-                    f"one of {known}"
+                    f"{self.path}: {name} is of format {kind}, which is not supported: download "
+                    f"the model in one of {known}"
                 )
             found[name] = Stored(FORMATS[kind], tuple(reversed(dims)), offset)
         alignment = self.metadata.get("general.alignment", 32)
@@ -188,7 +188,7 @@ class GgufFile:
         self.tensors = {n: one._replace(offset=one.offset + begin) for n, one in found.items()}
         for name, one in self.tensors.items():
             if one.offset + self._bytes(one) > len(self._map):
-                raise GulliverError(f"{self.path} ends before {name} does: get it again")
+                raise GulliverError(f"{self.path} ends before {name} does: download it again")
 
     def _unpack(self, layout: str) -> tuple[Any, ...]:
         values = struct.unpack_from(layout, self._map, self._at)
@@ -223,7 +223,7 @@ class GgufFile:
         return one.format.dequantize(blocks).view(one.shape)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """A value of the architecture, such as ``block_count``."""
+        """Returns a value of the architecture, such as ``block_count``."""
         return self.metadata.get(f"{self.architecture}.{key}", default)
 
     @property
@@ -233,7 +233,7 @@ class GgufFile:
 
     @cached_property
     def names(self) -> dict[str, str]:
-        """Maps names of transformers' parameters to names in the file."""
+        """Maps parameter names of transformers to names in the file."""
         gemma = self.architecture.startswith("gemma3")
         parts = _PARTS | (_GEMMA if gemma else {})
         found = {}
@@ -246,14 +246,14 @@ class GgufFile:
                 layer = block.replace("blk.", "model.layers.")
                 found[f"{layer}.{parts[part]}.{kind}".removeprefix(".")] = name
             else:
-                raise GulliverError(f"{self.path}: {name} is no tensor of a model that is served")
+                raise GulliverError(f"{self.path}: {name} is not a tensor of a supported model")
         return found
 
 
 # What transformers needs to build the model: its type, configuration and names of parameters.
 
 ROTARY = "model.rotary_emb.inv_freq"
-"""Buffer of a model's rotary frequencies, which some files change by a factor each."""
+"""Buffer of a model's rotary frequencies, which some files scale individually."""
 _PARTS = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -282,7 +282,7 @@ TYPES = {
     "gemma": "gemma",
     "gemma3": "gemma3_text",
 }
-"""transformers' names of the architectures that are served from GGUF files."""
+"""Supported architectures with transformers' names."""
 
 
 def build_config(path: Path) -> Any:
@@ -332,7 +332,7 @@ def check_names(path: Path, model: Any) -> None:
     """Rejects a file with tensors that the configured model lacks."""
     known = {name for name, _ in model.named_parameters(remove_duplicate=False)} | {ROTARY}
     if more := sorted(set(open_file(path).names) - known):
-        raise GulliverError(f"{path}: {more[0]} is no parameter of a {type(model).__name__}")
+        raise GulliverError(f"{path}: {more[0]} is not a parameter of a {type(model).__name__}")
 
 
 @cache
@@ -342,7 +342,7 @@ def _opened(path: Path, changed: int) -> GgufFile:
 
 
 def open_file(path: Path) -> GgufFile:
-    """Opens a file; its metadata are read only once."""
+    """Opens a file; its metadata is read only once."""
     try:
         return _opened(path.resolve(), path.stat().st_mtime_ns)
     except OSError as error:
@@ -382,7 +382,7 @@ class GgufWeights(ModelWeights):
 
 
 class _NoWeights(Weights):
-    """Replaces the weight files of models whose weights are all computed."""
+    """Placeholder for the weight files of models whose weights are all computed."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.files, self.infos = path, [path], {}
@@ -416,10 +416,10 @@ SPLITS = {
     **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "dbrx"), (_LLAMA3,)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), (_QWEN2,)),
 }
-"""How texts are split before merges, by the name in the file: regular expressions in order."""
+"""Regular expressions that split texts before merges, by their name in the file."""
 NORMAL, CONTROL, USER_DEFINED, BYTE = 1, 3, 4, 6
 ENDS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<|endoftext|>", "<end_of_turn>", "<eos>", "</s>")
-"""Control tokens that end an answer whatever the file says, as llama.cpp has it."""
+"""Control tokens that always end a completion, as in llama.cpp."""
 
 
 def read_tokenizer(path: Path) -> Any:
@@ -459,7 +459,7 @@ def read_tokenizer(path: Path) -> Any:
 
 
 def end_ids(path: Path) -> list[int]:
-    """Tokens that end a completion."""
+    """Returns the tokens that end a completion."""
     metadata = open_file(path).metadata
     tokens, types = (metadata.get(f"tokenizer.ggml.{k}", []) for k in ("tokens", "token_type"))
     ends = {
@@ -512,7 +512,7 @@ def _sentence_pieces(path: Path, about: Mapping[str, Any]) -> Any:
 
 
 def _merges(about: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Pairs of pieces that merge into a piece, best score first."""
+    """Pairs of tokens that merge into a token, best score first."""
     types, scores = about["token_type"], about["scores"]
     pieces = [t for t, type_ in zip(about["tokens"], types, strict=True) if type_ == NORMAL]
     known = set(pieces)

@@ -120,7 +120,7 @@ class LLM:
 
             folder = fetch(Path(model))
             if tokenizer is not None:
-                raise GulliverError("a folder has its own tokenizer: leave tokenizer out")
+                raise GulliverError("a folder has its own tokenizer: omit tokenizer")
             check_options(folder, given.dtype, given.quantize)
             tokenizer = tokenizer_of(folder)
             # The draft model is loaded before the cache takes the remaining memory.
@@ -251,7 +251,7 @@ class LLM:
                 self._inboxes.pop(number, None)
 
     def close(self) -> None:
-        """Restores the model and frees the memory of the cache."""
+        """Restores the model and frees the cache."""
         with self._lock:
             if self._closed:
                 return
@@ -262,7 +262,7 @@ class LLM:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise GulliverError("this LLM is closed: make another one, or close it later")
+            raise GulliverError("this LLM is closed: create another one")
 
     def __enter__(self) -> LLM:
         return self
@@ -274,11 +274,11 @@ class LLM:
 def _drafter(
     given: ModelOptions, drafter: Drafter | None, tokenizer: Any, options: EngineOptions
 ) -> Drafter | None:
-    """The drafter that was passed, or the one named by the options."""
+    """Returns the drafter that was passed, or creates the one named by the options."""
     if given.speculation is None:
         return drafter
     if drafter is not None:
-        raise GulliverError("speculation makes a drafter: give one of the two")
+        raise GulliverError("speculation creates a drafter: pass only one of them")
     from gulliver.serve.speculative.speculator import make_speculator
 
     return make_speculator(given.speculation, None, tokenizer, options.sequences)
@@ -288,18 +288,17 @@ def _refuse_for_models(given: ModelOptions) -> None:
     """Rejects options that do not apply to a model that is already loaded."""
     if given.dtype is not None or given.quantize is not None:
         raise GulliverError(
-            "dtype and quantize are for folders: convert a model with model.to(...) or "
+            "dtype and quantize need a folder: convert a model with model.to(...) or "
             "gulliver.replace_module(model)"
         )
     if given.memory_limit is not None or given.ranks > 1:
         raise GulliverError(
-            "memory_limit, tp_size and pp_size are for folders, whose weights are read in "
-            "slices: save the model with save_pretrained and give the folder"
+            "memory_limit, tp_size and pp_size need a folder, to read slices of its weights: save "
+            "the model with save_pretrained and pass the folder"
         )
 
 
 def _note(output: RequestOutput, event: Event) -> None:
-    """Adds an event to its completion."""
     completion = output.outputs[event.sample]
     completion.text += event.text
     completion.tokens += event.tokens

@@ -24,7 +24,7 @@ from gulliver.serve.weights import BLOCK, cache_blocks, check_served, context_of
 
 
 class PagedModel:
-    """A served model or stage, with the pages that its attention reads."""
+    """A model or stage, with the pages that its attention reads."""
 
     def __init__(
         self, model: Any, shape: ModelShape, streamed: StreamedWeights | None, device: torch.device
@@ -54,7 +54,7 @@ class PagedModel:
         return None if self.streamed is None else self.streamed.manager.budget
 
     def end_step(self) -> None:
-        """Ends a forward; the next one uses streamed weights in the same order."""
+        """Marks the end of a forward; the next one uses streamed weights in the same order."""
         if self.streamed is not None:
             self.streamed.end_step()
 
@@ -138,7 +138,7 @@ class LocalRunner:
 
     @property
     def streamed(self) -> StreamedWeights | None:
-        """The weights, if they are streamed from a disk."""
+        """The weights, if they are streamed from disk."""
         return self._paged.streamed
 
     @property
@@ -148,7 +148,6 @@ class LocalRunner:
 
     @torch.inference_mode()
     def submit(self, batch: Batch) -> None:
-        """Runs a batch."""
         decoder = self._paged.decoder
         if decoder is not None:
             self.pages.copy(batch)

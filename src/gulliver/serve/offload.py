@@ -37,7 +37,7 @@ from gulliver.precision.int8.layers import QuantizedLayer
 from gulliver.serve.options import disk_limit
 
 ALIGNED = 64
-"""Bytes that tensors of an object begin at multiples of."""
+"""Alignment of tensors in an object, in bytes."""
 
 
 @dataclass(eq=False)
@@ -70,7 +70,7 @@ class ResidentTensor:
 
 @dataclass(eq=False)
 class WeightObject:
-    """Tensors that move together."""
+    """Tensors that are loaded and evicted together."""
 
     name: str
     tensors: list[ResidentTensor]
@@ -109,8 +109,8 @@ class StreamedWeights:
         if budget < self.least:
             largest = max(units, key=lambda unit: sum(o.nbytes for o in unit.objects))
             raise GulliverError(
-                f"{size_text(max(budget, 0))} of memory are left for weights, and "
-                f"{largest.path} alone takes {size_text(self.least)}: give "
+                f"{size_text(max(budget, 0))} of memory are left for weights, but {largest.path} "
+                f"alone takes {size_text(self.least)}: give "
                 f"{size_text(self.least - budget)} more, or quantize="
             )
         given, most = disk_limit(disk)
@@ -183,8 +183,8 @@ class StreamedWeights:
         """Assigns part of the memory to weights and the rest to the cache."""
         if nbytes < self.least:
             raise GulliverError(
-                f"{size_text(max(nbytes, 0))} of memory are left for weights next to keys and "
-                f"values, and the largest layer takes {size_text(self.least)}: give "
+                f"{size_text(max(nbytes, 0))} of memory are left for weights besides the KV "
+                f"cache, but the largest layer takes {size_text(self.least)}: give "
                 f"{size_text(self.least - nbytes)} more, a smaller cache or quantize="
             )
         ahead, self._why = look_ahead(self._sizes, nbytes)
@@ -209,7 +209,7 @@ class StreamedWeights:
 
 
 def unit_paths(model: nn.Module) -> list[str]:
-    """Paths of a model's blocks and of the modules around them, in execution order."""
+    """Lists the paths of a model's blocks and the modules around them, in execution order."""
     from gulliver.parallel.pipeline.stack import stack_of, units_of
 
     stack = stack_of(model)
@@ -256,8 +256,8 @@ def group_units(model: nn.Module, paths: Sequence[str]) -> list[WeightUnit]:
     for path, inner in model.named_modules():
         if id(inner) not in inside and any(True for _ in _tensors(inner)):
             raise GulliverError(
-                f"{path or type(model).__name__} has weights outside of the blocks and the modules "
-                "around them, which cannot come from a disk: leave memory= out"
+                f"{path or type(model).__name__} has weights outside the blocks and the modules "
+                f"around them, which cannot be streamed: omit memory_limit"
             )
     return made
 
@@ -279,7 +279,7 @@ def look_ahead(sizes: Sequence[int], budget: int) -> tuple[int, str]:
     # would take more room and overlap no more.
     whole, largest = sum(sizes), max(sizes)
     if whole <= budget:
-        return 0, "all of them stay"
+        return 0, "all of them stay in memory"
     ahead = min(1, len(sizes) - 1, budget // largest - 1)
     moved = _streamed(sizes, budget - (1 + ahead) * largest)
     streamed = f"{size_text(moved)} of {size_text(whole)} come from the disk in each step"
@@ -295,13 +295,12 @@ def _streamed(sizes: Sequence[int], room: int) -> int:
 
 
 def disk_folder(given: Path | str | None) -> Path:
-    """Folder of a disk store."""
+    """Returns the folder of the disk store."""
     folder = Path(tempfile.gettempdir() if given is None else given)
     check_disk_folder(folder)
     if given is None and file_system(folder) in IN_MEMORY:
         raise GulliverError(
-            f"temporary files lie in memory ({folder}), which saves none: name a folder on a local "
-            "disk, disk=FOLDER"
+            f"temporary files are in memory ({folder}): pass a folder on a local disk, disk=FOLDER"
         )
     return folder
 

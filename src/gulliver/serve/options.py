@@ -15,26 +15,28 @@ from gulliver.options import AT_LEAST_1, Options, Range, byte_size
 
 @dataclass(frozen=True)
 class ModelOptions(Options):
-    """How a folder's model is loaded, where its weights lie, and what guesses tokens.
+    """How a folder's model is loaded and run.
 
     Attributes:
-        dtype: Dtype of the weights; that of the files by default.
-        quantize: Read the weights into int8 or int4, as `gulliver.replace_module` does.
-        seq_length: Most tokens of prompt and answer; the model's own by default.
-        kv_cache: Memory for keys and values, such as 4GiB; by default what sequences need, at
-            most half.
-        cache_tokens: The same as a number of tokens.
-        memory_limit: Memory of weights, keys and values in each process, such as 6GiB; the rest is
-            on a disk.
-        disk: Folder on a local disk for those weights, perhaps with a limit: /scratch:100GiB; that
-            of temporary files by default.
-        tp_size: Ranks that each layer is cut over.
-        pp_size: Stages that the layers are dealt to, each on that many ranks.
-        speeds: Relative speeds of the stages; equal ones by default.
+        dtype: Dtype of the weights; by default that of the files.
+        quantize: Quantize the weights to int8 or int4 while loading, as `gulliver.replace_module`
+            does.
+        seq_length: Maximum tokens of prompt and completion; by default the model's own.
+        kv_cache: Memory of the KV cache, such as 4GiB; by default as needed, but at most half of
+            the free memory.
+        cache_tokens: Size of the KV cache in tokens, instead of `kv_cache`.
+        memory_limit: Memory of weights and KV cache in each process, such as 6GiB; the remaining
+            weights stay on disk.
+        disk: Local folder for those weights, optionally with a limit: /scratch:100GiB; by default
+            the folder of temporary files.
+        tp_size: Ranks that shard each layer.
+        pp_size: Pipeline stages, each with `tp_size` ranks.
+        speeds: Relative speeds of the stages; by default equal.
         timeout_s: Seconds after which a silent rank is lost; 60, or 600 with a limit.
         decoder: native runs the steps of dense decoders without Python, if the extension supports
             the processor; torch runs the model's own forward.
-        speculation: Drafts: ngram, suffix, or the folder of a draft; answers stay the same.
+        speculation: Source of draft tokens: ngram, suffix, or a draft model's folder; does not
+            change the output distribution.
     """
 
     dtype: Literal["float32", "bfloat16"] | None = None
@@ -56,10 +58,10 @@ class ModelOptions(Options):
         super().check_combinations()
         if self.disk is not None and self.memory_limit is None:
             raise GulliverError(
-                f"disk={str(self.disk)!r} needs memory_limit=: what fits it stays there"
+                f"disk={str(self.disk)!r} needs memory_limit=, which determines the weights on disk"
             )
         if self.speeds and self.pp_size == 1:
-            raise GulliverError(f"speeds={self.speeds} are of stages: give pp_size= as well")
+            raise GulliverError(f"speeds={self.speeds} are those of stages: also set pp_size")
 
     @property
     def ranks(self) -> int:
@@ -99,11 +101,11 @@ class EngineOptions(Options):
     """Limits of an engine.
 
     Attributes:
-        step_tokens: Most tokens of a batch; longer prompts are computed in chunks, so that
-            sequences that are being continued never wait for a whole prompt. By default 512, or
-            one for each of more sequences.
-        sequences: Most answers that run at a time; more requests wait.
-        share_prefixes: Compute equal beginnings of prompts once.
+        step_tokens: Maximum tokens of a batch. Longer prompts are prefilled in chunks, so that
+            decoding sequences never wait for a full prompt. By default 512, or `sequences` if that
+            is more.
+        sequences: Maximum completions that run at a time; more requests wait.
+        share_prefixes: Compute common prefixes of prompts once.
     """
 
     step_tokens: Annotated[int | None, AT_LEAST_1] = None
@@ -111,12 +113,12 @@ class EngineOptions(Options):
     share_prefixes: bool = True
 
     def check_combinations(self) -> None:
-        """Rejects steps too small for one token of each sequence."""
+        """Rejects batches too small for one token of each sequence."""
         super().check_combinations()
         if self.step_tokens is not None and self.step_tokens < self.sequences:
             raise GulliverError(
                 f"step_tokens={self.step_tokens} is less than sequences={self.sequences}, each of "
-                "which takes a token of a step: give as many or more"
+                f"which needs a token per step: increase step_tokens"
             )
 
     @property

@@ -1,7 +1,7 @@
-"""`AnswerText`: incremental conversion of tokens to text.
+"""`AnswerText`: incremental detokenization, and validation of requests.
 
 A token may be part of a character, and a stop text may span several tokens. So text is only
-released once later tokens cannot change it.
+released when later tokens cannot change it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gulliver.serve.sampling import SamplingParams
 
 MESSAGE = ("role", "content")
 UNFINISHED = "\ufffd"
-"""What tokenizers write for bytes that are not a whole character yet."""
+"""Character that tokenizers write for an incomplete character."""
 
 
 class AnswerText:
@@ -39,11 +39,11 @@ class AnswerText:
         """Characters so far, those that are held back as well."""
 
     def forked(self) -> AnswerText:
-        """Another completion of the same prompt, in the state before its first token."""
+        """Returns the initial state for another completion of the same prompt."""
         return AnswerText(self._tokenizer, self._stop, self._tokens[: self._read])
 
     def add(self, token: int) -> tuple[str, bool]:
-        """Adds a token."""
+        """Adds a token; returns the released text, and whether a stop text was found."""
         if self._tokenizer is None:
             return "", False
         self._tokens.append(token)
@@ -55,7 +55,7 @@ class AnswerText:
         return self._released(whole[len(before) :])
 
     def end(self) -> str:
-        """Ends the completion without a stop text; text held back is released."""
+        """Ends the completion; releases text held back for a stop text."""
         if self._tokenizer is None:
             return ""
         before = self._decode(self._tokens[self._before : self._read])
@@ -71,7 +71,7 @@ class AnswerText:
         )
 
     def _released(self, text: str) -> tuple[str, bool]:
-        """Adds text; a possible beginning of a stop text is held back."""
+        """Releases text, except a possible beginning of a stop text."""
         self.count += len(text)
         if not self._stop:
             return text, False
@@ -102,7 +102,6 @@ _SHORT = 40
 
 
 def listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Returns prompts as a list; a single one becomes a list of one."""
     if isinstance(prompts, str | bytes):
         return [prompts]
     several = list(prompts)
@@ -114,12 +113,13 @@ def tokens_of(prompt: Prompt, tokenizer: Any | None) -> list[int]:
     if not isinstance(prompt, str):
         return _numbers(prompt)
     if tokenizer is None:
-        raise GulliverError("a prompt that is text needs a tokenizer: give one, or give tokens")
+        raise GulliverError("a text prompt needs a tokenizer: pass one, or pass tokens")
     try:
         prompt.encode()
     except UnicodeEncodeError as error:
         raise GulliverError(
-            f"character {error.start} of the prompt is half of a surrogate pair, which is no text"
+            f"character {error.start} of the prompt is half of a surrogate pair, which is not "
+            f"valid text"
         ) from None
     return list(tokenizer(prompt)["input_ids"])
 
@@ -137,11 +137,11 @@ def _numbers(prompt: Any) -> list[int]:
     except TypeError:
         pass
     said = repr(prompt)[:_SHORT]
-    raise GulliverError(f"{said} is no prompt: give a text, or a list of tokens (whole numbers)")
+    raise GulliverError(f"{said} is not a prompt: pass a text, or a list of tokens (integers)")
 
 
 class RequestError(GulliverError):
-    """An invalid request; `field` is wrong, and `code` identifies the error to programs."""
+    """An invalid request: `field` is wrong, and `code` identifies the error for programs."""
 
     def __init__(self, message: str, field: str, code: str | None = None) -> None:
         super().__init__(message)
@@ -149,10 +149,10 @@ class RequestError(GulliverError):
 
 
 def check_request(tokens: Sequence[int], sampling: SamplingParams, facts: Facts) -> None:
-    """Rejects tokens and lengths that vocabulary, context or cache do not allow."""
+    """Rejects tokens and lengths that exceed vocabulary, context or cache."""
     count, longest, wanted = len(tokens), facts.longest, sampling.max_tokens
     if not tokens:
-        raise RequestError("the prompt is empty: give at least one token", "prompt")
+        raise RequestError("the prompt is empty: pass at least one token", "prompt")
     for field, given in (("prompt", tokens), ("stop_token_ids", sampling.stop_token_ids)):
         wrong = next((token for token in given if not 0 <= token < facts.vocabulary), None)
         if wrong is not None:
@@ -162,30 +162,29 @@ def check_request(tokens: Sequence[int], sampling: SamplingParams, facts: Facts)
             )
     if count >= longest:
         raise RequestError(
-            f"the prompt has {count} tokens and the {facts.what} {longest}: give at most "
-            f"{longest - 1}, so that there is room for an answer",
+            f"the prompt has {count} tokens, but the {facts.what} has {longest}: use at most "
+            f"{longest - 1}, to leave room for a completion",
             *("prompt", "context_length_exceeded"),
         )
     if wanted is not None and count + wanted > longest:
         raise RequestError(
             f"max_tokens={wanted} after a prompt of {count} tokens exceeds the {facts.what} of "
-            f"{longest}: give at most {longest - count}",
+            f"{longest}: use at most {longest - count}",
             *("max_tokens", "context_length_exceeded"),
         )
 
 
 def chat_tokens(tokenizer: Any | None, messages: Sequence[dict[str, str]]) -> list[int]:
-    """Tokens of a conversation, up to the start of the reply."""
+    """Returns the tokens of a conversation, up to the start of the reply."""
     if tokenizer is None or getattr(tokenizer, "chat_template", None) is None:
         raise GulliverError(
-            "the tokenizer has no chat template to write a conversation: give text, or a tokenizer "
-            "of an instruct model"
+            "the tokenizer has no chat template: pass text, or use an instruct model's tokenizer"
         )
     # Templates render missing values as nothing, and the model would reply to that.
     known = isinstance(messages, Sequence) and all(isinstance(m, Mapping) for m in messages)
     if not known or not all(isinstance(m.get(k), str) for m in messages for k in MESSAGE):
         raise GulliverError(
-            "a conversation is a list of dictionaries of role and content, as texts"
+            "a conversation must be a list of dictionaries with texts for role and content"
         )
     from jinja2 import TemplateError
 
@@ -194,9 +193,9 @@ def chat_tokens(tokenizer: Any | None, messages: Sequence[dict[str, str]]) -> li
             list(messages), add_generation_prompt=True, tokenize=True, return_dict=True
         )
     except (TemplateError, ValueError, KeyError, TypeError) as error:
-        raise GulliverError(f"the chat template refuses the conversation: {error}") from None
+        raise GulliverError(f"the chat template rejects the conversation: {error}") from None
     except Exception as error:
         # A template is an arbitrary program, and may fail in any way.
         said = f"{type(error).__name__}: {error}"
-        raise GulliverError(f"the chat template fails with this conversation: {said}") from None
+        raise GulliverError(f"the chat template fails on this conversation: {said}") from None
     return list(found["input_ids"])

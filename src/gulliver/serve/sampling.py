@@ -18,7 +18,7 @@ from gulliver.errors import GulliverError
 from gulliver.options import AT_LEAST_0, AT_LEAST_1, Range, check_options
 
 MOST_LOGPROBS = 20
-"""Most alternatives of a token that are returned, as in OpenAI's interface."""
+"""Maximum number of alternatives per token, as in the OpenAI API."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class SamplingParams:
         # Without a prefix: the server says a field's name as its clients know it.
         check_options(self, "")
         if not all(self.stop):
-            raise GulliverError("stop is empty: give texts of at least one character")
+            raise GulliverError("stop has an empty text: use at least one character")
 
     @property
     def greedy(self) -> bool:
@@ -81,7 +81,7 @@ class SamplingParams:
 
     @property
     def penalised(self) -> bool:
-        """Whether logits depend on earlier tokens."""
+        """Whether penalties apply, so that logits depend on earlier tokens."""
         return (
             self.repetition_penalty != 1
             or self.presence_penalty != 0
@@ -93,8 +93,9 @@ class SamplingParams:
 
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
-"""`stop`: an end-of-text token, a stop token or a stop text; `length`: max_tokens, context or cache
-are full; `cancelled`: by `Engine.cancel`; `error`: see `Event.error`."""
+"""Reason why a completion ended. `stop`: an end-of-text token, a stop token or a stop text;
+`length`: max_tokens, context or cache are exhausted; `cancelled`: by `Engine.cancel`; `error`: see
+`Event.error`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,9 +216,9 @@ SamplingParameters, Completion, Output = SamplingParams, CompletionOutput, Reque
 
 
 HEAD = 64
-"""Tokens that have noise of their own in a draw; the rest have one for all."""
+"""Number of likeliest tokens with individual noise; the remaining tokens share one value."""
 COLDEST = 1e-30
-"""Least temperature of float32: logits that differ by a rounding error are as far apart as inf."""
+"""Minimum temperature in float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,7 +287,7 @@ def draw(logits: Tensor, rows: Sequence[DrawRow]) -> list[Token | None]:
 
 
 def _draw_alike(logits: Tensor, sampling: SamplingParams, rows: Sequence[DrawRow]) -> list[int]:
-    """Samples tokens for rows [R, V] with the same parameters."""
+    """Samples tokens for rows [R, V] that have the same parameters."""
     changed = penalised(logits, sampling, rows)
     if sampling.greedy:
         return changed.argmax(-1).tolist()
@@ -334,7 +335,7 @@ def _race(chances: Tensor, order: Tensor | None, keys: NDArray[np.uint64]) -> li
 
 
 def _below(weights: Tensor, height: float) -> int:
-    """Index of the weight at which the cumulative sum reaches a fraction of the total."""
+    """Returns the index at which the cumulative sum of weights reaches a fraction of the total."""
     heights = weights.cumsum(-1, dtype=torch.float64)
     mark = (height * heights[-1]).clamp(max=heights[-1].nextafter(heights.new_zeros(())))
     return int(torch.searchsorted(heights, mark, right=True))
@@ -362,7 +363,7 @@ def _cut(logits: Tensor, sampling: SamplingParams) -> tuple[Tensor, Tensor | Non
 
 
 def penalised(logits: Tensor, sampling: SamplingParams, rows: Sequence[DrawRow]) -> Tensor:
-    """Applies penalties for earlier tokens, to a copy if there are any."""
+    """Applies penalties for earlier tokens, to a copy of the logits if there are any."""
     if not sampling.penalised:
         return logits
     logits = logits.clone()

@@ -1,4 +1,4 @@
-"""`AnswerState`: one completion in progress, with its tokens and its blocks."""
+"""`AnswerState`, `BlockPool` and `Scheduler`: sequences, their blocks, and batches."""
 
 from __future__ import annotations
 
@@ -73,7 +73,6 @@ class AnswerState:
 
     @property
     def answer(self) -> list[int]:
-        """Tokens of the completion."""
         return self.tokens[self.prompt :]
 
 
@@ -104,7 +103,7 @@ class BlockPool:
 
     @property
     def kept(self) -> int:
-        """Number of free blocks whose keys and values can still be reused."""
+        """Number of free blocks with reusable keys and values."""
         return len(self._kept)
 
     def holders(self, block: int) -> int:
@@ -208,7 +207,7 @@ class Scheduler:
         insort(self.waiting, sequence, key=_age)
 
     def fork(self, sequence: AnswerState, other: AnswerState) -> None:
-        """Starts `other` on the blocks of `sequence`, which has computed their common prompt."""
+        """Starts `other` on the blocks of `sequence`, which has prefilled their common prompt."""
         other.blocks, other.cached = list(sequence.blocks), sequence.cached
         other.digests, other.published = list(sequence.digests), sequence.published
         other.prefix_cached = sequence.prefix_cached
@@ -263,7 +262,7 @@ class Scheduler:
         return Batch(self._tickets - 1, spans, copies, moves)
 
     def _limit(self, parts: int) -> int:
-        """Maximum tokens of a batch: an equal part of all that could run now."""
+        """Returns the maximum tokens of a batch: an equal part of the tokens that could run now."""
         # Tokens are dealt, not sequences: a chunk of a prompt weighs as much as many that go on.
         if parts == 1:
             return self.step_tokens
@@ -296,7 +295,7 @@ class Scheduler:
         return found
 
     def _affordable(self, sequence: AnswerState, draft: Draft | None) -> Draft | None:
-        """Drops a draft without free blocks; drafts never preempt others."""
+        """Drops a draft if too few blocks are free; drafts never preempt others."""
         if draft is None:
             return None
         size, end = self.pool.size, sequence.cached + 1 + len(draft.tokens)
@@ -307,7 +306,7 @@ class Scheduler:
     def _make_room(
         self, sequence: AnswerState, count: int, draft: Draft | None, copies: list[Pair]
     ) -> bool:
-        """Allocates blocks for new tokens and copies shared ones; preempts others if necessary.
+        """Allocates blocks for new tokens and copies shared ones, preempting others if necessary.
 
         Returns:
             Whether it succeeded; if not, nothing changed except the preemptions.
@@ -356,7 +355,7 @@ class Scheduler:
         sequence.moves, sequence.draft = [], None
 
     def _admit(self, sequence: AnswerState) -> bool:
-        """Admits the oldest waiting sequence if blocks for all its tokens are found or free.
+        """Admits the oldest waiting sequence if all its tokens' blocks are cached or free.
 
         This includes the sequences that fork from it.
         """
@@ -408,7 +407,7 @@ class Scheduler:
         return Span(sequence.number, start, tokens, list(sequence.blocks), outputs, parents)
 
     def _publish(self, sequence: AnswerState) -> None:
-        """Publishes full blocks of final tokens."""
+        """Publishes a sequence's full blocks, which will not change."""
         # Published when the batch that computes a block is made, not when it is done: each layer
         # writes the keys and values of all tokens before it reads any, so a sequence may share what
         # another one of the same batch computes.

@@ -1,4 +1,4 @@
-"""Loads served models, and sizes the cache of keys and values."""
+"""Loads served models and sizes the KV cache."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from gulliver.serve.options import ModelOptions
 from gulliver.serve.tokenizer import read_tokenizer
 
 BLOCK = 16
-"""Tokens of a block."""
+"""Tokens per block."""
 SHARE = 0.5
-"""Part of the free memory that the caches of all ranks take at most, where no size is given."""
+"""Maximum fraction of the free memory for the caches of all ranks, if no size is set."""
 WHOLE = 2048
-"""Context that a cache of no given size has room for, where the model's own has no end."""
+"""Context for sizing the cache if neither the model nor an option limits it."""
 BUDGET_SHARE = 4
-"""Part of a limit of memory that a cache of no given size takes."""
+"""Divisor of the memory limit that gives the cache size, if no size is set."""
 
 
 def free_bytes(device: torch.device) -> int:
@@ -77,7 +77,7 @@ def cache_blocks(
 ) -> int:
     """Chooses the number of cache blocks; `budget` is that of streamed weights, if any."""
     if options.kv_cache is not None and options.cache_tokens is not None:
-        raise GulliverError("give kv_cache or cache_tokens, not both")
+        raise GulliverError("set kv_cache or cache_tokens, not both")
     block_bytes = max(token_bytes * size, 1)
     free = free_bytes(device)
     if options.cache_tokens is not None:
@@ -127,11 +127,11 @@ SERVED = (
     *("llama", "mistral", "mixtral", "olmo", "olmo2", "olmoe", "opt", "phi", "phi3", "qwen2"),
     *("qwen2_moe", "qwen3", "qwen3_moe", "smollm3", "stablelm", "starcoder2"),
 )
-"""Values of `config.model_type`; `tests/serve/test_serving_exact.py` runs each."""
+"""Supported values of `config.model_type`; `tests/serve/test_serving_exact.py` runs each."""
 
 GROWING = ("dynamic", "longrope")
-"""Rotary positions that depend on the longest sequence of a batch: packed, sequences would change
-each other's."""
+"""Rotary embeddings that depend on the longest sequence of a batch, so packed sequences would
+affect each other."""
 
 
 def check_served(model: Any) -> None:
@@ -140,14 +140,13 @@ def check_served(model: Any) -> None:
     kind = getattr(config, "model_type", None)
     if kind is None or not hasattr(model, "get_output_embeddings"):
         raise GulliverError(
-            f"{type(model).__name__} is not a causal language model of transformers: give one that "
-            "AutoModelForCausalLM loads"
+            f"{type(model).__name__} is not a causal language model of transformers: use one that "
+            f"AutoModelForCausalLM loads"
         )
     check_type(kind)
     if model.get_output_embeddings() is None:
         raise GulliverError(
-            f"{type(model).__name__} gives no logits of the next token: load it with "
-            "AutoModelForCausalLM"
+            f"{type(model).__name__} returns no logits: load it with AutoModelForCausalLM"
         )
     rope = getattr(config, "rope_parameters", None) or {}
     growing = {str(rope.get("rope_type"))} | {
@@ -161,7 +160,6 @@ def check_served(model: Any) -> None:
 
 
 def check_type(kind: str) -> None:
-    """Rejects a model type that is not supported."""
     if kind not in SERVED:
         raise GulliverError(f"models of type {kind!r} are not served: {nearest(kind, SERVED)}")
 
@@ -202,7 +200,6 @@ class Source:
         self._tied = {name: names for names in first.values() for name in names}
 
     def close(self) -> None:
-        """Closes the files."""
         self._weights.close()
 
     def __enter__(self) -> Source:
@@ -256,17 +253,18 @@ class Source:
         if found is None:
             known = " or ".join(names[:2])
             raise GulliverError(
-                f"{self.folder}: the files lack {known}: they are of another model, or not whole"
+                f"{self.folder}: the files lack {known}: they belong to another model or are "
+                f"incomplete"
             )
         return found
 
     def _compare(self, source: str, shape: tuple[int, ...]) -> Any:
-        """Entry of a tensor in the files, which must have this shape."""
+        """Returns the description of a tensor in the files; rejects another shape."""
         info = self._weights.infos[source]
         if info.shape != shape:
             raise GulliverError(
-                f"{self.folder}: {source} is {list(info.shape)} in the files and {list(shape)} in "
-                "the model: the config.json is of another model"
+                f"{self.folder}: {source} is {list(info.shape)} in the files but {list(shape)} in "
+                f"the model: the config.json belongs to another model"
             )
         return info
 
@@ -290,12 +288,12 @@ class Source:
 
 
 THRESHOLD = 6.0
-"""Magnitude of activations that are not quantised, as of `gulliver.replace_module`."""
+"""Magnitude above which activations are not quantized, as in `gulliver.replace_module`."""
 JOINED = ("gate_up_proj", "down_proj")
 
 
 class QuantizedExperts(nn.Module):
-    """Experts of one layer; `into` and `out` have a layer for each."""
+    """Quantized experts of one layer; `into` and `out` have a linear layer for each."""
 
     def __init__(self, like: Any, path: str, mode: str, rank_group: RankGroup = ALONE) -> None:
         super().__init__()
@@ -357,7 +355,7 @@ def quantize_experts(model: nn.Module, mode: str, rank_group: RankGroup = ALONE)
 
 
 def settle_experts(model: Any) -> None:
-    """Runs experts of unsupported sizes one by one."""
+    """Replaces the implementation of experts with unsupported sizes by a loop."""
     # torch's grouped product takes rows of whole 16 bytes only.
     for module in model.modules():
         if is_experts(module):
@@ -380,7 +378,7 @@ def is_experts(module: Any) -> bool:
 
 
 def _on_meta(weight: Any, path: str, mode: str) -> QuantizedLinear:
-    """A layer for one expert, with its values on meta."""
+    """Creates an expert's layer on meta."""
     outputs, inputs = weight.shape[1:]
     if mode == "int4" and inputs % GROUP:
         mode = "int8"
@@ -409,7 +407,7 @@ class _Weight:
 
 
 class Filling:
-    """Fills a model, or a shard of it, with the values of a folder."""
+    """Fills a model, or a shard of it, from a folder."""
 
     def __init__(
         self,
@@ -547,7 +545,7 @@ def load(
 
 
 def load_model(folder: Path, options: ModelOptions) -> tuple[Any, StreamedWeights | None]:
-    """Loads a folder's model; with `memory=` also returns its streamed weights."""
+    """Loads a folder's model; with `memory_limit` also returns its streamed weights."""
     if options.limit is None:
         check_memory(folder, options.dtype, options.quantize)
     model = build_on_meta(folder, kept_dtype(folder, options.dtype))
@@ -560,7 +558,7 @@ def load_model(folder: Path, options: ModelOptions) -> tuple[Any, StreamedWeight
 def fill_model(
     model: Any, paths: list[str], filling: Filling, options: ModelOptions
 ) -> StreamedWeights | None:
-    """Fills a model on meta, within `memory=` if given; `paths` are its unquantized units."""
+    """Fills a model on meta, within `memory_limit` if set; `paths` are its unquantized units."""
     limit = options.limit
     if limit is None:
         filling.fill_all()
@@ -579,7 +577,7 @@ def dtype_name(dtype: str | torch.dtype | None) -> str | None:
 
 
 def check_options(folder: Path, dtype: str | None, quantize: str | None) -> None:
-    """Rejects folders without a supported model, and formats it cannot have."""
+    """Rejects folders without a supported model, and formats that it does not support."""
     check_folder(folder)
     for name, value, known in (("dtype", dtype, DTYPES), ("quantize", quantize, MODES)):
         if value is not None and value not in known:
@@ -587,11 +585,11 @@ def check_options(folder: Path, dtype: str | None, quantize: str | None) -> None
     if importlib.util.find_spec("transformers") is None:
         raise missing_extra("serving needs transformers", "serve")
     if is_quantised(folder) and (dtype is not None or quantize is not None):
-        raise GulliverError(f"{folder} is quantised already: give neither dtype nor quantize")
+        raise GulliverError(f"{folder} is already quantized: omit dtype and quantize")
 
 
 def kept_dtype(folder: Path, dtype: str | None) -> torch.dtype:
-    """The compute dtype of a folder's model."""
+    """Returns the compute dtype of a folder's model."""
     if is_quantised(folder):
         return torch.float32
     return DTYPES[dtype] if dtype is not None else _sizes(folder)[1]
@@ -604,12 +602,14 @@ def check_folder(folder: Path) -> None:
         return
     if not (folder / "config.json").is_file():
         raise GulliverError(
-            f"{folder} has no config.json: give a GGUF file, or a folder that save_pretrained of "
-            "transformers wrote"
+            f"{folder} has no config.json: pass a GGUF file, or a folder written by transformers' "
+            f"save_pretrained"
         )
     kind = read_json(folder / "config.json").get("model_type")
     if not isinstance(kind, str):
-        raise GulliverError(f"{folder}/config.json names no model_type: it is not of transformers")
+        raise GulliverError(
+            f"{folder}/config.json has no model_type: it was not written by transformers"
+        )
     check_type(kind)
 
 
@@ -621,7 +621,7 @@ def tokenizer_of(folder: Path) -> Any:
 
 
 def end_tokens(model: Any, tokenizer: Any) -> list[int]:
-    """Tokens that end a text, from the generation configuration or else the tokenizer."""
+    """Returns the end tokens, from the generation configuration or else the tokenizer."""
     own = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     given = own if own is not None else getattr(tokenizer, "eos_token_id", None)
     if given is None:
@@ -630,7 +630,7 @@ def end_tokens(model: Any, tokenizer: Any) -> list[int]:
 
 
 def _sizes(folder: Path) -> tuple[int, torch.dtype]:
-    """Number of weight elements, and their most common dtype."""
+    """Returns the number of weights, and their most common dtype."""
     counts: dict[torch.dtype, int] = {}
     with gguf.GgufWeights(folder) if is_gguf(folder) else open_weights(folder) as weights:
         for info in weights.infos.values():
@@ -654,6 +654,5 @@ def check_memory(folder: Path, dtype: str | None, quantize: str | None) -> None:
     fit = [f'dtype="{name}"' if name in DTYPES else f'quantize="{name}"' for name in fit]
     raise GulliverError(
         f"{folder}: {size:,} weights in {mine} take {size_text(needs)}, and {size_text(free)} of "
-        "memory are free: "
-        + (f"{fit[-1]} would fit" if fit else "no format that is known would fit")
+        "memory are free: " + (f"{fit[-1]} would fit" if fit else "no supported format would fit")
     )

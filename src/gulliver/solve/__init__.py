@@ -1,6 +1,6 @@
-"""Pure algorithms on plain numbers: no torch, no files, no clocks.
+"""Optimization algorithms on plain numbers, without torch, files or clocks.
 
-Each returns a solution, its value and, if possible, a bound. Tests compare them with brute force.
+Most return a solution, its value and a bound. Tests compare them with brute force.
 """
 
 from typing import TYPE_CHECKING

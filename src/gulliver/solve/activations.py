@@ -1,10 +1,9 @@
-"""Pareto fronts of search states.
+"""Chooses which activations to keep, recompute or offload.
 
-A dynamic program over a chain may drop a state if another one of the same kind is at least as good
-in every measure that the future depends on (`undominated`). If too many remain, `boxed` prunes
-heuristically: each kind is divided into bins by peak, and the best states of each bin at several
-prices are kept. So for any peak limit, a state close to the best at about the right price remains
-below it. A weighted sum alone would lose states with a worse sum but a lower peak.
+A dynamic program over a chain may drop a state if another state of the same kind is at least as
+good in every measure that later costs depend on (`undominated`). If too many remain, `boxed` prunes
+heuristically: it divides each kind into bins by peak, and keeps the best states of each bin at
+several prices. A single weighted sum would lose states with a worse sum but a lower peak.
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ from gulliver.errors import GulliverError
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.intp]
-DIGITS = 1e12
-"""Relative tolerance for sums of the same seconds in another order."""
+DIGITS = 1e12  # relative tolerance for sums of the same numbers in another order
 PAIRS, AT_ONCE = 128, 16
 
 
@@ -34,7 +32,7 @@ def rounded(values: Floats) -> Floats:
 
 
 def kinds_of(keys: NDArray[Any]) -> Ints:
-    """Labels rows so that rows with the same key have the same label."""
+    """Labels rows so that rows with equal keys have equal labels."""
     found = np.zeros(len(keys), dtype=np.int64)
     for column in keys.T:
         least = column.min(initial=0)
@@ -46,7 +44,6 @@ def kinds_of(keys: NDArray[Any]) -> Ints:
 
 
 def groups_of(kinds: Ints) -> list[Ints]:
-    """Row indices of each kind."""
     if not len(kinds):
         return []
     order = np.argsort(kinds, kind="stable")
@@ -54,7 +51,7 @@ def groups_of(kinds: Ints) -> list[Ints]:
 
 
 def undominated(values: Floats) -> Ints:
-    """Indices of the rows not dominated by another row; one of several equal rows."""
+    """Indices of the rows that no other row dominates; one of several equal rows."""
     # Small sets are compared pairwise. Large ones are visited in order of the sum of their
     # normalized columns: a row can only be dominated by one before it. O(rows x rows that are
     # left).
@@ -82,7 +79,7 @@ def undominated(values: Floats) -> Ints:
 
 
 def boxed(kinds: Ints, peak: Floats, priced: Floats, bins: int) -> Ints:
-    """Indices of the rows that are the best of their kind and bin at one of several prices."""
+    """Indices of the rows that are the best of their kind and peak bin at one of several prices."""
     if not len(kinds):
         return np.zeros(0, dtype=np.intp)
     order, starts, sizes = _sorted(kinds)
@@ -100,7 +97,6 @@ def boxed(kinds: Ints, peak: Floats, priced: Floats, bins: int) -> Ints:
 
 
 def _sorted(kinds: Ints) -> tuple[Ints, Ints, Ints]:
-    """Order of the rows by kind, and start and length of each kind."""
     order = np.argsort(kinds, kind="stable")
     starts = np.concatenate([[0], np.flatnonzero(np.diff(kinds[order])) + 1])
     return order, starts, np.diff(np.append(starts, len(order)))
@@ -133,7 +129,7 @@ QUICK, STATES = 64, 1024
 
 @dataclass(frozen=True)
 class BlockActivations:
-    """Activations of one block."""
+    """Activations of one block: bytes, and seconds to recompute them."""
 
     # Bytes that its forward saves for its backward, without its output.
     saved: int
@@ -149,7 +145,7 @@ class BlockActivations:
 
 @dataclass(frozen=True)
 class PassCosts:
-    """Seconds of a step without recomputation and offload of activations."""
+    """Time of a step without recomputation and offloading of activations."""
 
     # Compute seconds of the forward.
     forward: float = 0.0
@@ -165,14 +161,14 @@ class PassCosts:
     read_s: float = 0.0
 
     def seconds(self, moved: int, recomputed: float) -> float:
-        """Seconds of both passes."""
+        """Seconds of both passes with `moved` bytes offloaded and `recomputed` extra seconds."""
         out = max(self.forward, self.writes + moved * self.write_s)
         return out + max(self.backward + recomputed, self.reads + moved * self.read_s)
 
 
 @dataclass(frozen=True)
 class ActivationChoice:
-    """The choice for each block's activations."""
+    """Choices for the activations of all blocks, with their predicted time and peak."""
 
     # Choice of each block.
     choices: tuple[Choice, ...]
@@ -194,7 +190,6 @@ class _State(NamedTuple):
     before: _State | None
 
     def choices(self) -> tuple[Choice, ...]:
-        """The choices of the blocks so far."""
         found, state = list[Choice](), self
         while state.choice is not None and state.before is not None:
             found.append(state.choice)
@@ -211,16 +206,10 @@ def choose_activations(
     costs: PassCosts,
     allowed: Sequence[Choice] = ("keep", "recompute", "offload"),
 ) -> ActivationChoice:
-    """Chooses what to keep, recompute and offload to minimize the predicted time.
-
-    Args:
-        blocks: blocks in the order of forward.
-        room: bytes available for activations.
-        costs: seconds of the step without recomputation and offload.
-        allowed: choices to choose from.
+    """Chooses which activations to keep, recompute or offload, minimizing the predicted time.
 
     Raises:
-        GulliverError: no choice fits into `room`; names the least that fits, and the block.
+        GulliverError: no choice fits into `room`; names the minimum, and the block that needs it.
     """
     least = costs.seconds(0, 0.0)
     best, exact = _search(blocks, room, costs, allowed, QUICK, math.inf)
@@ -238,14 +227,13 @@ def _search(
     most: int,
     bound: float,
 ) -> tuple[_State, bool]:
-    """Returns the best state found, and whether it is optimal."""
     states, exact = [_START], True
     for number, block in enumerate(blocks):
         fitting = [state for state in states if _need(state, block) <= room]
         if not fitting:
             raise GulliverError(
-                f"activations need {least_room(blocks, allowed)} bytes at once, and {room} are "
-                f"available; block {number} does not fit next to those below it"
+                f"activations need {least_room(blocks, allowed)} bytes together, but {room} are "
+                f"available; block {number} does not fit next to the earlier ones"
             )
         grown = [_leave(state, block, choice) for state in fitting for choice in allowed]
         states = _undominated([s for s in grown if _seconds(costs, s) <= bound])
@@ -270,13 +258,12 @@ def least_room(
     blocks: Sequence[BlockActivations],
     allowed: Sequence[Choice] = ("keep", "recompute", "offload"),
 ) -> int:
-    """Minimum memory for any choice, with as much offloaded or recomputed as possible."""
+    """Minimum activation memory over all allowed choices."""
     leanest: tuple[Choice, ...] = ("recompute",) if "recompute" in allowed else tuple(allowed)
     return min(activations_peak(blocks, (choice,) * len(blocks)) for choice in leanest)
 
 
 def _need(state: _State, block: BlockActivations) -> int:
-    """Bytes that a block's pass needs in addition to those held by earlier blocks."""
     return state.left + state.coming + block.saved + block.working
 
 
@@ -295,7 +282,7 @@ def _leave(state: _State, block: BlockActivations, choice: Choice) -> _State:
 
 
 def _undominated(states: list[_State]) -> list[_State]:
-    """Drops states dominated in bytes now and later, bytes moved, and seconds."""
+    """Drops states dominated in current and later bytes, bytes moved, and seconds."""
     # Bytes later are `left`, bytes for the next block are `left + coming`: the order covers both.
     kept: list[_State] = []
     # By coming: 0, and each size in flight.
@@ -315,7 +302,7 @@ def _undominated(states: list[_State]) -> list[_State]:
 
 
 def _thinned(states: list[_State], most: int) -> list[_State]:
-    """Keeps a limited number of states, spread over bytes left, including the smallest."""
+    """Keeps a limited number of states, spread over resident bytes, including the smallest."""
     states.sort(key=lambda s: (s.left + s.coming, s.recomputed, s.moved))
     step = len(states) / most
     return [states[int(number * step)] for number in range(most)]

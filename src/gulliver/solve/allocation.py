@@ -1,13 +1,13 @@
-"""Lower bounds on the sum of completion times of malleable jobs.
+"""Allocates slots to malleable jobs, and bounds the sum of their completion times.
 
 Let area_j be the fewest slot-seconds that complete job j, and shortest_j its shortest run time. A
-schedule gives j the fraction f_j(t) of its work at time t, with sum_j f_j(t) area_j <= slots and
-f_j(t) <= 1 / shortest_j. Its mean busy time M_j = integral of t f_j(t) is at least shortest_j / 2
-before its end. The best of three bounds is used:
+schedule does the fraction f_j(t) of j's work at time t, with sum_j f_j(t) area_j <= slots and
+f_j(t) <= 1 / shortest_j. The mean busy time M_j = integral of t f_j(t) is at least shortest_j / 2
+before j's end. The bound is the best of:
 
-1. every job alone on all slots: sum of release + shortest;
+1. every job by itself on all slots: sum of release + shortest;
 2. one machine as fast as all slots: shortest remaining time first is optimal (Schrage 1968);
-3. sum of M_j + shortest_j / 2, where on one machine always running the job with the smallest area
+3. sum of M_j + shortest_j / 2, where running the job with the smallest area first, on one machine,
 minimizes sum of M_j (Goemans et al. 2002, "Single machine scheduling with release dates").
 """
 
@@ -38,7 +38,7 @@ def fluid_bound(
 def _one_machine(
     lengths: np.ndarray, releases: Sequence[float], remaining: bool
 ) -> tuple[float, float]:
-    """Runs jobs on one machine, ordered by remaining or by total length."""
+    """Runs jobs on one machine, shortest first by remaining or by total length."""
     left = lengths.astype(float).copy()
     times = sorted({float(release) for release in releases})
     now, ends, middles = times[0], 0.0, 0.0
@@ -80,7 +80,7 @@ MINUS = -np.inf
 def allocate(
     values: np.ndarray, groups: Sequence[Sequence[int]] = (), limits: Sequence[int] = ()
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Allocates slots to maximize the sum of values."""
+    """Allocates slots exactly, maximizing the sum of values."""
     worlds, jobs, _ = values.shape
     groups = groups or [range(jobs)]
     curves, choices = [], []
@@ -106,7 +106,7 @@ def allocate(
 
 
 def _shared(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the best sum over slots used, [worlds, slots + 1], and the slots of each job."""
+    """Returns the best sum for each number of slots, [worlds, slots + 1], and each job's slots."""
     worlds, jobs, width = values.shape
     padded = np.full((worlds, 2 * width - 1), MINUS)
     best = padded[:, width - 1 :]
@@ -126,7 +126,6 @@ def _shared(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _traced(choices: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """Traces each job's slots back from the last job to the first."""
     jobs, worlds, _ = choices.shape
     counts, left, every = np.zeros((worlds, jobs), dtype=np.int64), ends.copy(), np.arange(worlds)
     for job in reversed(range(jobs)):

@@ -1,9 +1,8 @@
-"""Finds the exact least-cost conversion from one sharding of a tensor to another.
+"""Finds the cheapest conversion from one sharding of a tensor to another.
 
-A layout assigns each mesh axis one of three roles: replicate (all ranks of the axis hold the same),
-shard a dim, or partial (ranks hold terms of a sum). Several axes may shard one dim, nested, in an
-order that matters: gathering along the outer of two would yield every second block. So the order is
-part of the state, and each rank holds one box.
+A layout assigns each mesh axis one of three roles: replicate, shard a dim, or partial (ranks hold
+terms of a sum). Several axes may shard one dim, nested; gathering along the outer axis first would
+yield strided blocks, so their order is part of the state, and each rank holds one contiguous box.
 
 Moves between states are collectives along one or several axes, or local:
 
@@ -17,10 +16,10 @@ Moves between states are collectives along one or several axes, or local:
 | swap | roles of two axes | exchanged | each rank sends to one |
 | split | replicated or sharded | partial | none: all but one rank write zeros |
 
-The caller computes the seconds of a move (`Seconds`), and each move needs memory for its input and
-output. Dijkstra's algorithm (1959) finds the fastest conversion that fits into memory; it is exact
-for the moves of the table and any non-negative seconds. Colossal-Auto's greedy search, which moves
-to the nearest-looking neighbour, is slower on 28 to 71 % of pairs.
+The caller provides the seconds of each move (`Seconds`); a move needs memory for its input and
+output. Dijkstra's algorithm (1959) finds the fastest conversion that fits into memory, exactly for
+these moves and any non-negative seconds. The greedy search of Colossal-Auto finds slower
+conversions for 28 to 71 % of the pairs.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class Sharding:
     terms: tuple[int, ...] = ()
 
     def with_cut(self, dim: int, axes: tuple[int, ...]) -> Self:
-        """The same layout with a dim sharded over other axes."""
+        """The same layout with `dim` sharded over other axes."""
         return type(self)((*self.cuts[:dim], axes, *self.cuts[dim + 1 :]), self.terms)
 
     def with_terms(self, terms: Sequence[int]) -> Self:
@@ -55,7 +54,6 @@ class Sharding:
         return type(self)(self.cuts, tuple(sorted(terms)))
 
     def used(self) -> set[int]:
-        """Axes that are not replicated."""
         return {axis for axes in self.cuts for axis in axes} | set(self.terms)
 
 
@@ -93,7 +91,7 @@ class Conversion:
 
 
 def extent(length: int, parts: Sequence[int], place: Sequence[int]) -> tuple[int, int]:
-    """First and last (exclusive) index that a rank holds of a dim."""
+    """First and last (exclusive) index of a dim that a rank holds."""
     # Shards are as in `torch.chunk`: all as long as the first, the last ones shorter or empty;
     # inner axes divide the shards of outer ones.
     low, high = 0, length
@@ -104,7 +102,7 @@ def extent(length: int, parts: Sequence[int], place: Sequence[int]) -> tuple[int
 
 
 def box_elements(shape: Sequence[int], mesh: Sequence[int], layout: Sharding) -> int:
-    """Elements of the largest box of a rank."""
+    """Number of elements of the largest box on any rank."""
     count = 1
     for length, axes in zip(shape, layout.cuts, strict=True):
         for axis in axes:
@@ -121,7 +119,7 @@ def convert_least(
     seconds: Seconds,
     room: int | None = None,
 ) -> Conversion | None:
-    """Finds the fastest conversion."""
+    """Finds the fastest conversion that fits into `room`; None if there is none."""
     for layout in (before, after):
         axes = [*itertools.chain(*layout.cuts), *layout.terms]
         if len(layout.cuts) != len(shape) or not set(axes) <= set(range(len(mesh))):
@@ -164,8 +162,6 @@ def convert_least(
 def moves_from(
     shape: Sequence[int], mesh: Sequence[int], state: Sharding
 ) -> Iterator[ConversionStep]:
-    """All moves from a layout."""
-
     def move(kind: Kind, axes: Sequence[int], after: Sharding) -> ConversionStep:
         sizes = box_elements(shape, mesh, state), box_elements(shape, mesh, after)
         return ConversionStep(kind, tuple(sorted(axes)), state, after, sizes)
@@ -203,7 +199,7 @@ def moves_from(
 def _swaps(
     shape: Sequence[int], mesh: Sequence[int], state: Sharding, free: Sequence[int]
 ) -> Iterator[tuple[tuple[int, ...], Sharding]]:
-    """Layouts with the same boxes on other ranks, if all boxes are equal."""
+    """Layouts with the same boxes on other ranks, if all boxes have equal size."""
     for axis, other in itertools.product(state.terms, free):
         if mesh[other] == mesh[axis]:
             yield (axis, other), _replaced(state, {axis: other})

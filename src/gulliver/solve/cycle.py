@@ -1,7 +1,7 @@
-"""A repeating step: next uses, planned residency and free memory at every position.
+"""Plans which objects stay in fast memory during a repeating step.
 
-A *position* is the index of an event in the step. State "at" a position holds after its event,
-until the next. Positions beyond the last belong to the next repetition.
+A *position* is the index of an event in the step. The state "at" a position holds from its event to
+the next one. Positions beyond the last belong to the next repetition.
 """
 
 from __future__ import annotations
@@ -29,14 +29,10 @@ from numpy.typing import NDArray
 # Time is circular: a gap may extend from the end of a cycle into the next.
 
 
-ROUNDS = 200
-"""Steps of the subgradient method."""
-SNAPSHOTS = 10
-"""Rounds between plans built from the current prices."""
-STATES = 4000
-"""Maximum number of states that the depth-first search visits."""
-LONGEST = 200
-"""Maximum number of gaps for depth-first search."""
+ROUNDS = 200  # iterations of the subgradient method
+SNAPSHOTS = 10  # iterations between plans built from the current prices
+STATES = 4000  # maximum number of states visited by the depth-first search
+LONGEST = 200  # maximum number of gaps for the depth-first search
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Flags = NDArray[np.bool_]
@@ -52,7 +48,7 @@ Flags = NDArray[np.bool_]
 # states, the plan is optimal.
 @dataclass(frozen=True)
 class Gap:
-    """An interval between two uses of an object."""
+    """The interval between two uses of an object, during which it may be evicted."""
 
     # First position at which it is not in use.
     begin: int
@@ -68,7 +64,7 @@ class Gap:
 
 @dataclass(frozen=True)
 class Residency:
-    """A residency plan."""
+    """The gaps in which objects stay, with the cost and a lower bound."""
 
     # Whether the object stays in each gap.
     keep: tuple[bool, ...]
@@ -89,7 +85,7 @@ def plan_residency(
     rounds: int = ROUNDS,
     prices: Floats | None = None,
 ) -> Residency:
-    """Chooses the gaps in which objects stay."""
+    """Chooses the gaps in which objects stay, minimizing traffic within the memory."""
     if not gaps:
         return Residency((), 0.0, 0.0)
     problem = _Problem(gaps, writes, room)
@@ -127,7 +123,7 @@ def plan_residency(
 
 
 class _Problem:
-    """The arrays of one problem, and operations on them."""
+    """Arrays of a residency problem, and operations on them."""
 
     def __init__(self, gaps: Sequence[Gap], writes: Sequence[float], room: Sequence[int]) -> None:
         self.begin: Ints = np.array([g.begin for g in gaps], dtype=np.int64)
@@ -147,12 +143,10 @@ class _Problem:
         self._nbytes: list[float] = self.size.tolist()
 
     def cost(self, keep: Flags) -> float:
-        """Returns the cost of a plan."""
         left = np.bincount(self.period[~keep], minlength=len(self.writes)) > 0
         return float(self.read[~keep].sum() + self.writes[left].sum())
 
     def usage(self, keep: Flags) -> Floats:
-        """Returns the bytes kept at each position."""
         changes = np.zeros(2 * self.length + 1)
         np.add.at(changes, self.begin[keep], self.size[keep])
         np.add.at(changes, self.end[keep], -self.size[keep])
@@ -160,7 +154,7 @@ class _Problem:
         return held[: self.length] + held[self.length :]
 
     def relaxed(self, prices: Floats) -> tuple[float, Flags]:
-        """Returns the bound for given prices, and the gaps kept at these prices."""
+        """Returns the Lagrangian bound at given prices, and the gaps that it keeps."""
         paid = self.paid(prices)
         kinds = len(self.writes)
         staying = np.bincount(self.period, paid, kinds)
@@ -175,11 +169,10 @@ class _Problem:
         return self._fill(np.zeros(len(self.size), dtype=bool), prices)
 
     def refill(self, keep: Flags) -> Flags:
-        """Greedily keeps more gaps in the remaining memory."""
         return self._fill(keep.copy(), np.ones(self.length))
 
     def sweep(self) -> Flags:
-        """Goes around the cycle once and evicts the farthest next use if memory is exceeded."""
+        """Goes around the cycle once, evicting the farthest next use if memory is full."""
         keep = np.ones(len(self.size), dtype=bool)
         usage = self.usage(keep)
         start = int(np.argmax(usage - self.room))
@@ -198,11 +191,10 @@ class _Problem:
         return int(np.argmax(rest * self.size / (self.values() + 1e-30) * (rest > 0)))
 
     def values(self) -> Floats:
-        """Returns the cost of evicting in each gap alone."""
+        """Returns the cost of evicting in each gap if all others are kept."""
         return self.read + self.writes[self.period]
 
     def paid(self, prices: Floats) -> Floats:
-        """Returns the price of keeping each gap."""
         total = np.concatenate(([0.0], np.cumsum(np.concatenate((prices, prices)))))
         return self.size * (total[self.end] - total[self.begin])
 
@@ -238,12 +230,10 @@ class _Problem:
         return [span for span in spans if span.start < span.stop]
 
     def change(self, held: Floats, number: int, nbytes: float) -> None:
-        """Adds bytes at all positions of a gap."""
         for span in self._spans[number]:
             held[span] += nbytes
 
     def fits(self, slack: Floats, number: int) -> bool:
-        """Whether a gap's bytes are free at all its positions."""
         nbytes = self._nbytes[number]
         return all(np.minimum.reduce(slack[span]) >= nbytes for span in self._spans[number])
 
@@ -270,7 +260,6 @@ class _Search:
         self._grain = float(math.gcd(*(int(value) for value in costs))) if costs else 0.0
 
     def run(self) -> None:
-        """Visits at most `STATES` states."""
         pairs = zip(self._stays, self._leaves, strict=True)
         self._go(0, sum(min(pair) for pair in pairs) - self._offset)
 
@@ -306,14 +295,10 @@ class _Search:
             self._problem.change(self._slack, gap, nbytes)
 
 
-NEVER = 1 << 60
-"""Position of a use that is not in the schedule."""
-MARGIN_SHARE = 4
-"""Default fraction of memory reserved for margins."""
-WORTH = 1.618
-"""Ratio of moves with margins to moves without, up to which margins are used; see the note."""
-FEW, TURNS = 60, 6
-"""Maximum numbers of gaps and of steps in a plan over several steps."""
+NEVER = 1 << 60  # position of a use that is not in the schedule
+MARGIN_SHARE = 4  # margins may use 1 / MARGIN_SHARE of the memory by default
+WORTH = 1.618  # margins are used if they increase the moves at most by this factor; see the note
+FEW, TURNS = 60, 6  # limits of a plan over several steps: number of gaps, and of steps
 What = Literal["use", "done", "discard", "lend", "give", "budget"]
 
 
@@ -340,9 +325,9 @@ class Event(NamedTuple):
 
     Attributes:
         what: kind of event.
-        key: the object; the bytes if memory is lent or returned; the new budget.
-        write: whether a use changes the object.
-        fresh: whether a use overwrites the whole object.
+        key: the object; or the bytes of a buffer; or the new budget.
+        write: whether the use modifies the object.
+        fresh: whether the use overwrites the whole object.
     """
 
     what: What
@@ -353,13 +338,13 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Span:
-    """The planned gap before a use.
+    """The gap before a use, with its plan.
 
     Attributes:
-        length: positions since the end of the previous use.
-        lead: positions of the margin before the use.
+        length: number of positions since the end of the previous use.
+        lead: number of positions before the use at which its memory is reserved.
         keep: whether the object stays.
-        fresh: whether its content is not needed then.
+        fresh: whether the use ignores the previous content.
     """
 
     length: int
@@ -369,7 +354,7 @@ class Span:
 
 
 class Cycle:
-    """The schedule of a step, and the plan for it."""
+    """The events of a step, and the residency plan for them."""
 
     def __init__(
         self,
@@ -402,26 +387,25 @@ class Cycle:
 
     @property
     def cost(self) -> float:
-        """Bytes read and written per step, on average."""
+        """Average bytes read and written per step."""
         return self.residency.cost / self.repeats
 
     @property
     def bound(self) -> float:
-        """Lower bound on the long-run moves per step of any policy with the same margins."""
+        """Lower bound on the long-run bytes moved per step by any policy with the same margins."""
         return self.residency.bound / self.repeats
 
     def after(self, event: Event, cursor: int, end: int) -> int | None:
-        """Returns the next position of an equal event, before an end."""
+        """Returns the next position of an equal event before `end`; None if there is none."""
         positions = self._where.get(_mark(event), ())
         place = bisect_left(positions, cursor, hi=bisect_left(positions, end))
         return positions[place] if place < len(positions) and positions[place] < end else None
 
     def matches(self, position: int, event: Event) -> bool:
-        """Whether an equal event is at a position."""
         return _mark(self.events[position]) == _mark(event)
 
     def next_use(self, key: Hashable, cursor: int) -> int:
-        """Returns the position of an object's next use at or after a position."""
+        """Returns the first position, from `cursor`, at which an object is used."""
         positions = self._uses.get(key)
         if not positions:
             return NEVER
@@ -433,7 +417,6 @@ class Cycle:
         return self._spans.get(position % self.length)
 
     def stays(self, key: Hashable, cursor: int) -> bool:
-        """Whether the plan keeps an idle object at a position."""
         positions = self._ends.get(key)
         if not positions:
             return False
@@ -442,7 +425,7 @@ class Cycle:
         return span is not None and span.keep
 
     def _follow(self, budget: int, held: int, pins: dict[Hashable, int]) -> list[int]:
-        """Records the marks of objects; returns the idle objects at each position."""
+        """Records the positions of each object's uses; returns its idle objects by position."""
         room, pinned = [], sum(self._sizes.get(key, 0) for key in pins)
         begun = budget, held, {**pins}
         for position, (what, key, write, fresh) in enumerate(self.events):
@@ -477,7 +460,7 @@ class Cycle:
         return room
 
     def _plan(self, room: list[int], ahead: int | None, rounds: int) -> None:
-        """Decides which gaps are kept, with the widest margins that fit."""
+        """Decides which gaps to keep, with the widest margins that fit."""
         gaps, writes, owners = self._gaps()
         margin = ahead if ahead is not None else min(room, default=0) // (2 * MARGIN_SHARE)
         edges, free = self._margins(gaps, writes, room, margin)
@@ -505,7 +488,7 @@ class Cycle:
     def _margins(
         self, gaps: Sequence[Gap], writes: Sequence[float], room: Sequence[int], margin: int
     ) -> tuple[list[tuple[int, int]], list[int]]:
-        """The widest margins that fit, and the memory left in addition to them."""
+        """The widest margins that fit, and the memory left next to them."""
         used = [0] * self.length
         for key, positions in self._uses.items():
             for position in positions:
@@ -536,7 +519,7 @@ class Cycle:
         return plan_residency(wanted, writes, free, rounds, self._prices)
 
     def _gaps(self) -> tuple[list[Gap], list[float], list[bool]]:
-        """Returns the gaps, the write cost of each period, and gaps that end with an overwrite."""
+        """Returns the gaps, the write cost of each period, and which gaps end with an overwrite."""
         gaps: list[Gap] = []
         writes: list[float] = []
         fresh_ends: list[bool] = []
@@ -574,7 +557,7 @@ class Cycle:
     def _without(
         self, room: Sequence[int], gaps: Sequence[Gap], edges: Sequence[tuple[int, int]]
     ) -> tuple[list[int], int]:
-        """Returns the memory left in addition to the margins, at least 0, and its minimum."""
+        """Returns the memory left next to the margins (at least 0), and its minimum."""
         free: Ints = np.tile(np.array(room, dtype=np.int64), 2)
         for gap, (lag, lead) in zip(gaps, edges, strict=True):
             if lag + lead >= gap.end - gap.begin:
@@ -594,7 +577,7 @@ def plan_cycle(
     pins: Mapping[Hashable, int] | None = None,
     ahead: int | None = None,
 ) -> Cycle:
-    """Plans one step, or several together if alternating reduces traffic."""
+    """Plans one step, or several steps together if alternating plans reduce traffic."""
     once = best = Cycle(events, sizes, budget, held, pins, ahead)
     most = min(FEW // max(len(once.residency.keep), 1), TURNS) if once.closed else 1
     for repeats in range(2, most + 1):
@@ -608,7 +591,6 @@ def plan_cycle(
 
 
 def _between(gaps: Sequence[Gap], edges: Sequence[tuple[int, int]]) -> list[Gap | None]:
-    """The part of each gap between its margins; None if empty."""
     return [
         Gap(gap.begin + lag, gap.end - lead, gap.nbytes, gap.read, gap.period)
         if lag + lead < gap.end - gap.begin
@@ -618,7 +600,7 @@ def _between(gaps: Sequence[Gap], edges: Sequence[tuple[int, int]]) -> list[Gap 
 
 
 def _mark(event: Event) -> tuple[What, Hashable]:
-    """Identity of an event; budgets may vary between steps."""
+    """Identity of an event; only budgets may differ between steps."""
     return event.what, (None if event.what == "budget" else event.key)
 
 
@@ -627,7 +609,7 @@ def _follows_discard(marks: Sequence[tuple[int, str, bool, bool]], number: int) 
 
 
 def _charge(slack: Ints, begin: int, end: int, nbytes: int, length: int) -> None:
-    """Subtracts bytes from a part of the circle, in both repetitions."""
+    """Subtracts bytes from a segment of the cycle, in both repetitions."""
     for start in range(begin, end, length):
         stop = min(end, start + length)
         low, high = start % length, start % length + stop - start

@@ -1,18 +1,16 @@
-"""Allocates blocks in slabs: best fit with size classes; adjacent holes are merged.
+"""Allocates blocks in slabs by best fit, with size classes; adjacent holes are merged.
 
-Sizes are rounded up to eight classes per doubling, so that a block wastes less than an eighth of
-the requested size plus the rest of a page, and blocks of similar size are interchangeable. A block
-goes into the smallest hole that fits, the first of equal ones; the remainder stays a hole.
+Sizes are rounded up to eight classes per doubling, so that blocks of similar size are
+interchangeable and a block wastes less than an eighth of the requested size plus a page. A block
+goes into the smallest hole that fits, the first of several; the remainder stays a hole.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 
-PAGE = 4096
-"""Bytes of a page; blocks are whole pages."""
-STEPS = 8
-"""Size classes per doubling."""
+PAGE = 4096  # bytes of a page; block sizes are multiples of it
+STEPS = 8  # number of size classes per doubling
 
 
 # [Note: best fit] First fit would break up large holes for small blocks. With few size classes the
@@ -24,7 +22,7 @@ def size_class(size: int) -> int:
 
 
 class Extents:
-    """The free list of a set of slabs."""
+    """Free list of a set of slabs."""
 
     # Each call takes time logarithmic in the number of holes, apart from shifting a list of as many
     # entries.
@@ -39,31 +37,27 @@ class Extents:
 
     @property
     def slabs(self) -> dict[int, int]:
-        """Bytes by slab, a copy."""
+        """Bytes by slab (a copy)."""
         return dict(self._slabs)
 
     @property
     def free(self) -> int:
-        """Total bytes of all holes."""
         return sum(size for size, _, _ in self._by_size)
 
     def add(self, slab: int, size: int) -> None:
-        """Adds an empty slab under an unused number."""
         assert slab not in self._slabs, slab
         self._slabs[slab] = size
         self._open(slab, 0, size)
 
     def is_empty(self, slab: int) -> bool:
-        """Whether a slab has no blocks."""
         return self._size_from.get((slab, 0)) == self._slabs[slab]
 
     def remove(self, slab: int) -> None:
-        """Removes an empty slab."""
         assert self.is_empty(slab)
         self._close(slab, 0, self._slabs.pop(slab))
 
     def take(self, size: int) -> tuple[int, int] | None:
-        """Allocates a block in the smallest hole that fits."""
+        """Allocates a block; returns its slab and start, or None if no hole fits."""
         place = bisect_left(self._by_size, (size, -1, -1))
         if place == len(self._by_size):
             return None

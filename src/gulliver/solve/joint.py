@@ -1,20 +1,19 @@
 """Cost model of the joint search over shardings and recomputation of operators.
 
 A network is a sequence of *blocks*, each a small graph of *operators* in forward order; the output
-of the last operator is the block's output. Each operator takes one of its *strategies* (shardings,
-with their seconds and bytes on a device), and one of two choices for its saved tensors: keep or
-recompute.
+of the last operator is the block's output. For each operator, a plan picks one of its *strategies*
+(shardings, with their seconds and bytes on a device), and whether to keep or recompute its saved
+tensors.
 
-Seconds. Forward and backward of an operator consist of compute, communication, and the conversion
-of its inputs from the producers' layouts. Recomputation repeats the whole forward, including
-communication and conversions.
+Seconds. Forward and backward of an operator include compute, communication, and the conversion of
+its inputs from the producers' layouts. Recomputation repeats all of the forward.
 
-Memory. State (parameters, gradients, optimizer state) is always held. In addition the passes of
-operator t, forward and backward, need at once
+Memory. State (parameters, gradients, optimizer state) is always resident. In addition, forward and
+backward of operator t need
 
-    bytes left by operators below + run + saved_t + output_t + working_t
+    bytes left by earlier operators + run + saved_t + output_t + working_t
 
-An operator always leaves `output`, and also `saved` if that is kept.
+An operator leaves `output` and, if kept, `saved`.
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ from typing import NamedTuple
 from gulliver.errors import GulliverError
 from gulliver.solve.activations import Choice
 
-ENTRY = -1
-"""Index of the input of a block: the output of the block before."""
+ENTRY = -1  # index of a block's input, which is the output of the previous block
 
 
 # [Note: runs] Recomputation happens in runs, as with activation checkpointing: a run begins at a
@@ -41,17 +39,17 @@ class Strategy:
     """A sharding of an operator, with its costs on one device.
 
     Attributes:
-        name: name for reports.
-        forward_s: compute seconds of the forward.
-        backward_s: compute seconds of the backward.
-        forward_comm_s: communication seconds of the forward.
-        backward_comm_s: communication seconds of the backward that compute does not hide.
+        name: name in reports.
+        forward_s: compute seconds in forward.
+        backward_s: compute seconds in backward.
+        forward_comm_s: communication seconds in forward.
+        backward_comm_s: communication seconds in backward that compute does not hide.
         state: bytes of parameters, gradients and optimizer state.
-        saved: bytes between forward and backward if they are kept, including its output if some
-            backward reads it.
-        output: bytes that stay regardless of `saved`.
-        forward_bytes: extra bytes while its forward runs.
-        backward_bytes: extra bytes while its backward runs, including gradients.
+        saved: bytes saved between forward and backward, including the output if a backward reads
+            it.
+        output: bytes that stay even if `saved` is recomputed.
+        forward_bytes: workspace in forward.
+        backward_bytes: workspace in backward, including gradients.
     """
 
     name: str = ""
@@ -68,7 +66,7 @@ class Strategy:
 
 @dataclass(frozen=True)
 class EdgeSeconds:
-    """Costs of an input, by the strategies of its producer (rows) and its consumer (columns)."""
+    """Conversion costs of an input, by strategy of its producer (rows) and consumer (columns)."""
 
     # Seconds of its conversion in forward.
     forward_s: tuple[tuple[float, ...], ...]
@@ -83,12 +81,12 @@ class Operator:
     """A node of a block.
 
     Attributes:
-        name: name for reports.
-        strategies: ways to shard it.
-        inputs: indices of the operators that it reads, in its block; `ENTRY` is the block's input.
-        conversions: costs of each input; no costs if empty.
-        last_use: index of the last operator whose backward reads this one's saved tensors; None for
-            itself.
+        name: name in reports.
+        strategies: possible shardings.
+        inputs: indices, in its block, of the operators that it reads; `ENTRY` is the block's input.
+        conversions: conversion costs of each input; free if empty.
+        last_use: index of the last operator whose backward reads this one's saved tensors; None if
+            only its own does.
         recomputable: whether its forward may run twice.
     """
 
@@ -102,12 +100,12 @@ class Operator:
 
 @dataclass(frozen=True)
 class Block:
-    """Operators in forward order; the output of the last one is the block's."""
+    """Operators in forward order; the output of the last one is the output of the block."""
 
     operators: tuple[Operator, ...]
 
     def used_until(self, number: int, strategy: int) -> int:
-        """Index of the last operator that needs one's saved tensors; the count for later blocks."""
+        """Last operator that needs `number`'s saved tensors; the count if in a later block."""
         operator = self.operators[number]
         last = max(number, operator.last_use or 0)
         if operator.strategies[strategy].output:
@@ -126,7 +124,7 @@ class Pick(NamedTuple):
 
 @dataclass(frozen=True)
 class JointCost:
-    """Costs of picks."""
+    """Predicted time and memory of picks."""
 
     # Seconds of forward and backward.
     seconds: float
@@ -147,7 +145,6 @@ class _Pass(NamedTuple):
 
 
 def joint_cost(blocks: Sequence[Block], picks: Sequence[Sequence[Pick]]) -> JointCost:
-    """Computes the costs of given picks."""
     needs = list[tuple[int, int, tuple[int, int]]]()
     below = state = 0
     seconds = 0.0
@@ -163,7 +160,7 @@ def joint_cost(blocks: Sequence[Block], picks: Sequence[Sequence[Pick]]) -> Join
 
 
 class _Walk:
-    """Accumulates the costs of one block with given picks."""
+    """Accumulates the cost of one block with given picks."""
 
     def __init__(self, block: Block, picks: Sequence[Pick], entry: int | None, below: int) -> None:
         self.forward = self.backward = 0.0

@@ -1,16 +1,15 @@
-"""Lower bound of the seconds, and the price of memory, by Lagrangian relaxation.
+"""Computes a lower bound on the time, and the price of memory, by Lagrangian relaxation.
 
-Only the memory constraints of one block are kept: for the passes of each of its operators, state,
-bytes left below and the operator's own bytes must be within the budget. Bytes have a price of
-`price` seconds each, distributed over these moments, and exceeding the budget costs seconds instead
-of being forbidden:
+Only the memory constraints of one block are kept: during each of its operators, state, bytes left
+by earlier operators and the operator's own bytes must fit the budget. Exceeding the budget costs
+`price` seconds per byte, distributed over these moments, instead of being forbidden:
 
     bound(prices) = min over picks of (seconds + sum of price_t x bytes at t) - price x budget
 
-This is a shortest path through the operators, so it is exact and fast, and any prices give a valid
-bound. States are the strategies that are still to be read and, in the block whose moments count,
-the end of the open run. The best price approximates the seconds that one more byte would save.
-Source: Everett 1963, "Generalized Lagrange multiplier method".
+The minimum is a shortest path through the operators, and any prices give a valid bound. States are
+the strategies of operators still to be read and, in the constrained block, the end of the current
+recomputation. The best price approximates the seconds that one more byte would save. Source:
+Everett 1963, "Generalized Lagrange multiplier method".
 """
 
 from __future__ import annotations
@@ -26,14 +25,11 @@ from numpy.typing import NDArray
 from gulliver.solve.activations import Choice, Floats
 from gulliver.solve.joint import ENTRY, Block
 
-STEPS = 40
-"""Number of prices tried for the same shares."""
-SHARES = 16
-"""Number of updates of the shares."""
+STEPS = 40  # number of prices to try with the same shares
+SHARES = 16  # number of updates of the shares
 BUMP = 1e-3
 GOLDEN = (5**0.5 - 1) / 2
-NOTHING = 1e-6
-"""Relative gain below which no higher price is tried: sums at higher prices are inexact."""
+NOTHING = 1e-6  # relative gain below which no higher price is tried, because sums become inexact
 
 
 @dataclass(frozen=True)
@@ -51,7 +47,7 @@ class Bound:
 
 
 class Relaxation:
-    """Bounds of one network."""
+    """Lower bounds for one network."""
 
     def __init__(self, blocks: Sequence[Block], budget: int, choices: Sequence[Choice]) -> None:
         self.blocks, self.budget, self.choices = blocks, budget, choices
@@ -59,7 +55,7 @@ class Relaxation:
         self._known_for: float | None = None
 
     def bound(self, at: int | None = None) -> Bound:
-        """The best bound for the moments of a block."""
+        """Returns the best bound under the memory constraints of block `at`."""
         at = len(self.blocks) - 1 if at is None else at
         # The price, the moments' shares, and the price again.
         shares = np.zeros(len(self.blocks[at].operators))
@@ -76,13 +72,7 @@ class Relaxation:
     def _best_shares(
         self, top: Bound, priced: Callable[[Floats, float], Bound], shares: Floats
     ) -> tuple[Bound, Floats]:
-        """Moves shares of the price to the moments that gain, with a shrinking step.
-
-        Args:
-            top: the best bound with the given shares.
-            priced: computes the bound for shares and a price.
-            shares: the moments' shares of the price, which sum to 1.
-        """
+        """Improves the shares of the price with subgradient steps of decreasing size."""
         size, price, best = 0.5, top.price, shares
         for _ in range(SHARES):
             bumped = [priced((1 - BUMP) * best + BUMP * one, price) for one in np.eye(len(best))]
@@ -151,7 +141,7 @@ class Relaxation:
         return _Cost(block, here, later, last, price, self.choices)
 
     def guides(self, bound: Bound) -> dict[tuple[Block, int, bool], Guide]:
-        """Guides of all blocks: least priced seconds of the network given a prefix of the block."""
+        """Returns guides: minimum priced seconds of the network, given a prefix of a block."""
         at = len(self.blocks) - 1
         around: dict[tuple[Block, int, bool], tuple[_Cost, Floats]] = {}
         known: dict[tuple[Block, int, bool], Floats] = {}
@@ -171,7 +161,7 @@ class Relaxation:
 
 
 class Guide:
-    """Minimum priced seconds of all picks with a given prefix, for each kind of block."""
+    """Minimum priced seconds of all picks with a given prefix, for one block."""
 
     def __init__(self, cost: _Cost, outside: Floats, entries: int) -> None:
         self._cost = cost
@@ -193,7 +183,6 @@ class Guide:
         self._tables = tables[::-1]
 
     def seconds(self, number: int, states: GuidedStates, strategies: NDArray[np.int16]) -> Floats:
-        """Least priced seconds of states after an operator."""
         # [Note: a peak for each moment] In the last block all moments have a price. Each past
         # moment may be as high as the peak so far, which has to be within the budget as well, so
         # the peak replaces them all. Future moments include the bytes left by now, and the next one
@@ -209,7 +198,7 @@ class Guide:
 
 
 class GuidedStates(NamedTuple):
-    """Columns of states that a guide reads."""
+    """Columns of search states that a guide reads."""
 
     passes: Floats
     state: Floats
@@ -235,7 +224,7 @@ class _Cost:
     choices: Sequence[Choice]
 
     def matrix(self, entries: int) -> Floats:
-        """Least priced seconds by the strategy of the entry (rows) and of the last operator."""
+        """Minimum priced seconds by strategy of the entry (rows) and the last operator."""
         operators, runs = self.block.operators, any(self.moments)
         axes, tables = [ENTRY], [np.zeros(max(1, entries))]
         # The first table is of states without an open run, the others of those with one, by its
@@ -260,7 +249,7 @@ class _Cost:
         return tables[0]
 
     def frontier(self, number: int, axes: Sequence[int]) -> list[int]:
-        """Operators that later ones read, always including the entry and the last one."""
+        """Operators that later operators read, always including the entry and the last one."""
         operators = self.block.operators
         ahead = {s for o in operators[number + 1 :] for s in o.inputs}
         end = {len(operators) - 1} if number == len(operators) - 1 else set[int]()
@@ -297,7 +286,7 @@ class _Cost:
         return self._with_runs(number, stays, seconds + forward, saved)
 
     def _with_runs(self, number: int, stays: Floats, again: Floats, saved: Floats) -> _Parts:
-        """Adds the costs of recomputation, by the end of the run."""
+        """Adds the cost of recomputation, by the operator at which it ends."""
         operator, count = self.block.operators[number], len(self.block.operators)
         if "recompute" not in self.choices or not operator.recomputable:
             return _Parts(stays, stays, [])

@@ -1,7 +1,7 @@
-"""Joint search over shardings and recomputation for the least time.
+"""Searches shardings and recomputation together for the shortest time within a budget.
 
 The undominated plans of each distinct block are computed once. Then the search goes through the
-chain of blocks; its states are, by the last operator's strategy:
+chain of blocks; for each strategy of the last operator, its states consist of:
 
     seconds so far; state plus bytes left; state plus the peak so far
 
@@ -63,19 +63,18 @@ from gulliver.solve.joint_bound import Bound, Guide, GuidedStates, Relaxation
 FORWARD, BACKWARD, STATE, LEFT, PEAK, RUN, REPLAYED = range(7)
 CHOICES: tuple[Choice, ...] = ("keep", "recompute")
 Bytes = NDArray[np.int16]
-COMPARED = 16
-"""Limit of states to compare, per state kept of a frontier; beyond it the best are taken."""
+COMPARED = 16  # maximum states to compare per state kept; beyond it, the best are compared
 PRICES = np.array(
     sorted(
         product((0.3, 0.5, 0.7, 0.85, 1.0, 1.2, 1.5, 2.0, 3.0), (0.0, 0.3, 0.7)),
         key=lambda p: abs(math.log(p[0])) + p[1],
     )
 )
-"""Prices of memory: multiples of the estimated one, and the peak's share of them."""
+"""Prices of memory: multiples of the estimate, and the peak's share of the price."""
 
 
 class StateSizes(NamedTuple):
-    """Quantities that states are priced by: seconds, peak bytes, resident bytes."""
+    """Seconds, peak bytes and resident bytes of states."""
 
     seconds: Floats
     peak: Floats
@@ -96,7 +95,6 @@ class Rules:
     price: float = 0.0
 
     def measures(self, values: Floats) -> Floats:
-        """Measures by which states are compared."""
         columns = [
             values[:, STATE],
             values[:, STATE] + values[:, PEAK],
@@ -109,7 +107,7 @@ class Rules:
         return np.stack(columns, axis=1)
 
     def best(self, kinds: Ints, measures: Floats, sizes: StateSizes) -> tuple[Ints, bool]:
-        """Indices of the states to keep, and whether no undominated one was dropped."""
+        """Indices of the states to keep, and whether they include all undominated states."""
         if self.timed and len(kinds) > COMPARED * self.most:
             some = self._boxed(kinds, sizes)
             return some, len(some) == len(kinds)
@@ -146,16 +144,13 @@ class Plans:
 
     @property
     def entry(self) -> Bytes:
-        """Strategy of each plan's input."""
         return self.strategies[:, 0]
 
     @property
     def exit(self) -> Bytes:
-        """Strategy of each plan's last operator."""
         return self.strategies[:, -1]
 
     def picks(self, plan: int) -> tuple[Pick, ...]:
-        """The picks of a plan."""
         pairs = zip(self.strategies[plan, 1:], self.choices[plan], strict=True)
         return tuple(Pick(int(s), CHOICES[c]) for s, c in pairs)
 
@@ -167,7 +162,6 @@ def block_plans(
     guide: Guide | None = None,
     known: float = math.inf,
 ) -> Plans:
-    """Finds the undominated plans of a block."""
     starts = max(1, entries)
     values = np.zeros((starts, 7))
     until = np.full(starts, -1)
@@ -198,7 +192,7 @@ def block_plans(
 
 
 def _sizes(values: Floats) -> StateSizes:
-    """Sizes of a block's states; open runs count as if they continued."""
+    """Sizes of a block's states; unfinished recomputations count as if they continued."""
     state = values[:, STATE]
     ahead = values[:, LEFT] + values[:, RUN] + values[:, REPLAYED]
     seconds = values[:, FORWARD] + values[:, BACKWARD]
@@ -222,7 +216,7 @@ def _picks(block: Block, number: int, allowed: Sequence[Choice]) -> list[tuple[i
 
 
 def _frontier(block: Block, number: int) -> list[int]:
-    """Operators up to a given one that later ones read, always including the last."""
+    """Operators up to `number` that later operators read, always including `number`."""
     rest = block.operators[number + 1 :]
     read = {source for operator in rest for source in operator.inputs}
     if number == len(block.operators) - 1:
@@ -268,7 +262,7 @@ def _placed(
 def _passes(
     operator: Operator, taken: Strategy, place: int, strategies: Bytes, entries: int
 ) -> tuple[Floats, Floats, Floats]:
-    """Seconds of forward and backward, and saved bytes, of an operator after each state."""
+    """Forward and backward seconds, and saved bytes, of an operator after each state."""
     count = len(strategies)
     forward = np.full(count, taken.forward_s + taken.forward_comm_s)
     backward = np.full(count, taken.backward_s + taken.backward_comm_s)
@@ -287,16 +281,14 @@ def _passes(
 LEVELS, STATES, LAST = (16, 64), 256, 2
 """States kept per kind in the first rounds and in the last, and a factor for the last block."""
 HOPES = (1e-3, 2e-3, 4e-3, 8e-3, 0.016, 0.032, 0.064, math.inf)
-"""Relative distances from the bound to try, smallest first: smaller ones prune more."""
-SCARCE = 0.1
-"""Price of the whole budget if memory is not scarce, as a fraction of the seconds."""
-SAME = 1e-9
-"""Relative difference of seconds that counts as equal."""
+"""Relative distances from the bound to try; smaller ones prune more."""
+SCARCE = 0.1  # price of the whole budget if memory is not scarce, as a fraction of the seconds
+SAME = 1e-9  # relative difference below which seconds are treated as equal
 
 
 @dataclass(frozen=True)
 class JointPlan:
-    """The picks found."""
+    """Result of the search: picks, their cost and a lower bound."""
 
     # Picks of each block's operators.
     picks: tuple[tuple[Pick, ...], ...]
@@ -311,7 +303,7 @@ class JointPlan:
 
     @property
     def gap(self) -> float:
-        """Largest relative improvement that better picks could bring."""
+        """Maximum relative improvement that better picks could bring."""
         return 0.0 if self.exact else max(0.0, 1 - self.lower / self.cost.seconds)
 
 
@@ -322,16 +314,10 @@ def solve_joint(
     states: int = STATES,
     tolerance: float = 1e-3,
 ) -> JointPlan:
-    """Finds the picks with the least seconds within a budget.
+    """Finds the fastest picks within a memory budget.
 
-    Successive rounds keep more states; the first starts close to the lower bound.
-
-    Args:
-        blocks: blocks in forward order; equal ones are solved once.
-        budget: bytes of a device.
-        allowed: choices for saved tensors.
-        states: number of states kept per kind; more is closer to exact, and slower.
-        tolerance: acceptable gap; with 0 all rounds run.
+    Successive rounds keep more states per kind, up to `states`, until the gap is at most
+    `tolerance`; the first starts close to the lower bound.
 
     Raises:
         GulliverError: no picks fit into the budget; names the smallest feasible budget and the
@@ -374,12 +360,7 @@ def solve_joint(
 
 
 def least_memory(blocks: Sequence[Block], allowed: Sequence[Choice] = CHOICES) -> JointCost:
-    """Finds the smallest feasible budget, and the operator that needs it.
-
-    Args:
-        blocks: blocks in forward order.
-        allowed: choices for saved tensors.
-    """
+    """Finds the smallest feasible budget, and the operator that needs it."""
     rules = Rules(_in_order(allowed), STATES, timed=False)
     picks, _ = _BlockChain(blocks, rules).best(math.inf)
     return joint_cost(blocks, picks)
@@ -406,22 +387,21 @@ class _States:
 
     seconds: Floats
     held: Floats
-    """Bytes of state plus bytes left."""
+    """Bytes of state plus bytes left by earlier operators."""
     peak: Floats
     """Bytes of state so far plus the peak of everything else."""
     hope: Floats
-    """Lower bound of the final seconds."""
+    """Lower bound on the final seconds."""
     strategy: Bytes
     parent: Ints
     plan: Ints
 
     def at(self, rows: Ints) -> _States:
-        """A subset of the states."""
         return _States(*(getattr(self, name)[rows] for name in self.__dataclass_fields__))
 
 
 class _BlockChain:
-    """The search through the blocks."""
+    """Search through the chain of blocks."""
 
     def __init__(
         self,
@@ -453,7 +433,7 @@ class _BlockChain:
     def best(
         self, budget: float, bound: Bound | None = None, known: float = math.inf
     ) -> tuple[tuple[tuple[Pick, ...], ...], bool]:
-        """Returns the best picks within a budget, or none, and whether they are exact."""
+        """Returns the best picks within a budget (empty if none), and whether they are exact."""
         zeros = np.zeros(1)
         start, none = np.zeros(1, np.int16), np.zeros(1, np.intp)
         state = _States(zeros, zeros, zeros, zeros, start, none, none)
@@ -477,7 +457,7 @@ class _BlockChain:
     def _grown(
         self, number: int, state: _States, budget: float, bound: Bound | None, known: float
     ) -> _States:
-        """States after one more block that may still improve on the best."""
+        """States after one more block that may still improve on the best solution."""
         plans, parts = self._plans[number], list[_States]()
         slack = 1.0 if number == len(self._plans) - 1 else 1 + SAME
         for entry in np.unique(plans.entry):
@@ -516,7 +496,7 @@ class _BlockChain:
         )
 
     def _raise_peaks(self, number: int, part: _States, budget: float) -> None:
-        """Raises peaks that make no difference, so that more states are dominated."""
+        """Raises peaks where this has no effect on results, so that more states are dominated."""
         # Later blocks need at least this much above the bytes held, which hides any lower peak; and
         # a peak that fits even with all state still to be added never matters.
         hidden = part.held + self._least_need[number]

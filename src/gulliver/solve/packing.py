@@ -1,8 +1,8 @@
-"""Bin packing into equal bins: best fit decreasing.
+"""Packs items into bins (best fit decreasing), and a step's samples into groups of ranks.
 
-Each item, largest first, goes into the fullest bin that still has room for it. At most 11/9 OPT + 4
-bins (Johnson, Demers, Ullman, Garey, Graham 1974, "Worst-Case Performance Bounds for Simple
-One-Dimensional Packing Algorithms"); close to the bound for many small items.
+Each item, largest first, goes into the fullest bin with room for it. This needs at most 11/9 OPT +
+4 bins (Johnson, Demers, Ullman, Garey, Graham 1974, "Worst-Case Performance Bounds for Simple
+One-Dimensional Packing Algorithms"), and is close to the bound for many small items.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gulliver.errors import GulliverError, nearest
 
 @dataclass(frozen=True)
 class Packing:
-    """An assignment of items to bins."""
+    """Assignment of items to bins."""
 
     # Indices of the items of each bin, largest first.
     bins: list[list[int]]
@@ -63,10 +63,8 @@ def pack(sizes: Sequence[int], capacity: int) -> Packing:
 
 Filled = tuple[int, float, list[tuple[int, int]]]
 """Degree, seconds, and number of samples of each shape in a group."""
-Packed = tuple[list[Filled], list[int]]
-"""Groups, and the remaining samples of each shape."""
-CLOSE = 0.004
-"""Ratio to the bound below which no further times are tried."""
+Packed = tuple[list[Filled], list[int]]  # groups, and the remaining samples of each shape
+CLOSE = 0.004  # ratio to the bound below which the search stops
 FALLBACK_TRIES = 24
 
 
@@ -130,7 +128,7 @@ class FallbackPacking:
         return groups, left
 
     def search(self, bound: float) -> FallbackAnswer | None:
-        """Packs all samples, bisecting for the shortest time."""
+        """Packs all samples, searching for the shortest time by bisection."""
         low, limit = bound, 1.05 * bound
         best: FallbackAnswer | None = None
         for _ in range(FALLBACK_TRIES):
@@ -155,7 +153,7 @@ class FallbackPacking:
         return best
 
     def _degree(self, shape: int, limit: float, most: int) -> int:
-        """Degree with the fewest rank seconds per sample, 0 if none ends in time."""
+        """Degree with the fewest rank-seconds per sample; 0 if none meets the limit."""
         rates: list[tuple[float, int]] = []
         for degree, ends in self._ends[shape].items():
             if degree <= most and ends[1] <= limit:
@@ -196,27 +194,25 @@ def _answer(packed: Packed) -> FallbackAnswer:
 # the same.
 
 
-TRIES = 10
-"""Number of times to try."""
-FIRST = 1.05
-"""First time to try, relative to the bound."""
+TRIES = 10  # number of times to try
+FIRST = 1.05  # first time limit to try, relative to the bound
 WIDENED = tuple(1.06 ** (2**number) for number in range(7))
-"""Growth of the time while none works, by attempt."""
+"""Factors by which the limit grows after each failed attempt."""
 OTHERWISE = ((0.5, 1, 0.02), (2.0, 1, 0.06), (0.0, 2, 0.06), (0.0, 4, 0.06))
-"""Second attempts: weight of the time that a shape's samples leave unused in a group, maximum
-fraction of the ranks in a group (one wide group makes all samples pay for its messages), and the
-gap to the bound above which the attempt is made.
+"""Parameters of second attempts: the weight of the time that a shape's samples leave unused in a
+group;
+1 / the maximum fraction of ranks in a group (one wide group makes all samples pay for its
+messages); and the gap to the bound above which the attempt is made.
 """
-SHORTER = 0.01
-"""Relative improvement that each of those must reach over the best so far."""
+SHORTER = 0.01  # relative improvement over the best result that a second attempt must reach
 INTERFACE = 1
-"""Version of the extension's interface; incremented on both sides when its calls change."""
+"""Version of the extension's interface; increment it on both sides if its calls change."""
 PACKERS = ("native", "python")
-"""Values of ``$GULLIVER_PACKER``; if unset, the first one available is used."""
+"""Values of ``$GULLIVER_PACKER``; if unset, the first available one is used."""
 
 
 class NativePacking:
-    """A packing computed by the extension."""
+    """Packing by the native extension."""
 
     def __init__(self, core: Any, tries: Any) -> None:
         self._core, self._tries = core, tries
@@ -229,17 +225,15 @@ class NativePacking:
         partly: bool = False,
         most: int | None = None,
     ) -> Packed | None:
-        """Fills groups up to a time limit."""
         packed, degrees[:] = self._core.pack(limit, degrees, lost, partly, most)
         return packed
 
     def search(self, bound: float) -> Any:
-        """Packs all samples in the shortest time found; None if they do not fit."""
         return self._core.search(bound, self._tries)
 
 
 class NativeTables:
-    """End times and rates of all shapes, in the extension."""
+    """End times and rates of all shapes, in the native extension."""
 
     def __init__(self, ranks: int, repeat: bool) -> None:
         built = _extension()
@@ -247,16 +241,15 @@ class NativeTables:
         self._tries = built.Tries(TRIES, CLOSE, FIRST, SHORTER, list(WIDENED), list(OTHERWISE))
 
     def learn(self, number: int, ends: Mapping[int, list[float]], rate: float) -> None:
-        """Stores the end times of a shape by degree, and its minimum rank-seconds per sample."""
+        """Stores a shape's end times by degree, and its minimum rank-seconds per sample."""
         self._core.learn(number, list(map(int, ends)), list(ends.values()), rate)
 
     def packing(self, numbers: Sequence[int], counts: Sequence[int]) -> NativePacking:
-        """Returns the packing for given numbers of samples per shape."""
         return NativePacking(self._core.packing(numbers, list(map(int, counts))), self._tries)
 
 
 def packer_problem() -> str | None:
-    """Returns the reason the extension is not used, or None if it is."""
+    """Returns why the native extension is not used; None if it is."""
     wanted = os.environ.get("GULLIVER_PACKER", "")
     if wanted and wanted not in PACKERS:
         raise GulliverError(f"GULLIVER_PACKER={wanted!r} is unknown: {nearest(wanted, PACKERS)}")

@@ -1,4 +1,4 @@
-"""Candidate sizes for a cost that first falls and then rises."""
+"""Splits chains of costs into consecutive parts, and lists into balanced parts."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ from gulliver.errors import GulliverError
 # Manual, 10.7.
 
 
-_SLACK = 1e-12
-"""Relative tolerance for sums of floats that should be equal."""
+_SLACK = 1e-12  # relative tolerance for sums of floats that should be equal
 
 
 # [Note: two passes] Many partitions reach the smallest maximum, and some leave the other parts
@@ -30,7 +29,7 @@ _SLACK = 1e-12
 # maximum.
 @dataclass(frozen=True)
 class ChainPartition:
-    """Consecutive parts of a chain."""
+    """A split of a chain into consecutive parts."""
 
     # First cost of each part, followed by the total count: part k has the costs ``bounds[k]`` to
     # ``bounds[k + 1]`` (exclusive).
@@ -45,7 +44,6 @@ class ChainPartition:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Number of costs in each part."""
         return tuple(b - a for a, b in zip(self.bounds, self.bounds[1:], strict=False))
 
 
@@ -55,19 +53,10 @@ def partition_chain(
     *,
     speeds: Sequence[float] | None = None,
 ) -> ChainPartition:
-    """Splits `costs` into consecutive, non-empty `parts`, minimizing the largest time.
-
-    Args:
-        costs: costs in chain order, finite and not negative, in any unit.
-        parts: number of parts.
-        speeds: speed of each part's machine; the time of a part is the sum of its costs divided by
-            its speed. None: all 1.
+    """Splits `costs` into consecutive, non-empty parts, minimizing the largest time.
 
     Returns:
-        The partition with the smallest maximum, the most even one if there are several.
-
-    Raises:
-        GulliverError: there are fewer costs than parts.
+        The partition with the smallest maximum; among several, the most even one.
     """
     if len(costs) < parts:
         raise GulliverError(
@@ -85,7 +74,6 @@ def partition_chain(
 def chain_times(
     costs: Sequence[float], bounds: Sequence[int], speeds: Sequence[float] | None = None
 ) -> tuple[float, ...]:
-    """Returns the times of the parts of a given partition."""
     parts = len(bounds) - 1
     time = _times(costs, list(speeds or [1.0] * parts))
     return tuple(time(k, bounds[k], bounds[k + 1]) for k in range(parts))
@@ -107,9 +95,9 @@ def _best(
     join: Callable[[float, float], float],
     limit: float,
 ) -> tuple[float, list[int]]:
-    """Returns the least ``join(value of earlier parts, time)``, and a partition that attains it.
+    """Returns the minimum of ``join(value of earlier parts, time)``, and its partition.
 
-    Only parts of times up to `limit` are considered.
+    Only parts whose time is at most `limit` are considered.
     """
     # best[j]: value of the first j costs in the parts so far; choices lead back to the partition.
     best = [0.0] + [math.inf] * count
@@ -141,7 +129,7 @@ def _best(
 
 
 def balanced_parts(costs: Sequence[int], parts: int) -> list[int]:
-    """Returns the part of each cost; deterministic in the costs and their order."""
+    """Assigns each cost to one of `parts`; deterministic in the costs and their order."""
     if parts < 1:
         raise GulliverError(f"parts={parts} must be at least 1")
     loads, found = [0] * parts, [0] * len(costs)

@@ -1,4 +1,4 @@
-"""Decides the moves of objects between a fast tier of memory and the slower tier behind it."""
+"""Decides which objects to move between a fast memory tier and the slower tier behind it."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class Move(Enum):
     LOAD = "load"
     """The content is read into the fast tier."""
     MAKE = "make"
-    """Memory is allocated: there is no content, or it is not needed."""
+    """Memory is allocated without reading: there is no content, or it is not needed."""
     WRITE = "write"
-    """The object leaves the fast tier, and its content is written to the tier behind."""
+    """The object leaves the fast tier, and its content is written to the slower tier."""
     DROP = "drop"
-    """The object leaves the fast tier; the tier behind already has its content."""
+    """The object leaves the fast tier; the slower tier already has its content."""
     FORGET = "forget"
     """The content is discarded in all tiers."""
 
@@ -62,10 +62,8 @@ class Action:
 
 
 Policy = Literal["planned", "farthest", "recent"]
-LONGEST = 1 << 16
-"""Maximum number of events after which a step ends automatically."""
-FARTHEST_JUMP = 4
-"""Largest fraction of a step that the cursor skips at once."""
+LONGEST = 1 << 16  # maximum number of events after which a step ends automatically
+FARTHEST_JUMP = 4  # the cursor may skip at most 1 / FARTHEST_JUMP of a step at once
 
 
 # [Note: where we are] An unexpected event means either that events of this step were skipped (the
@@ -84,7 +82,7 @@ class _Object:
 
 
 class Replacement:
-    """Decides which objects are resident in a fast tier of a given size."""
+    """Decides which objects reside in a fast tier of a given size."""
 
     def __init__(
         self,
@@ -108,7 +106,7 @@ class Replacement:
     # Events
 
     def add(self, key: Hashable, name: str, nbytes: int, filled: bool) -> list[Action]:
-        """Adds an object; one with content is placed in the fast tier."""
+        """Adds an object; if `filled`, it has content and is placed in the fast tier."""
         found = _Object(name, nbytes)
         actions: list[Action] = []
         if filled:
@@ -119,7 +117,6 @@ class Replacement:
         return actions
 
     def remove(self, key: Hashable) -> list[Action]:
-        """Removes an object."""
         actions = self._forget(self._objects[key], key)
         del self._objects[key]
         return actions
@@ -146,7 +143,7 @@ class Replacement:
         return actions + self._look_ahead()
 
     def done(self, key: Hashable) -> list[Action]:
-        """Unpins an object; it may be evicted after as many calls as there were uses."""
+        """Unpins an object; it becomes evictable after as many calls as there were uses."""
         found = self._objects[key]
         if not found.pins:
             raise GulliverError(f"{found.name} is not in use; each done() must follow one use()")
@@ -162,7 +159,7 @@ class Replacement:
         return actions + self._look_ahead()
 
     def restore(self, key: Hashable) -> bool:
-        """Reverts an eviction whose write failed; False if it no longer fits."""
+        """Reverts an eviction whose write failed; False if the object no longer fits."""
         found = self._objects[key]
         if self.used + found.nbytes > self.budget:
             return False
@@ -188,7 +185,7 @@ class Replacement:
         self._objects[key].stored = True
 
     def changed(self, key: Hashable) -> None:
-        """Records that a resident object was changed without a use."""
+        """Records that a resident object was modified without a use."""
         self._objects[key].stored = False
 
     def revert(self, key: Hashable) -> list[Action]:
@@ -198,7 +195,7 @@ class Replacement:
         return [] if gone else [self._leave(found, key, "the tier behind has its content")]
 
     def discard(self, key: Hashable) -> list[Action]:
-        """Discards the content of an object, which reads as zeros afterwards."""
+        """Discards the content of an object, which then reads as zeros."""
         found = self._objects[key]
         if found.pins:
             raise GulliverError(f"{found.name} is in use; call done() before discard()")
@@ -215,14 +212,12 @@ class Replacement:
         return actions + self._look_ahead()
 
     def free_buffer(self, nbytes: int) -> list[Action]:
-        """Returns reserved memory."""
         self._note(Event("give", nbytes))
         self.lent -= nbytes
         self.used -= nbytes
         return self._look_ahead()
 
     def set_budget(self, nbytes: int) -> list[Action]:
-        """Changes the size of the fast tier."""
         if nbytes < self.pinned + self.lent:
             raise GulliverError(
                 f"a memory budget of {nbytes} bytes is too small because "
@@ -264,11 +259,9 @@ class Replacement:
     # Queries
 
     def is_resident(self, key: Hashable) -> bool:
-        """Whether an object is in the fast tier."""
         return self._objects[key].resident
 
     def is_stored(self, key: Hashable) -> bool:
-        """Whether the slower tier has the content of an object."""
         return self._objects[key].stored
 
     # The schedule
@@ -375,7 +368,7 @@ class Replacement:
         return position - (span.lead if span else 0) <= self._cursor
 
     def _prefetch(self, key: Hashable, found: _Object, actions: list[Action]) -> bool:
-        """Loads an object ahead of use, replacing objects that are not needed soon."""
+        """Loads an object ahead of its use, replacing objects that are not needed soon."""
         short = self.used + found.nbytes - self.budget
         victims = [victim for victim in self._idle() if self._is_left(*victim)] if short > 0 else []
         if sum(victim.nbytes for _, victim in victims) < short:
@@ -391,7 +384,7 @@ class Replacement:
     # Evictions
 
     def _room(self, nbytes: int, name: str) -> list[Action]:
-        """Decides which objects to evict so that `nbytes` more fit."""
+        """Chooses objects to evict so that `nbytes` more fit."""
         short = self.used + nbytes - self.budget
         if short <= 0:
             return []
@@ -417,7 +410,6 @@ class Replacement:
         return actions
 
     def _idle(self) -> list[tuple[Hashable, _Object]]:
-        """Returns the evictable objects, least valuable first."""
         idle = [(key, o) for key, o in self._objects.items() if o.resident and not o.pins]
         return sorted(idle, key=lambda pair: self._rank(*pair))
 
@@ -435,7 +427,7 @@ class Replacement:
     def _enough_victims(
         self, victims: Iterable[tuple[Hashable, _Object]], short: int
     ) -> list[tuple[Hashable, _Object]]:
-        """Returns the first victims that free enough memory, without superfluous ones."""
+        """Returns the first victims that free enough memory, minus those not needed for it."""
         chosen: list[tuple[Hashable, _Object]] = []
         for victim in victims:
             if short <= 0:
@@ -495,16 +487,14 @@ class Replacement:
 # tier has memory. If they held all of the middle tier, nothing could be written there, so if memory
 # runs out the oldest load is waited for.
 class Tier(Protocol):
-    """A tier whose objects are determined by the faster tier."""
+    """A tier whose contents follow from the moves of the faster tier."""
 
     def use(self, key: Hashable, fresh: bool, /) -> None:
         """Pins an object; `fresh` if it will be overwritten."""
 
-    def done(self, key: Hashable, /) -> None:
-        """Unpins an object."""
+    def done(self, key: Hashable, /) -> None: ...
 
-    def discard(self, key: Hashable, /) -> None:
-        """Discards an object's content."""
+    def discard(self, key: Hashable, /) -> None: ...
 
 
 class Transit:
@@ -526,7 +516,6 @@ class Transit:
         return key in self._sizes
 
     def add(self, key: Hashable, nbytes: int) -> None:
-        """Adds an object, which has no content yet."""
         self._sizes[key] = nbytes
         if nbytes > self._behind:
             self._stays[key] = False
@@ -534,17 +523,15 @@ class Transit:
             self._behind -= nbytes
 
     def remove(self, key: Hashable) -> None:
-        """Removes an object from this tier, even if it is in use."""
         nbytes = self._sizes.pop(key)
         self._behind += nbytes if self._stays.pop(key, None) is None else 0
         self._filled.discard(key)
 
     def fill(self, key: Hashable) -> None:
-        """Records that an object now has content."""
         self._filled.add(key)
 
     def needs_memory(self, key: Hashable) -> bool:
-        """Whether an object that must stay here has no memory yet."""
+        """Whether an object that must stay in this tier has no memory yet."""
         return not self._stays.get(key, True)
 
     def expect(self, key: Hashable) -> None:
@@ -568,14 +555,13 @@ class Transit:
         self._use(key, fresh=True)
 
     def end_write(self, key: Hashable) -> None:
-        """Marks its content as in flight."""
+        """Marks an evicted object's content as in flight."""
         if self.needs_memory(key):
             self._stays[key] = True  # its pin is kept
         else:
             self._tier.done(key)
 
     def forget(self, key: Hashable) -> None:
-        """Marks the content of an object as stale."""
         if key in self._filled:
             self._filled.remove(key)
             if key not in self._stays:
@@ -592,7 +578,7 @@ class Transit:
 
 
 class MiddleReplacement:
-    """Decides for a middle tier, given the moves of the faster tier, without executing moves."""
+    """Decides the moves of a middle tier from those of the faster tier, without executing them."""
 
     def __init__(
         self,
@@ -605,7 +591,6 @@ class MiddleReplacement:
         self._transit = Transit(self, behind)
 
     def follow(self, action: Action, nbytes: int) -> None:
-        """Handles a move of the faster tier."""
         key, transit = action.key, self._transit
         if action.move is Move.LOAD:
             transit.expect(key)
@@ -622,7 +607,7 @@ class MiddleReplacement:
             transit.forget(key)
 
     def used(self, key: Hashable, write: bool) -> None:
-        """Records that an object is used, and perhaps changed, in the faster tier."""
+        """Records that an object is used, and possibly modified, in the faster tier."""
         self._transit.end_prefetch(key)
         if write:
             self._transit.forget(key)
@@ -630,13 +615,10 @@ class MiddleReplacement:
     # Interface for `Transit`.
 
     def use(self, key: Hashable, fresh: bool) -> None:
-        """Pins an object."""
         self._run(self.core.use(key, fresh=fresh))
 
     def done(self, key: Hashable) -> None:
-        """Unpins an object."""
         self._run(self.core.done(key))
 
     def discard(self, key: Hashable) -> None:
-        """Discards an object's content."""
         self._run(self.core.discard(key))

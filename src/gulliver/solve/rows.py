@@ -1,8 +1,9 @@
-"""Maps rows to slots: a hash table of 32-bit integers, or an array if that is smaller.
+"""Maps embedding rows to cache slots, and decides which rows are cached.
 
-All operations take arrays of keys. `HashIndex` uses open addressing with linear probing, at most
-half full; a removed key leaves a tombstone, and the table is rebuilt when there are many.
-`DenseIndex` has an entry for every row.
+The map is a hash table of 32-bit integers, or an array if that is smaller; all operations take
+arrays of keys. `HashIndex` uses open addressing with linear probing and is at most half full;
+removed keys leave tombstones, and the table is rebuilt when there are many. `DenseIndex` has an
+entry per row.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class DenseIndex:
         return self._slots.nbytes
 
     def lookup(self, keys: Keys) -> Values:
-        """Returns the value of each key, -1 if it is absent."""
+        """Returns the value of each key, or -1 if it is absent."""
         return self._slots[keys].astype(np.int64)
 
     def insert(self, keys: Keys, values: Values) -> None:
@@ -44,7 +45,6 @@ class DenseIndex:
         self._slots[keys] = EMPTY
 
     def grow(self, rows: int) -> None:
-        """Raises the limit of keys to `rows`."""
         more = np.full(rows - len(self._slots), EMPTY, np.int32)
         self._slots = np.concatenate([self._slots, more])
 
@@ -65,7 +65,6 @@ class HashIndex:
         return self._count
 
     def lookup(self, keys: Keys) -> Values:
-        """Returns the value of each key, -1 if it is absent."""
         found = np.full(len(keys), EMPTY, np.int64)
         places = self._places(keys)
         hits = places >= 0
@@ -73,7 +72,6 @@ class HashIndex:
         return found
 
     def insert(self, keys: Keys, values: Values) -> None:
-        """Adds distinct, absent keys."""
         if self._count + len(keys) > self._capacity // 2:
             self._rebuild(self._count + len(keys))
         elif self._count + self._marks + len(keys) > 3 * self._capacity // 4:
@@ -96,7 +94,6 @@ class HashIndex:
         self._count += len(keys)
 
     def remove(self, keys: Keys) -> None:
-        """Removes distinct, present keys."""
         places = self._places(keys)
         assert (places >= 0).all(), "all removed keys are present"
         self._values[places] = REMOVED
@@ -104,13 +101,11 @@ class HashIndex:
         self._count -= len(keys)
 
     def grow(self, rows: int) -> None:
-        """Raises the limit of keys to `rows`."""
         if rows > 2**31 and self._key_type is np.int32:
             self._key_type = np.int64
             self._rebuild(self._capacity // 2)
 
     def items(self) -> tuple[Keys, Values]:
-        """Returns all keys and their values."""
         used = self._values >= 0
         return self._keys[used].astype(np.int64), self._values[used].astype(np.int64)
 
@@ -130,7 +125,7 @@ class HashIndex:
         return ((keys.astype(np.uint64) * _GOLDEN) >> shift).astype(np.int64)
 
     def _places(self, keys: Keys) -> NDArray[np.int64]:
-        """Returns the table position of each key, -1 if it is absent."""
+        """Returns the table position of each key, or -1 if it is absent."""
         found = np.full(len(keys), -1, np.int64)
         open_, places = np.arange(len(keys)), self._first(keys)
         while len(open_):
@@ -143,7 +138,6 @@ class HashIndex:
 
 
 RowIndex = DenseIndex | HashIndex
-"""A map from rows to non-negative integers."""
 
 
 def _capacity(entries: int) -> int:
@@ -151,12 +145,11 @@ def _capacity(entries: int) -> int:
 
 
 def index_bytes(rows: int, slots: int) -> int:
-    """Bytes of the index that `make_index` creates for `slots` of `rows` rows."""
     return min(4 * rows, _capacity(slots) * (12 if rows > 2**31 else 8))
 
 
 def make_index(rows: int, slots: int) -> RowIndex:
-    """Creates the smaller of the two kinds of index for `slots` of `rows` rows."""
+    """Creates the smaller kind of index for `slots` of `rows` rows."""
     if 4 * rows <= index_bytes(rows, slots):
         return DenseIndex(rows)
     return HashIndex(slots, wide_keys=rows > 2**31)
@@ -179,7 +172,7 @@ LARGE = 2.0**20
 # factor with every tick. A counter that is not incremented keeps its value, so estimates read at
 # different times are comparable. When the unit becomes large, all counters are divided by it.
 class DecayedCounts:
-    """A sketch of decayed counts."""
+    """A sketch of exponentially decayed counts."""
 
     def __init__(self, width: int, half_life: float, depth: int = 4) -> None:
         self._bits = max(width - 1, 1).bit_length()
@@ -194,7 +187,7 @@ class DecayedCounts:
         return self.tables.nbytes
 
     def tick(self) -> float:
-        """Ages all counts; returns the factor to multiply cached estimates by, mostly 1."""
+        """Ages all counts; returns the factor by which to scale cached estimates (usually 1)."""
         self.unit *= self._growth
         if self.unit < LARGE:
             return 1.0
@@ -204,7 +197,7 @@ class DecayedCounts:
         return factor
 
     def add(self, rows: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Counts uses of distinct rows, and returns their estimates."""
+        """Counts uses of distinct rows, and returns their new estimates."""
         places = self._places(rows)
         now = self._smallest(places) + (counts * self.unit).astype(np.float32)
         for table, place in zip(self.tables, places, strict=True):
@@ -238,11 +231,9 @@ class DecayedCounts:
 
 
 NEVER = 2**50
-_SOON = 1e15
-"""Key of immediate use; later uses have smaller keys. Counts are far smaller."""
+_SOON = 1e15  # key of rows in immediate use; all other keys are smaller
 Slots = NDArray[np.int64]
-HALF_LIVES = (8.0, 512.0)
-"""Half-lives in batches to choose from if none is given."""
+HALF_LIVES = (8.0, 512.0)  # half-lives, in batches, to choose from if none is given
 
 
 # [Note: look-ahead] Inside the window the future is known. Rows used there leave after all others,
@@ -250,7 +241,7 @@ HALF_LIVES = (8.0, 512.0)
 # Rows not used inside the window leave by decayed count, smallest first. Ties are broken by row
 # number, so that decisions depend on the batches alone.
 class CacheTooSmall(GulliverError):
-    """A batch does not fit into a cache."""
+    """A batch needs more rows than the cache holds."""
 
     def __init__(self, rows: int, held: int, slots: int) -> None:
         # Smallest number of slots that would suffice.
@@ -264,7 +255,7 @@ class CacheTooSmall(GulliverError):
 
 @dataclass
 class RowRequest:
-    """A batch of rows."""
+    """The distinct rows of a batch, with their counts."""
 
     # Distinct rows, ascending.
     rows: NDArray[np.int64]
@@ -278,7 +269,7 @@ class RowRequest:
 
 @dataclass(frozen=True)
 class RowPlan:
-    """Changes of a cache for a batch."""
+    """Rows that a batch loads into a cache and evicts from it."""
 
     request: RowRequest
     # Slot of each of its rows.
@@ -291,7 +282,7 @@ class RowPlan:
 
 @dataclass
 class RowCounts:
-    """Counters of row uses."""
+    """Counters of row uses, hits and moves."""
 
     # Number of batches.
     batches: int = 0
@@ -306,7 +297,6 @@ class RowCounts:
 
     @property
     def hit_rate(self) -> float:
-        """Fraction of uses that hit the cache."""
         return 1.0 - self.missed_uses / max(self.uses, 1)
 
 
@@ -341,14 +331,14 @@ class RowReplacement:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the policy's own state, in addition to the index."""
+        """Bytes of the policy's own state, excluding the index."""
         arrays = (self.slot_rows, self._keys, self._scores, self._next_use)
         sketches = sum(sketch.nbytes for sketch in self._sketches)
         duel = self._duel.nbytes if self._duel else 0
         return sum(array.nbytes for array in arrays) + sketches + duel
 
     def announce(self, rows: NDArray[np.int64], counts: NDArray[np.int64]) -> RowRequest:
-        """Adds the next known batch; batches are decided in this order."""
+        """Announces the next batch; batches are decided in the same order."""
         number, self._announced = self._announced, self._announced + 1
         request = RowRequest(rows, counts, number, np.full(len(rows), NEVER, np.int64))
         self._window.append(request)
@@ -368,7 +358,7 @@ class RowReplacement:
         return request
 
     def sudden(self, rows: NDArray[np.int64], counts: NDArray[np.int64]) -> RowRequest:
-        """Creates a request for an unannounced batch, decided immediately."""
+        """Creates a request for an unannounced batch, to be decided immediately."""
         next_use = np.full(len(rows), NEVER, np.int64)
         for request in reversed(self._window):
             if not len(request.rows):  # a batch of empty bags
@@ -396,7 +386,6 @@ class RowReplacement:
         return RowPlan(request, slots, missing, victims)
 
     def commit(self, plan: RowPlan) -> None:
-        """Applies a decision."""
         request, slots, missing = plan.request, plan.slots, plan.missing
         if request.number >= 0:
             assert self._window[0] is request, (
@@ -419,7 +408,7 @@ class RowReplacement:
         counts.missed_uses += int(request.counts[missing].sum())
 
     def skip(self, request: RowRequest) -> None:
-        """Drops the first batch of the window, which will not be used."""
+        """Drops the first announced batch, which will not be used."""
         assert self._window[0] is request, (
             "batches are skipped in the order in which they were announced"
         )
@@ -430,13 +419,12 @@ class RowReplacement:
         self._expect(slots[here], request.next_use[here])
 
     def grow(self, rows: int) -> None:
-        """Adds rows to the table."""
         self.index.grow(rows)
         for cache in self._duel.caches if self._duel else ():
             cache.grow(rows)
 
     def forget(self) -> None:
-        """Empties the cache; history and announced batches stay."""
+        """Empties the cache, but keeps history and announced batches."""
         used = self.slot_rows[: self.slots - self._free]
         self.index.remove(used)
         self.slot_rows[:], self._keys[:], self._free = -1, np.inf, self.slots
@@ -468,7 +456,7 @@ class RowReplacement:
         self._keys[slots] = np.where(next_use != NEVER, _SOON - next_use, self._scores[slots])
 
     def _smallest(self, count: int, kept: Slots) -> Slots:
-        """Returns the slots with the smallest keys; ties are broken by row."""
+        """Returns the slots with the smallest keys, breaking ties by row."""
         if count == 0:
             return np.empty(0, np.int64)
         before = self._keys[kept]
@@ -483,16 +471,13 @@ class RowReplacement:
         return np.concatenate([sure, equal])
 
 
-SAMPLE = 16
-"""One in this many rows is in the sample for comparing half-lives."""
-MEMORY = 0.99
-"""Decay of a sample's misses per batch."""
-LEAD = 0.01
-"""Fraction of the misses that the other half-life must save before it is selected."""
+SAMPLE = 16  # the comparison of half-lives samples one in this many rows
+MEMORY = 0.99  # decay per batch of the sample's miss counts
+LEAD = 0.01  # fraction of the misses that another half-life must save to be selected
 
 
 class HalfLifeTrial:
-    """Compares half-lives, each in a small cache for a sample of the rows."""
+    """Compares half-lives by simulating a small cache for each, on a sample of the rows."""
 
     # A sample by row hash, in a cache scaled down equally, has about the miss rate of the full
     # cache (Waldspurger et al. 2017, "Cache modeling and optimization using miniature
@@ -508,7 +493,7 @@ class HalfLifeTrial:
         return sum(cache.nbytes + cache.index.nbytes for cache in self.caches)
 
     def see(self, rows: NDArray[np.int64], counts: NDArray[np.int64]) -> int:
-        """Feeds a batch to the small caches; returns the index of the half-life to use."""
+        """Feeds a batch to the simulated caches; returns the index of the half-life to use."""
         mixed = rows.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
         mine = (mixed >> np.uint64(40)) % np.uint64(SAMPLE) == 0
         rows, counts = rows[mine], counts[mine]

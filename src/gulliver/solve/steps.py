@@ -1,8 +1,8 @@
-"""Splits samples of one shape into micro-batches: a group's time, and the minimum over all groups.
+"""Splits samples of one shape into micro-batches, and samples of a step into groups of ranks.
 
-`accumulated` gives the time of a group for 1, 2, ... samples, `split_batches` the corresponding
-micro-batches, and `covering` the fewest rank seconds for any number of samples on any groups, which
-bounds every plan.
+`accumulated` returns the time of a group for 1, 2, ... samples, `split_batches` the corresponding
+micro-batches, and `covering` the fewest rank-seconds for each number of samples on any groups,
+which bounds every plan.
 """
 
 from __future__ import annotations
@@ -28,12 +28,7 @@ def accumulated(seconds: np.ndarray, most: int) -> np.ndarray:
 
 
 def split_batches(seconds: np.ndarray, count: int) -> tuple[int, ...]:
-    """Splits samples into the micro-batches that `accumulated` chose, largest first.
-
-    Args:
-        seconds: seconds of micro-batches of 1, 2, ... samples: [B].
-        count: number of samples, at least 1.
-    """
+    """Splits samples into the micro-batches that `accumulated` chose, largest first."""
     ways, found = _ways(seconds, np.array([count]))
     way = int(np.argmin(found[:, 0]))
     if way < len(ways):
@@ -46,7 +41,7 @@ def split_batches(seconds: np.ndarray, count: int) -> tuple[int, ...]:
 
 
 def covering(rank_seconds: Mapping[int, np.ndarray], most: int) -> tuple[np.ndarray, float]:
-    """The fewest rank seconds of 0, 1, ... samples in micro-batches on groups of any size."""
+    """Fewest rank-seconds of 0, 1, ... samples in micro-batches on groups of any size."""
     # Exact: least(n) = min over b of least(n - b) + w(b), where w(b) is the minimum over degrees. A
     # lower bound for any assignment of samples to groups in a step.
     size = max(map(len, rank_seconds.values()))
@@ -66,7 +61,7 @@ def _best_batch(seconds: np.ndarray) -> int:
 
 
 def _ways(seconds: np.ndarray, counts: np.ndarray) -> tuple[list[np.ndarray], np.ndarray]:
-    """Numbers of even parts of three ways [3][K]; their seconds and the best ones [4, K]."""
+    """Part counts of three even splits, [3][K]; seconds of each and of the best, [4, K]."""
     size, best = len(seconds), _best_batch(seconds)
     at = np.concatenate(([0.0], seconds))
     fewest = np.maximum(1, -(-counts // size))
@@ -105,19 +100,18 @@ def _ways(seconds: np.ndarray, counts: np.ndarray) -> tuple[list[np.ndarray], np
 # Source: McNaughton 1959, "Scheduling with Deadlines and Loss Functions" (the wrap-around rule).
 
 
-REMEMBERED = 4096
-"""Number of cached plans; steps may recur."""
+REMEMBERED = 4096  # number of cached plans; steps may recur
 
 
 class GroupSamples(NamedTuple):
-    """Samples of one shape in a group: the sizes of their micro-batches."""
+    """Samples of one shape in a group, as sizes of micro-batches."""
 
     shape: Hashable
     batches: tuple[int, ...]
 
 
 class GroupWork(NamedTuple):
-    """The work of one group of ranks in a step."""
+    """Work of one group of ranks in a step."""
 
     # Ranks of the group.
     degree: int
@@ -131,7 +125,7 @@ class GroupWork(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BalancedStep:
-    """A planned step: groups, widest first."""
+    """A planned step: its groups, widest first."""
 
     # Groups with work; ranks in no group are idle.
     groups: tuple[GroupWork, ...]
@@ -145,8 +139,6 @@ class BalancedStep:
 
 @dataclass(slots=True)
 class _Found:
-    """Shapes of a step in order, their groups by index, and the bound."""
-
     # Group objects are cached from the second request on: caching those of thousands of steps that
     # never recur would burden the garbage collector.
 
@@ -181,12 +173,11 @@ class StepSolver:
         self._numbers: dict[Hashable, int] = {}
         self._tables = step_tables(ranks, repeat)
         self.packer = type(self._tables).__name__
-        """Kind of packer: ranks with different packers would plan different steps."""
+        """Kind of packer; must be the same on all ranks, or their plans would differ."""
         for shape, rows in seconds.items():
             self.add(shape, rows)
 
     def add(self, shape: Hashable, rows: Mapping[int, np.ndarray]) -> None:
-        """Adds a shape with its seconds by degree."""
         fit = {d: np.asarray(t) for d, t in sorted(rows.items()) if len(t) and d <= self.ranks}
         if not fit:
             raise GulliverError(
@@ -216,20 +207,19 @@ class StepSolver:
         self._tables.learn(number, self._ends[shape], self._rate[shape])
 
     def rank_seconds(self, shape: Hashable) -> float:
-        """The fewest rank seconds per sample of a shape, in the best micro-batch."""
+        """Fewest rank-seconds per sample of a shape, in the best micro-batch."""
         return self._rate[shape]
 
     def one_sample_seconds(self, shape: Hashable) -> float:
-        """The least seconds of a micro-batch with a sample of a shape."""
+        """Minimum seconds of a micro-batch with one sample of a shape."""
         return self._one[shape]
 
     @property
     def seconds(self) -> Mapping[Hashable, Mapping[int, np.ndarray]]:
-        """Seconds of micro-batches of 1, 2, ... samples, by shape and degree."""
         return self._seconds
 
     def bound(self, counts: Mapping[Hashable, int]) -> float:
-        """Lower bound of the seconds of any plan for these samples."""
+        """Lower bound on the seconds of any plan for these samples."""
         together = longest = 0.0
         for shape, count in counts.items():
             least, one = self._least[shape], self._one[shape]
@@ -238,7 +228,7 @@ class StepSolver:
         return max(together / self.ranks, longest)
 
     def step_times(self, counts: Mapping[Hashable, int]) -> tuple[float, float]:
-        """Seconds of the longest group of `plan_step` and the bound, without the groups."""
+        """Seconds of the longest group of `plan_step`, and the bound; computes no groups."""
         if not counts:
             return 0.0, 0.0
         found = self._found(counts)
@@ -322,17 +312,15 @@ def _less(
 
 
 LIMITS = 12
-"""Number of limits to try for each group, from the largest micro-batch to an eighth of it or less.
-"""
-SHORTER = 0.8
-"""Ratio of successive limits."""
+"""Number of micro-batch limits to try per group, from the largest to an eighth of it or less."""
+SHORTER = 0.8  # ratio of successive limits
 
 Seconds = Mapping[Hashable, Mapping[int, np.ndarray]]
 """Seconds of a stage for micro-batches of 1, 2, ... samples, by shape and degree."""
 
 
 def fill_stages(step: BalancedStep, seconds: Seconds, stages: int) -> BalancedStep:
-    """Splits the samples of each group into the micro-batches with which its stages end soonest."""
+    """Splits each group's samples into the micro-batches with the shortest pipeline."""
     if stages == 1:
         return step
     groups = tuple(_filled(work, seconds, stages) for work in step.groups)
@@ -369,7 +357,7 @@ def _longest(tables: list[np.ndarray], sizes: tuple[tuple[int, ...], ...]) -> fl
 def _end(
     tables: list[np.ndarray], sizes: tuple[tuple[int, ...], ...], stages: int
 ) -> tuple[float, float]:
-    """Total seconds of all micro-batches, and the seconds of pipeline fill and drain."""
+    """Total seconds of all micro-batches, and of pipeline fill and drain."""
     pairs = zip(tables, sizes, strict=True)
     spent = sum(float(table[size - 1]) for table, row in pairs for size in row)
     return spent, (stages - 1) * _longest(tables, sizes)

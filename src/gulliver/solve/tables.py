@@ -1,8 +1,8 @@
-"""Assigns tables to ranks: one option per table, minimizing the time of the slowest rank.
+"""Assigns embedding tables to ranks: one option per table, minimizing the slowest rank's time.
 
-Longest first (Graham 1969), once with all options and once with the cheapest, then local search:
-move one table to another option, or swap the options of two. The bound assumes that work can be
-split arbitrarily.
+Places the longest first (Graham 1969), once with all options and once with the cheapest, then
+improves by local search: changes one table's option, or swaps those of two. The bound assumes
+divisible work.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from gulliver.errors import GulliverError
 
 @dataclass(frozen=True)
 class TableOption:
-    """An option for the placement of a table."""
+    """A possible placement of a table."""
 
     # Name of the placement.
     name: str
@@ -28,7 +28,7 @@ class TableOption:
 
 @dataclass(frozen=True)
 class TableChoice:
-    """A choice of options for all tables."""
+    """The chosen placements of all tables."""
 
     # Chosen options, in the order of the tables.
     options: tuple[TableOption, ...]
@@ -39,12 +39,10 @@ class TableChoice:
 
     @property
     def slowest(self) -> float:
-        """Seconds of the slowest rank."""
         return max(self.seconds)
 
 
 def place_tables(tables: Sequence[Sequence[TableOption]], room: int) -> TableChoice:
-    """Chooses an option for each table."""
     if not tables or not all(tables):
         raise GulliverError(
             "place_tables needs at least one table, and at least one option of each"
@@ -67,7 +65,7 @@ def place_tables(tables: Sequence[Sequence[TableOption]], room: int) -> TableCho
 
 
 def _longest_first(tables: Sequence[Sequence[TableOption]], room: int, least: bool) -> list[int]:
-    """Places the largest tables first; with `least`, each only with its cheapest option."""
+    """Places the largest tables first; with `least`, each with its cheapest option."""
     order = sorted(range(len(tables)), key=lambda t: -min(sum(o.seconds) for o in tables[t]))
     chosen: dict[int, int] = {}
     for table in order:
@@ -80,7 +78,7 @@ def _longest_first(tables: Sequence[Sequence[TableOption]], room: int, least: bo
 def _score(
     tables: Sequence[Sequence[TableOption]], chosen: dict[int, int], room: int
 ) -> tuple[int, float, float]:
-    """Ranks a choice by excess bytes, seconds of the slowest rank, and total seconds."""
+    """Sort key of a choice: excess bytes, seconds of the slowest rank, total seconds."""
     options = [tables[t][n] for t, n in chosen.items()]
     taken = map(sum, zip(*(o.nbytes for o in options), strict=True))
     seconds = list(map(sum, zip(*(o.seconds for o in options), strict=True)))
@@ -101,7 +99,7 @@ def _improved(tables: Sequence[Sequence[TableOption]], chosen: list[int], room: 
 
 
 def _neighbours(tables: Sequence[Sequence[TableOption]], chosen: list[int]) -> list[list[int]]:
-    """Lists choices that differ in one table or swap the options of two."""
+    """Lists choices that differ in one table, or swap the options of two."""
     made = [
         [*chosen[:t], n, *chosen[t + 1 :]]
         for t, options in enumerate(tables)

@@ -1,4 +1,4 @@
-"""Predicted seconds of pipeline schedules and of a ZeRO step."""
+"""Predicts the time of pipeline schedules and of a ZeRO step."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from dataclasses import dataclass
 
 
 FORWARD, BACKWARD, INPUTS, WEIGHTS = "F", "B", "I", "W"
-"""Kinds of work: forward, backward, and the two parts of a split backward."""
-Work = tuple[str, int, int]
-"""The kind, stage and micro-batch of an action."""
+"""Kinds of work: forward, backward, and the two halves of a split backward."""
+Work = tuple[str, int, int]  # kind, stage and micro-batch of an action
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Predicted step of a pipeline."""
+    """Predicted time of a pipelined step."""
 
     # Time until the last rank is done.
     seconds: float
@@ -40,7 +39,6 @@ def schedule_seconds(
     rank_of: Mapping[int, int],
     link: float = 0.0,
 ) -> Prediction:
-    """Simulates the orders of all ranks."""
     clocks, busy = [0.0] * len(orders), [0.0] * len(orders)
     done: dict[Work, float] = {}
     following = [0] * len(orders)
@@ -65,7 +63,7 @@ def schedule_seconds(
 def _ready(
     work: Work, done: Mapping[Work, float], rank_of: Mapping[int, int], link: float
 ) -> float | None:
-    """When the inputs of an action are available; None if not known yet."""
+    """Returns when the inputs of an action are available; None if not known yet."""
     kind, stage, micro = work
     needs: list[tuple[tuple[str, ...], int]] = []
     if kind == FORWARD and stage > 0:

@@ -41,7 +41,7 @@ class AutoencoderDataConfig(DataConfig):
     repeats: Annotated[int, Range(1, 1_000_000)] = 1
     """Uses of a clip per epoch, each with another window of its frames."""
     held_out_frames: Annotated[float, Range(0, 0.9)] = 0.2
-    """Fraction of each video's last frames held out from training (tables only)."""
+    """Fraction of each video's frames, at its end, held out from training (tables only)."""
     held_out_clips: Annotated[float, Range(0, 0.9)] = 0.0
     """Fraction of the clips held out from training (tables only)."""
     in_memory: bool = False
@@ -57,8 +57,7 @@ class AutoencoderModelConfig(Options):
     latent_channels: Annotated[int, Range(1, 4096)] = 8
     """Channels of the latent."""
     posterior: bool = False
-    """Encode to a Gaussian, mean and variance, with a KL term; otherwise to points with some noise.
-    """
+    """Encode to a Gaussian with a KL term; otherwise to points with some noise."""
     init: Path | None = None
     """Trained autoencoder (.safetensors) to start from; determines size, channels and posterior."""
 
@@ -122,7 +121,7 @@ class TrainAutoencoderConfig(Options):
     share_ranks: Annotated[int, Range(1, 1024)] = 1
     """Number of ranks that process each clip together, with the same gradients."""
     share_dim: Literal["auto", "height", "width", "time"] = "height"
-    """Dim of clips that is split over them."""
+    """Dim of clips that is split over the ranks of --share-ranks."""
     save_every: Annotated[int, AT_LEAST_1] = 200
     """Steps between checkpoints."""
     keep: Annotated[int, AT_LEAST_1] = 2
@@ -159,7 +158,6 @@ MAY_CHANGE_OF_AUTOENCODER = frozenset(
 
 
 def check_autoencoder_config(config: TrainAutoencoderConfig) -> TrainAutoencoderConfig:
-    """Validates the options."""
     _check_loss(config)
     _check_data(config)
     check_needs(config, _needs(config))

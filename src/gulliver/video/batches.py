@@ -1,4 +1,4 @@
-"""Mask strategies: which latent frames of a training clip are given, and which are generated.
+"""Batches of training clips, and masks: which latent frames are given and which are generated.
 
 A model that sees some frames without noise learns to generate matching ones: it animates images,
 and continues, prepends to and interpolates clips. Masks are [T], True for generated frames, like
@@ -33,7 +33,7 @@ from gulliver.video.text_encoders import TextEncoder
 Draw = torch.Generator
 Length = Callable[[int, Draw], int]
 Strategy = Callable[[int, Draw], Tensor]
-"""Function from a number of latent frames and a generator to the given ones: bool [T]."""
+"""Maps a number of latent frames and a generator to a mask of the given frames, bool [T]."""
 
 
 def _integer(least: int, most: int, draw: Draw) -> int:
@@ -49,7 +49,7 @@ def _two(frames: int, draw: Draw) -> int:
 
 
 def _quarter(frames: int, draw: Draw) -> int:
-    """Samples a length of at least one frame and at most a quarter of them."""
+    """Samples a length from one frame to a quarter of the frames."""
     return _integer(1, max(1, frames // 4), draw)
 
 
@@ -105,22 +105,21 @@ STRATEGIES: dict[str, Strategy] = {
     "interpolate": _interpolate,
     "extend": partial(_head, _two),
 }
-"""The public strategies, and our `extend`: the first two latent frames are given, which is the
-start of a clip even if it is short; a quarter of few frames is a single one, a picture.
+"""Open-Sora's strategies, and `extend`: the first two latent frames are given. In short clips a
+quarter would be a single frame, which is a still image.
 """
 ALIASES = {"intepolate": "interpolate"}
-"""Names in public configurations."""
+"""Misspelled names in Open-Sora's configurations."""
 
 
 @dataclass(frozen=True)
 class MaskStrategies:
-    """Mask strategies by name with their fractions; other clips are fully generated."""
+    """Fraction of clips per mask strategy; the remaining clips are fully generated."""
 
     ratios: dict[str, float]
 
     @classmethod
     def of(cls, config: FlowConfig) -> Self:
-        """Parses the strategies of a configuration."""
         ratios: dict[str, float] = {}
         for text in config.masks:
             name, ratio = _parsed(text)
@@ -131,7 +130,6 @@ class MaskStrategies:
 
     @property
     def share(self) -> float:
-        """Fraction of the clips with given frames."""
         return sum(ratio for name, ratio in self.ratios.items() if name != "identity")
 
     def draw(
@@ -196,7 +194,7 @@ def _checked(ratios: dict[str, float]) -> dict[str, float]:
 
 
 EMPTY_BATCHES = 10
-"""Maximum consecutive empty batches, or those of a whole epoch if fewer."""
+"""Maximum consecutive empty batches (or the batches of an epoch, if fewer)."""
 SHOWN = 20
 """Maximum number of skipped clips to print."""
 
@@ -222,7 +220,7 @@ class SkippedClips:
 
     @property
     def problem(self) -> str | None:
-        """Returns why a run cannot continue; None if it can."""
+        """Reason why a run cannot continue; None if it can."""
         if self.skipped > self.limit * self.samples:
             return (
                 f"{self.skipped} of the {self.samples} clips of epoch {self.epoch} could not be "
@@ -240,7 +238,7 @@ def common_samples(place: tuple[int, int], kept: list[int]) -> list[int]:
 
 
 def listing(clips: set[tuple[str, str]], problem: str = "could not be read") -> str:
-    """Formats clips with their reasons, up to a maximum."""
+    """Lists up to `SHOWN` clips with their reasons."""
     lines = [f"{len(clips)} clip{'s' * (len(clips) != 1)} {problem}:"]
     lines += [f"  {name}: {reason}" for name, reason in sorted(clips)[:SHOWN]]
     if len(clips) > SHOWN:
@@ -260,7 +258,7 @@ OF_NO_SAMPLE = "nothing"
 
 @dataclass(frozen=True)
 class VideoBatch:
-    """One rank's share of an optimizer step."""
+    """This rank's share of an optimizer step."""
 
     # `latents` and `noise` are [B, C, T, H, W]; `timesteps` [B]; `captions` [B, 1, L, D] with
     # `caption_mask` [B, L]; `drop_caption` [B]; `generate` [B, T] is False for given frames, or
@@ -302,7 +300,7 @@ class VideoBatch:
 
 @dataclass(frozen=True)
 class _Steps:
-    """A data set of clips, read one step at a time; the epoch selects the frames."""
+    """Reads a dataset of clips one step at a time; the epoch selects the frames."""
 
     dataset: Any
     seed: int
@@ -349,8 +347,8 @@ class BatchMaker:
     seed: int
     device: torch.device
     agree: Callable[[list[int]], list[int]] | None = None
-    """Maps the positions in a share that this rank could read to those that all ranks with the same
-    share could read; None if no two ranks share samples.
+    """Maps the sample positions that this rank could read to those that all ranks with the same
+    share could read; None if ranks do not share samples.
     """
     takes: frozenset[str] = frozenset()
     """Inputs of the model beyond the common ones."""
@@ -362,16 +360,14 @@ class BatchMaker:
 
     @cached_property
     def masks(self) -> MaskStrategies:
-        """Mask strategies."""
         return MaskStrategies.of(self.config)
 
     def batches(self) -> Iterator[VideoBatch]:
-        """Yields batches indefinitely, epoch after epoch; clips are prefetched in a thread."""
         for step, clips, state in read_ahead(self.dataset, self.sampler, self.seed, self.device):
             yield self.make(step, clips, state)
 
     def make(self, step: Step, clips: ClipBatch, state: dict[str, Any]) -> VideoBatch:
-        """Builds the batch of a step; ranks of a model keep the clips that all could read."""
+        """Builds the batch of a step from the clips that all ranks of a model could read."""
         videos, captions, fps, kept, _ = clips
         if self.agree is not None:
             # A file may disappear between reads by two ranks.
@@ -417,7 +413,7 @@ class BatchMaker:
     def shown(
         self, bucket: Bucket, videos: Tensor | None, captions: list[str], fps: Tensor
     ) -> tuple[Tensor, list[str], Tensor]:
-        """Returns latents, captions and frame rates of clips, or those of a zero sample."""
+        """Returns latents, captions and frame rates; of a zero sample if there are no clips."""
         if videos is None:
             shape = self.autoencoder.latent_shape(bucket.frames, bucket.height, bucket.width)
             none = torch.zeros(1, *shape, device=self.device)
@@ -426,7 +422,7 @@ class BatchMaker:
         return videos if self.encoded else self.autoencoder.encode(videos), captions, fps
 
     def conditions(self, bucket: Bucket, captions: list[str]) -> dict[str, Any]:
-        """Returns a batch's captions and sizes, by field of `VideoBatch`."""
+        """Returns caption embeddings and clip sizes, by field name of `VideoBatch`."""
         y, mask = self.text.encode(captions)[:2]
         known = told(bucket, 0, torch.ones(len(captions), device=self.device))
         return {
@@ -447,7 +443,7 @@ class BatchMaker:
         return torch.stack(rows)
 
     def _draws(self, step: Step, frames: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Samples levels [N], dropped captions [N] and masks [N, T] for all ranks."""
+        """Samples noise levels [N], caption dropout [N] and masks [N, T] for all ranks."""
         generator = torch.Generator().manual_seed(derive(self.seed, 2, step.epoch, step.number))
         bucket = step.bucket
         timesteps = self.flow.sample_timesteps(

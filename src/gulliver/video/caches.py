@@ -63,11 +63,9 @@ class Broadcast(Options):
 
     @property
     def every(self) -> dict[str, int]:
-        """Call intervals by kind."""
         return {kind: getattr(self, kind) for kind in KINDS}
 
     def reuses(self, kind: str, number: int, least: float, most: float) -> bool:
-        """Whether a call reuses the output of an earlier one."""
         inside = self.window[0] < least and most < self.window[1]
         return inside and number % self.every[kind] != 0
 
@@ -78,7 +76,7 @@ class Broadcast(Options):
 
 @dataclass(frozen=True)
 class FirstBlock(Options):
-    """Reuses the residual of all later blocks while that of the first one hardly changes."""
+    """Reuses the later blocks' residual while the first block's residual hardly changes."""
 
     # Threshold: mean absolute change relative to the mean absolute value; 0: never reuse.
     threshold: Annotated[float, Range(0, 1e9)] = 0.1
@@ -122,7 +120,7 @@ def _broadcast(text: str) -> Broadcast:
 
 @dataclass
 class Counts:
-    """Numbers of calls by kind."""
+    """Numbers of calls, by kind of layer."""
 
     ran: Counter[str] = field(default_factory=Counter)
     reused: Counter[str] = field(default_factory=Counter)
@@ -131,11 +129,10 @@ class Counts:
 
     @property
     def saved(self) -> float:
-        """Fraction of the calls that were saved."""
+        """Fraction of calls whose output was reused."""
         return self.reused.total() / max(1, self.reused.total() + self.ran.total())
 
     def add(self, others: Counts) -> None:
-        """Adds the counts of another cache."""
         self.ran.update(others.ran)
         self.reused.update(others.reused)
         self.nbytes = max(self.nbytes, others.nbytes)
@@ -253,7 +250,6 @@ class BlockCache:
         self._memory = _CallMemory()
 
     def _replace(self, owner: nn.Module, name: str, method: Callable[..., Any]) -> None:
-        """Replaces a method of one module until the context exits."""
         before = vars(owner).get(name)
         setattr(owner, name, method)
 
@@ -341,7 +337,6 @@ class BlockCache:
         return skipped
 
     def _is_nearly_unchanged(self, added: Tensor, before: Tensor) -> bool:
-        """Whether the first block's residual is below the threshold for every clip."""
         assert isinstance(self.strategy, FirstBlock), "the strategy skips blocks"
         pair = (added - before, before)
         sums = [each.abs().flatten(1).sum(dim=1, dtype=torch.float64) for each in pair]
@@ -397,7 +392,7 @@ def _video(out: Any) -> Tensor:
 
 
 def _given(block: nn.Module, args: tuple[Any, ...]) -> Tensor:
-    """Input tokens of a block: this rank's, if the block splits them."""
+    """Returns a block's input tokens; with sequence parallelism only those of this rank."""
     own = getattr(block, "own", None)
     return args[0] if own is None else own(args[0], args[5])
 
@@ -411,7 +406,7 @@ def _as_given_to(last: nn.Module, out: Any) -> Any:
 
 
 def _each(function: Callable[[Tensor, Tensor], Tensor], one: Any, other: Any) -> Any:
-    """Applies a function to two tensors, or to two pairs of them."""
+    """Applies a function to two tensors, or elementwise to two tuples of tensors."""
     if isinstance(one, tuple):
         return tuple(function(a, b) for a, b in zip(one, other, strict=True))
     return function(one, other)

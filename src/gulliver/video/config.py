@@ -1,4 +1,4 @@
-"""`FlowConfig`: the options of rectified flow. Does not import torch: `--help` reads it."""
+"""Options of the video commands. Does not import torch, because `--help` reads this module."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class FlowConfig(Options):
 
 @dataclass(frozen=True)
 class PlannerConfig(Options):
-    """Options of --data-centric: the budget of a step, and what is planned."""
+    """Options of --data-centric: budget of a step, and decisions of the planner."""
 
     tokens: Annotated[int | None, Range(1, 2**40)] = None
     """Tokens per optimizer step, instead of --data.batch-size samples."""
@@ -73,7 +73,7 @@ class PlannerConfig(Options):
     unfit: Literal["refuse", "skip"] = "refuse"
     """How to handle clips that fit at no degree."""
     costs: Path | None = None
-    """Cost file from a run on such machines; default: measured at the start of the run, and saved
+    """Cost file of a run on the same hardware; default: measured at the start of the run, and saved
     in its folder as costs.json.
     """
     memory_limit: str | None = None
@@ -88,7 +88,6 @@ PLANS_MAY_CHANGE = frozenset(
 
 
 def planner_needs(config: Any) -> dict[str, tuple[bool, str]]:
-    """Lists option requirements for `check_needs`."""
     centric, planner = config.data_centric, config.planner
     need = centric, "it needs --data-centric"
     other = planner.tokens is None and planner.seconds is None
@@ -112,7 +111,6 @@ def planner_needs(config: Any) -> dict[str, tuple[bool, str]]:
 
 
 def check_planner(config: Any) -> None:
-    """Raises an error for conflicting budgets and degrees."""
     planner = config.planner
     if planner.tokens is not None and planner.seconds is not None:
         raise GulliverError(
@@ -175,9 +173,7 @@ class DataConfig(Options):
     windows: Annotated[int, Range(0, 10_000)] = 0
     """Evenly spaced windows of a longer clip, one per epoch; 0: any window (tables only)."""
     encoded: Path | None = None
-    """Folder from `gulliver data encode` with latents of the clips, instead of or in addition to a
-    table.
-    """
+    """Folder of latents from `gulliver data encode`, with or without a table."""
 
     @property
     def made(self) -> bool:
@@ -214,9 +210,7 @@ class ModelConfig(Options):
     text_channels: Annotated[int, Range(2, 65536)] = 64
     """Width of the frozen word vectors."""
     text_length: Annotated[int, Range(1, 4096)] = 8
-    """Maximum caption length in words, or in tokens of --model.text-encoder; weights define their
-    own.
-    """
+    """Maximum caption length in words or tokens; --model.weights define their own."""
     zero_init_temporal: bool = False
     """Initialize the temporal blocks as identities: for weights of a picture model."""
     temporal_positions: bool = True
@@ -224,7 +218,7 @@ class ModelConfig(Options):
 
     @property
     def public(self) -> bool:
-        """Whether it trains public parts, which a `VideoPipeline` samples."""
+        """Whether the run trains a published model, which is sampled with `VideoPipeline`."""
         return self.weights is not None or self.text_encoder is not None
 
 
@@ -339,12 +333,11 @@ class TrainConfig(Options):
 
     @property
     def ranks_of_a_model(self) -> int:
-        """Ranks that hold one model together and read the same clips."""
+        """Number of ranks that hold one model and read the same clips."""
         return self.tp_size * self.sp_size * self.pp_size
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches of a pipeline."""
         return max(self.accumulate, 2 * self.pp_size)
 
 
@@ -413,7 +406,6 @@ MAY_CHANGE = frozenset(
 
 
 def check_config(config: TrainConfig) -> TrainConfig:
-    """Validates the options."""
     if config.model.text_channels % 2:
         raise GulliverError(f"--model.text-channels {config.model.text_channels} must be even")
     check_needs(config, planner_needs(config))
@@ -441,7 +433,6 @@ def check_config(config: TrainConfig) -> TrainConfig:
 
 
 def table_needs(data: DataConfig, *more: str) -> dict[str, tuple[bool, str]]:
-    """Lists options that need a table of clips, for `check_needs`."""
     need = not data.made, "it needs a --data.table"
     return {f"data.{name}": need for name in ("frame_interval", "windows", *more)}
 
@@ -470,7 +461,6 @@ def _needs(config: TrainConfig) -> dict[str, tuple[bool, str]]:
 
 
 def _check_flow(flow: FlowConfig, shapes: Iterable[Bucket]) -> None:
-    """Raises an error for invalid masks, and for shapes without a timestep shift."""
     from gulliver.models.autoencoder import VideoAutoencoder
     from gulliver.video.batches import MaskStrategies
     from gulliver.video.flows import RULES, ClipSize
@@ -482,7 +472,6 @@ def _check_flow(flow: FlowConfig, shapes: Iterable[Bucket]) -> None:
 
 
 def _check_sizes(config: TrainConfig) -> None:
-    """Raises an error for parallelism that this loop does not support."""
     from gulliver.models.stdit import STDIT3_SIZES
 
     sizes = STDIT3_SIZES.get(config.model.size, {})
@@ -619,7 +608,7 @@ class CutSettings(Options):
     max_seconds: Annotated[float, Range(0, 1e6, open_below=True)] = 20.0
     """Maximum length of a clip; longer scenes are divided evenly."""
     fps: Annotated[float | None, Range(0.1, 1000)] = None
-    """Frames per second of the clips; default: that of the file, or for a variable rate one that
+    """Frames per second of the clips; default: the file's rate, or if that is variable, a rate that
     shows every frame, up to 120.
     """
     shorter_side: Annotated[int | None, Range(2, 2**14)] = None

@@ -1,4 +1,4 @@
-"""Evaluation tasks with given frames of real clips.
+"""The demo: trains, generates and evaluates; also evaluates clips with given real frames.
 
 Only the generated frames are evaluated, never the given ones.
 """
@@ -37,8 +37,8 @@ from gulliver.video.digits import (
     MovingDigits,
     Scores,
     ceiling,
+    load_judges,
     sentence,
-    train_judges,
 )
 from gulliver.video.media import SheetRow, contact_sheet, loss_curve
 from gulliver.video.pipeline import VideoModel
@@ -50,36 +50,35 @@ from gulliver.video.sources import parse_held_out
 
 @dataclass(frozen=True)
 class Task:
-    """A way to condition on frames of a clip."""
+    """Evaluation task with given frames of a real clip."""
 
     name: str
     title: str
     given: Callable[[int], tuple[int, ...]]
-    """Maps the latent frames of a clip to the given ones."""
+    """Maps a number of latent frames to the indices of the given ones."""
 
     def fits(self, latent_frames: int) -> bool:
-        """Whether a clip of this many latent frames has frames to give and to generate."""
+        """Whether clips of this length have both given and generated frames."""
         given = set(self.given(latent_frames))
         return 0 < len(given) < latent_frames and max(given) < latent_frames
 
     def request(
         self, clip: Tensor, prompt: str, bucket: Bucket, seed: int, compression: int
     ) -> Request:
-        """Requests a clip with given frames of a real one [3, T, H, W]."""
+        """Builds a request with the given frames of a real clip [3, T, H, W]."""
         given = self.given(latent_frames(bucket, compression))
         needed = clip[:, : max(given) * compression + 1]
         strategy = ";".join(f"0,0,{place},{place},1,0" for place in given)
         return Request(prompt, bucket, seed, references=(needed,), mask_strategy=strategy)
 
     def frames_made(self, bucket: Bucket, compression: int) -> list[int]:
-        """Lists the generated frames of the clip."""
+        """Returns the indices of the generated frames."""
         given = self.given(latent_frames(bucket, compression))
         # The first latent frame corresponds to one frame, all others to `compression` frames.
         return [n for n in range(bucket.frames) if -(-n // compression) not in given]
 
 
 def latent_frames(bucket: Bucket, compression: int) -> int:
-    """Number of latent frames of a clip of 1 + k * `compression` frames."""
     return (bucket.frames - 1) // compression + 1
 
 
@@ -113,12 +112,12 @@ TASKS = (
 
 
 def real_clips(count: int, bucket: Bucket, seed: int) -> MovingDigits:
-    """Renders clips of handwriting that was not used for training."""
+    """Renders clips of held-out handwriting."""
     return MovingDigits("heldout", count, seed=seed, shapes={bucket: 1})
 
 
 def requests_of(task: Task, real: MovingDigits, compression: int) -> list[Request]:
-    """Requests a clip for each real one, with its sentence and its given frames."""
+    """Builds a request for each real clip, with its caption and its given frames."""
     return [
         task.request(
             real[index].video, real.caption(index), real.bucket_of(index), index, compression
@@ -155,11 +154,11 @@ class Evaluation:
 
     @property
     def image_to_video(self) -> Scores | None:
-        """Scores of clips that start with an unseen picture; None for a model of stills."""
+        """Scores of clips that start with an unseen picture; None if the model generates stills."""
         return self.conditioned.get("image_to_video")
 
     def figures(self) -> dict[str, Any]:
-        """Returns plain values for a report, without the clips."""
+        """Returns the metrics as plain values for a report."""
         return asdict(replace(self, clips=[]))
 
 
@@ -170,15 +169,14 @@ def evaluate(
     seed: int = 1_000_000,
     show: bool = True,
 ) -> Evaluation:
-    """Generates clips from sentences and evaluates them."""
     config = model.config
     if not config.data.made:
         raise GulliverError(
-            "the judges only know the moving digits, but this run was trained on a table"
+            "only runs on the moving digits can be evaluated, but this one was trained on a table"
         )
     if samples < 1:
         raise GulliverError(f"--samples {samples} must be at least 1")
-    judges = train_judges()
+    judges = load_judges()
     shapes = parse_shapes(config.data.shapes)
     bucket = max(shapes, key=lambda one: shapes[one])
     hidden = sorted(parse_held_out(config.data.held_out))
@@ -215,7 +213,7 @@ def evaluate(
 
 
 def sentences(count: int) -> list[tuple[int, int]]:
-    """Lists digit and direction of `count` sentences, evenly over all forty."""
+    """Lists `count` pairs of digit and direction, spread evenly over all forty."""
     ways = len(DIRECTIONS)
     return [(n % len(DIGITS), (n + n // len(DIGITS)) % ways) for n in range(count)]
 
@@ -249,7 +247,7 @@ def _score_conditioned(
     bucket: Bucket,
     sampling: SamplingConfig | None,
 ) -> dict[str, Scores]:
-    """Scores the generated frames of clips with given real ones, for each task."""
+    """Scores the generated frames of clips with given real frames, per task."""
     compression = model.autoencoder.compression[0]
     real = real_clips(samples, bucket, seed=2)
     labels = [real.labels(index) for index in range(samples)]
@@ -280,7 +278,7 @@ MASKS = (
     *("image_head:0.11", "extend:0.03", "image_tail:0.07"),
     *("image_head_tail:0.03", "interpolate:0.03", "random:0.03"),
 )
-"""Mask strategies of the demo: for three of ten clips, weighted by the evaluated tasks."""
+"""Mask strategies of the demo: three in ten clips get a mask, weighted by evaluation task."""
 COLUMNS = 6
 SHEET_FPS = 8.0
 
@@ -324,7 +322,7 @@ def _train(config: DemoConfig, folder: Path) -> None:
 
 
 def _rows(model: VideoModel, evaluation: Evaluation, sampling: SamplingConfig) -> list[SheetRow]:
-    """Returns the rows of the sheet, always the first of each kind without selection."""
+    """Returns the rows of the contact sheet: the first samples of each kind, without selection."""
     titles = ["text to video: the first evaluated clips of held-out sentences"]
     titles += ["text to video: the first evaluated clips of trained sentences"]
     rows = [
@@ -349,7 +347,7 @@ def _made(model: VideoModel, bucket: Bucket, title: str, sampling: SamplingConfi
 
 
 def _conditioned(model: VideoModel, sampling: SamplingConfig) -> list[SheetRow]:
-    """Returns a row per task: clips with given frames of held-out handwriting."""
+    """Returns a row of the contact sheet per task, with given frames of held-out handwriting."""
     compression = model.autoencoder.compression[0]
     real = real_clips(COLUMNS, Bucket(13, 32, 32), seed=5)
     texts = [real.caption(n) for n in range(COLUMNS)]

@@ -1,7 +1,8 @@
-"""Classifier-free guidance by caption and by given frames, as in Open-Sora 1.2 to 2.0.
+"""Diffusion processes, and guidance by caption and given frames, as in Open-Sora 1.2 to 2.0.
 
-The model is called up to three times per step, in this order: with caption and given frames,
-without a caption, and without both. The velocity is extrapolated away from the unconditional ones:
+With guidance the model is called up to three times per step, in this order: with caption and given
+frames, without a caption, and without both. The velocity is extrapolated away from the
+unconditional velocities:
 
     v = v0 + image * (v1 - v0) + text * (v2 - v1)      (v0 without both, v1 frames only, v2 all)
 
@@ -43,22 +44,19 @@ class Guidance(Options):
     full scale.
     """
     image_oscillation: Annotated[int | None, AT_LEAST_0] = None
-    """The same for the image scale."""
+    """Same for the image scale."""
     image_decay: bool = False
-    """Whether the image scale decreases over the steps to 1, and increases over the frames from 1.
-    """
+    """Whether the image scale decreases to 1 over the steps and increases from 1 over frames."""
     rescale: Annotated[float, SHARE] = 0.0
     """Weight of restoring the standard deviation of the fully conditioned velocity."""
 
     @property
     def branches(self) -> int:
-        """Number of model calls per step."""
         if self.image != 1:
             return 3
         return 1 if self.text == 1 else 2
 
     def text_scale(self, step: int) -> float:
-        """Returns the caption scale at a step, counted from 0."""
         return _oscillating(self.text, step, self.text_oscillation)
 
     def image_scale(self, step: int, steps: int, frames: int) -> float | Tensor:
@@ -70,17 +68,7 @@ class Guidance(Options):
         return torch.linspace(1, float(highest), frames, dtype=torch.float64)
 
     def combine(self, answers: Sequence[Tensor], step: int, steps: int) -> Tensor:
-        """Combines the velocities of a step.
-
-        Args:
-            answers: velocities [B, C, T, H, W] with caption and frames, without caption, and
-                without both; as many as `branches`.
-            step: index of the step, from 0.
-            steps: number of steps.
-
-        Returns:
-            The velocity [B, C, T, H, W].
-        """
+        """Combines the velocities [B, C, T, H, W] of the branches at a step, counted from 0."""
         whole, *without = answers
         if not without:
             return whole
@@ -118,7 +106,6 @@ def check_oscillation(sampling: SamplingConfig) -> None:
 
 
 def guidance_of(sampling: SamplingConfig) -> Guidance:
-    """Returns the guidance of sampling options."""
     settings = {
         "--guidance": ("guidance_oscillation",),
         "--guidance-image": ("guidance_image_oscillation", "guidance_image_decay"),
@@ -193,7 +180,7 @@ class Diffusion(ABC):
     def _errors(
         self, output: Tensor, x0: Tensor, x_t: Tensor, noise: Tensor, timesteps: Tensor
     ) -> Tensor:
-        """Returns the error of each element of a model's output: [B, C, T, H, W]."""
+        """Computes the elementwise error of a model's output: [B, C, T, H, W]."""
 
     def loss(
         self,
@@ -240,11 +227,7 @@ class Diffusion(ABC):
         preview: Preview | None,
         hide_given: bool = False,
     ) -> Tensor:
-        """Runs the steps from noise to data.
-
-        `branches` holds the conditioning of each guidance branch; with `hide_given` the last one
-        sees the given frames as noisy as the others.
-        """
+        """Samples from noise to data; `hide_given` noises given frames for the last branch."""
         inputs, x = stacked(branches), noise if frames is None else frames.begin()
         for done, step in enumerate(steps, 1):
             shown = [x] * len(branches)
@@ -263,7 +246,7 @@ class Diffusion(ABC):
 
 
 class GivenFrames:
-    """Given frames during sampling, some of which may already be generated."""
+    """Given frames during sampling, including those that are regenerated from a level on."""
 
     # [Note: edit ratios] A given frame with mask value r is kept without noise down to level r.
     # There it is mixed with its part of `noise`, which has not been used before, and is generated
@@ -279,7 +262,7 @@ class GivenFrames:
     def of(
         cls, diffusion: Diffusion, given: Tensor | None, noise: Tensor, mask: Tensor | None
     ) -> GivenFrames | None:
-        """Returns the given frames of a call of `sample`; None without any."""
+        """Returns the given frames of a `sample` call; None if there are none."""
         if given is None and mask is None:
             return None
         if given is None or mask is None:
@@ -291,7 +274,7 @@ class GivenFrames:
         return self.keep(self._noise, self._given)
 
     def join(self, x: Tensor, level: float) -> Tensor:
-        """Adds noise to the frames that are generated from this level on."""
+        """Adds noise to the given frames whose regeneration starts at this level."""
         levels = self._noise.new_full((len(x),), level)
         self._noisy = self._diffusion.add_noise(self._given, self._noise, levels)
         # Ratios and levels are rounded: a ratio of 0.3 is also reached at 300.00001. A ratio of 0
@@ -303,7 +286,7 @@ class GivenFrames:
         return x
 
     def branches(self, x: Tensor, count: int, hidden: bool) -> tuple[list[Tensor], Tensor]:
-        """Returns the input of each branch, and x_mask of all of them."""
+        """Returns the input of each branch, and the x_mask of all branches."""
         shown, masks = [x] * count, [self._active] * count
         if hidden:
             shown[-1] = torch.where(over_pixels(self._active), x, self._noisy)
@@ -311,7 +294,7 @@ class GivenFrames:
         return shown, torch.cat(masks)
 
     def keep(self, moved: Tensor, x: Tensor) -> Tensor:
-        """Keeps given frames from `x`, and takes generated ones from `moved`."""
+        """Takes given frames from `x` and generated frames from `moved`."""
         return torch.where(over_pixels(self._active), moved, x)
 
 
@@ -321,7 +304,7 @@ def conditions(
     null: Mapping[str, Any] | None,
     imageless: Mapping[str, Any] | None = None,
 ) -> list[dict[str, Any]]:
-    """Returns the conditioning of each branch, which overrides parts of the previous one."""
+    """Returns the conditioning of each branch: overrides applied to the previous branch's."""
     if guidance.branches > 1 and not null:
         raise GulliverError(
             f"cfg_scale {guidance.text:g} needs null_inputs, the conditioning without caption"
@@ -345,7 +328,7 @@ def stacked(branches: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def frame_mean(values: Tensor, mask: Tensor | None) -> Tensor:
-    """Means of clips [B, C, T, H, W] over generated frames: [B]."""
+    """Averages [B, C, T, H, W] over generated frames: [B]."""
     of_frames = values.mean(dim=(1, 3, 4))
     if mask is None:
         return of_frames.mean(dim=1)

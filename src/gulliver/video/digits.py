@@ -17,16 +17,16 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from gulliver.data.clips import Bucket, Clip
-from gulliver.errors import GulliverError, missing_extra
-from gulliver.jobs.log import derive
+from gulliver.errors import GulliverError, UsageError, missing_extra
 
 DIGITS = tuple("0123456789")
 DIRECTIONS = ("left", "right", "up", "down")
 STEPS = ((-1.0, 0.0), (1.0, 0.0), (0.0, -1.0), (0.0, 1.0))
-"""Movement of each direction in x and y (downwards)."""
+"""Movement of each direction in x and y; y points down."""
 SIDE = 16
 """Side of a digit in pixels."""
 SPEED = 1.07
@@ -39,7 +39,7 @@ FPS = 8.0
 
 @cache
 def _scans() -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Scans [1797, 16, 16] in [0, 1], their digits, and the scans of each split."""
+    """Returns scans [1797, 16, 16] in [0, 1], their digits, and the indices of each split."""
     pixels, digits = _read_scans()
     small = torch.from_numpy(pixels).float().view(-1, 1, 8, 8) / 16
     images = F.interpolate(small, size=(SIDE, SIDE), mode="bilinear", align_corners=False)[:, 0]
@@ -49,7 +49,7 @@ def _scans() -> tuple[Tensor, Tensor, dict[str, Tensor]]:
 
 
 def _read_scans() -> tuple[Any, Any]:
-    """Pixels [1797, 64] from 0 to 16 and digits [1797], from scikit-learn's file."""
+    """Reads pixels [1797, 64] from 0 to 16 and digits [1797] from scikit-learn's file."""
     # Importing scikit-learn takes longer than everything else before a rank's first step, so only
     # its location is looked up if the file is at its usual place.
     found = find_spec("sklearn")
@@ -67,7 +67,7 @@ def _read_scans() -> tuple[Any, Any]:
 
 
 class MovingDigits:
-    """Clips of a moving handwritten digit, with a matching sentence."""
+    """Clips of a moving handwritten digit, with a matching sentence as caption."""
 
     encoded = False
     vocabulary = frozenset(("the", "digit", "moving", *DIGITS, *DIRECTIONS))
@@ -103,15 +103,13 @@ class MovingDigits:
         return self.length
 
     def bucket_of(self, index: int) -> Bucket:
-        """The shape of a clip."""
         return self.buckets[self._bucket[index]]
 
     def labels(self, index: int) -> tuple[int, int]:
-        """The digit and the direction (an index in `DIRECTIONS`) of a clip."""
+        """Returns the digit and the direction (an index in `DIRECTIONS`) of a clip."""
         return int(self._digit[index]), int(self._direction[index])
 
     def caption(self, index: int) -> str:
-        """The sentence of a clip."""
         digit, direction = self.labels(index)
         still = self.bucket_of(index).frames == 1
         return sentence(digit, None if still else direction)
@@ -140,7 +138,7 @@ def sentence(digit: int, direction: int | None) -> str:
 
 
 def compose(images: Tensor, steps: Tensor, offsets: Tensor, bucket: Bucket) -> Tensor:
-    """Moves images over an empty frame."""
+    """Renders images that move over an empty frame."""
     frames, height, width = bucket.frames, bucket.height, bucket.width
     room = torch.tensor([width - SIDE, height - SIDE], dtype=torch.float32) / 2
     along = (room * steps.abs()).sum(-1)
@@ -176,15 +174,15 @@ def _other_directions(digit: int, exclude: tuple[tuple[int, int], ...]) -> Tenso
 
 def _check_bucket(bucket: Bucket) -> None:
     if min(bucket.height, bucket.width) < SIDE:
-        raise GulliverError(
+        raise UsageError(
             f"{bucket} is too small for a digit of {SIDE}x{SIDE}; choose a larger frame"
         )
     if bucket.height % 8 or bucket.width % 8:
         right = "x".join(str(round(side / 8) * 8) for side in (bucket.height, bucket.width))
-        raise GulliverError(f"{bucket}: height and width must be multiples of 8, such as {right}")
+        raise UsageError(f"{bucket}: height and width must be multiples of 8, such as {right}")
     if bucket.frames < 1 or (bucket.frames - 1) % 4:
         right = -(-max(0, bucket.frames - 1) // 4) * 4 + 1  # rounded up: 4 must not become a still
-        raise GulliverError(f"{bucket}: frames must be 4 k + 1, such as {right}")
+        raise UsageError(f"{bucket}: frames must be 4 k + 1, such as {right}")
 
 
 # Judges of the moving digits: recognize the digit and measure its direction.
@@ -200,13 +198,11 @@ INK = 0.2
 """Fainter pixels are noise and do not count for the center."""
 STILL = 0.15
 """Speed in pixels per frame below which nothing moves."""
-READER_STEPS, READER_BATCH = 500, 64
-_SEEN = Bucket(5, 32, 32)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Result for each clip: digit [B], direction [B] (-1: not moving)."""
+    """Recognized digit [B] and direction [B] of each clip (-1: not moving)."""
 
     digit: Tensor
     direction: Tensor
@@ -245,14 +241,14 @@ class DigitReader(nn.Module):
 
 
 class DigitReaders:
-    """Recognizes digits and measures movement."""
+    """Recognizes the digits of clips and measures their movement."""
 
     def __init__(self, reader: DigitReader) -> None:
         self.reader = reader.eval()
 
     @torch.no_grad()
     def verdict(self, clips: Tensor, frames: list[int] | None = None) -> Verdict:
-        """Evaluates clips [B, 3, T, H, W] in [-1, 1] of any size, or only some of their frames."""
+        """Recognizes digits and directions of clips [B, 3, T, H, W] in [-1, 1]."""
         times = torch.arange(clips.shape[2]) if frames is None else torch.tensor(frames)
         windows, centres = windows_around_ink(clips[:, :, times])
         logits = self.reader(windows).log_softmax(-1).view(len(clips), -1, len(DIGITS))
@@ -265,7 +261,7 @@ class DigitReaders:
         directions: Sequence[int | None],
         frames: list[int] | None = None,
     ) -> Scores:
-        """Compares the result on clips [3, T, H, W] with the request; None: any direction."""
+        """Scores clips [3, T, H, W] against the requested labels; direction None matches any."""
         right_digit = right_direction = right_both = 0
         for clip, digit, direction in zip(clips, digits, directions, strict=True):
             seen = self.verdict(clip[None], frames)
@@ -278,29 +274,10 @@ class DigitReaders:
         return Scores(right_digit / count, right_direction / count, right_both / count, count)
 
 
-def train_judges() -> DigitReaders:
-    """Trains the reader on real clips of the training handwriting (takes a few seconds)."""
-    torch.manual_seed(derive(0, 20))
-    dataset = MovingDigits(
-        "train", READER_STEPS * READER_BATCH, seed=derive(0, 21), shapes={_SEEN: 1}
-    )
+def load_judges() -> DigitReaders:
+    """Loads the reader that `python -m tools.judges` trained on clips of the training split."""
     reader = DigitReader()
-    optimizer = torch.optim.Adam(reader.parameters(), lr=2e-3)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, READER_STEPS)
-    for step in range(READER_STEPS):
-        indices = list(range(step * READER_BATCH, (step + 1) * READER_BATCH))
-        read = [dataset.labels(i)[0] for i in indices]
-        windows, _ = windows_around_ink(dataset.batch(indices)[:, :, [0, -1]])
-        # Augmented with faint noise and small shifts, so that blurred clips are recognized as
-        # people would.
-        windows = windows + 0.1 * torch.randn_like(windows)
-        windows = windows.roll(tuple(torch.randint(-1, 2, (2,)).tolist()), (-2, -1))
-        targets = torch.tensor(read).repeat_interleave(2)
-        loss = F.cross_entropy(reader(windows), targets, label_smoothing=0.05)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        schedule.step()
+    reader.load_state_dict(load_file(Path(__file__).with_name("judges.safetensors")))
     return DigitReaders(reader)
 
 
@@ -321,7 +298,7 @@ def windows_around_ink(clips: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def directions_of(centres: Tensor, times: Tensor) -> Tensor:
-    """Direction of the least-squares line through centers [B, T, 2] at times [T]; -1: none."""
+    """Returns the direction of a least-squares line through centers [B, T, 2]; -1 if not moving."""
     if len(times) < 2:
         return torch.full((len(centres),), -1)
     times = times - times.float().mean()

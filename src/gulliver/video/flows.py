@@ -1,8 +1,8 @@
-"""Timestep shifts: train and sample larger and longer clips at higher noise levels.
+"""Rectified flow with timestep shifts, and IDDPM.
 
-More pixels and frames are redundant, so a large clip is still recognizable at noise that would hide
-a small one. Every shift multiplies the odds t / (1 - t) of a level by a ratio; the published ones
-compute it differently from the clip size.
+Large clips are still recognizable at noise that would hide small ones, so shifts raise their noise
+levels. A shift multiplies the odds t / (1 - t) of a level by a ratio that depends on the clip size;
+releases differ in the rule.
 
 Sources: https://arxiv.org/abs/2403.03206 (resolution), https://arxiv.org/abs/2412.20404 (length).
 """
@@ -32,7 +32,7 @@ from gulliver.video.diffusion import (
 
 @dataclass(frozen=True)
 class ClipSize:
-    """Clip size: height and width in pixels, and latent frames."""
+    """Height and width in pixels, and latent frames."""
 
     # `token_area` is the number of pixels per token of a frame, `base_area` the area of a still
     # with ratio 1.
@@ -54,23 +54,23 @@ def _by_latent_frames(size: ClipSize) -> float:
 
 
 def _by_whole_pieces(size: ClipSize) -> float:
-    """1.2 uses frames // 17 * 5: latents of whole pieces of its autoencoder."""
+    """Open-Sora 1.2 rule: frames // 17 * 5, the latent frames of complete autoencoder chunks."""
     frames = 1 if size.latent_frames == 1 else size.latent_frames // 5 * 5
     if frames == 0:
         raise GulliverError(
-            "the timestep shift of 1.2 counts latent frames in fives, but the clip has "
+            "the timestep shift of Open-Sora 1.2 needs at least 5 latent frames, but the clip has "
             f"{size.latent_frames}; use longer clips, or another --flow.shift-rule"
         )
     return size.side_ratio * math.sqrt(frames)
 
 
 def _by_frames_after_the_first(size: ClipSize) -> float:
-    """1.3 uses (frames - 1) // 4: the latents without the first."""
+    """Open-Sora 1.3 rule: (frames - 1) // 4, the latent frames after the first."""
     return size.side_ratio * math.sqrt(max(1, size.latent_frames - 1))
 
 
 def _by_tokens(size: ClipSize) -> float:
-    """2.0 is linear from 1 at 256 tokens per frame to 3 at 4096."""
+    """Open-Sora 2.0 rule: linear in the tokens per frame, from 1 at 256 to 3 at 4096."""
     tokens = size.height * size.width / size.token_area
     return (1 + (tokens - 256) * 2 / (4096 - 256)) * math.sqrt(size.latent_frames)
 
@@ -81,7 +81,7 @@ RULES: dict[str, Callable[[ClipSize], float]] = {
     "1.3": _by_frames_after_the_first,
     "2.0": _by_tokens,
 }
-"""Ratios by name: ours, and those of Open-Sora's versions."""
+"""Rules by name: Gulliver's own, and those of Open-Sora's versions."""
 
 
 # Rectified flow: straight paths from noise to data.
@@ -144,14 +144,7 @@ class RectifiedFlow(Diffusion):
         self.transform, self.token_area = transform, token_area
 
     def warp(self, t: Tensor, height: float, width: float, num_frames: int) -> Tensor:
-        """Multiplies the odds of levels `t` in [0, 1] for the clip's size.
-
-        Args:
-            t: levels, of any shape.
-            height: height of the clip in pixels.
-            width: width of the clip in pixels.
-            num_frames: number of latent frames.
-        """
+        """Multiplies the odds of levels `t` in [0, 1] by the shift for this clip size."""
         ratio = self.shift
         if self.use_timestep_transform:
             size = ClipSize(height, width, num_frames, self.token_area, self.base_area)
@@ -167,7 +160,6 @@ class RectifiedFlow(Diffusion):
         width: float,
         num_frames: int,
     ) -> Tensor:
-        """Samples a level for each of `batch` clips, on the model's scale: [batch]."""
         if self.sample_method == "uniform":
             t = torch.rand(batch, generator=generator)
         else:
@@ -175,7 +167,6 @@ class RectifiedFlow(Diffusion):
         return self.warp(t, height, width, num_frames) * self.num_timesteps
 
     def add_noise(self, x0: Tensor, noise: Tensor, timesteps: Tensor) -> Tensor:
-        """Mixes x0 and noise [B, C, T, H, W] at levels `timesteps` [B]."""
         t = (timesteps / self.num_timesteps).to(x0.dtype).view(-1, 1, 1, 1, 1)
         return (1 - t) * x0 + t * noise
 
@@ -189,7 +180,7 @@ class RectifiedFlow(Diffusion):
         return frame_mean((self._velocity(output, target.shape[1]) - target).square(), mask)
 
     def timesteps(self, steps: int, height: float, width: float, num_frames: int) -> Tensor:
-        """Lists the sampler's levels, from `num_timesteps` to 0: float64 [steps + 1]."""
+        """Returns the sampler's levels, from `num_timesteps` to 0: float64 [steps + 1]."""
         if steps < 1:
             raise GulliverError(f"steps={steps} must be at least 1")
         even = torch.linspace(1, 0, steps + 1, dtype=torch.float64)
@@ -219,16 +210,16 @@ class RectifiedFlow(Diffusion):
             noise: noise [B, C, T, H, W].
             model_inputs: conditioning by keyword of the model; its height and width [B] determine
                 the levels unless `timesteps` is given.
-            null_inputs: conditioning that differs without caption, such as y and mask; required for
-                guidance.
-            imageless_inputs: conditioning that differs further without given frames, such as zeros
-                for cond. None: that branch sees the given frames of `mask` as noisy as the others.
+            null_inputs: overrides of `model_inputs` without caption, such as y and mask; needed
+                for guidance.
+            imageless_inputs: further overrides without given frames, such as zeros for cond. None:
+                the given frames of `mask` are noised for that branch.
             steps: number of Euler steps.
             cfg_scale: guidance scale of the caption, or `Guidance`.
             timesteps: levels [steps + 1] from `num_timesteps` to 0; None: `timesteps` of this flow.
             given: latents of the given frames, with noise's shape; other frames are ignored.
             mask: mask [B, T], bool or from 0 to 1: True or 1 for frames to generate, False or 0 for
-                given ones. A frame in between is generated from level mask * num_timesteps on.
+                given ones. A value in between: generated from level mask * num_timesteps down.
             progress: function called with (steps done, steps).
             preview: function called with (steps done, steps, estimate): the predicted data at this
                 step, with given frames inserted.
@@ -273,11 +264,11 @@ class RectifiedFlow(Diffusion):
 
     @staticmethod
     def _velocity(output: Tensor, channels: int) -> Tensor:
-        """Returns the first half of the channels if the model also predicts a variance."""
+        """Drops the second half of the channels if the model also predicts a variance."""
         if output.shape[1] not in (channels, 2 * channels):
             raise GulliverError(
                 f"the model returns {output.shape[1]} channels for latents of {channels}; "
-                "expected as many or twice as many"
+                "expected the same or twice the number"
             )
         return output[:, :channels]
 
@@ -291,7 +282,7 @@ class RectifiedFlow(Diffusion):
 
 
 BIN = 1 / 255
-"""Half a level of an 8-bit picture on the scale of -1 to 1, for the likelihood of the data."""
+"""Half a level of an 8-bit picture with values in [-1, 1], for the likelihood of the data."""
 
 
 # [Note: respaced steps] Sampling uses few of the 1000 steps. They form a process with the same
@@ -320,7 +311,7 @@ def spaced(count: int, steps: int) -> list[int]:
 
 
 class Process(NamedTuple):
-    """Coefficients of a process of N steps, each float64 [N]."""
+    """Coefficients of a diffusion process of N steps, each float64 [N]."""
 
     # Cumulative signal power a.
     kept: Tensor
@@ -335,7 +326,7 @@ class Process(NamedTuple):
 
 
 def process_of(kept: Tensor) -> Process:
-    """Computes the coefficients of the process with cumulative signal powers `kept` [N]."""
+    """Computes the coefficients from cumulative signal powers `kept` [N]."""
     before = torch.cat([torch.ones_like(kept[:1]), kept[:-1]])
     betas = 1 - kept / before
     variance = betas * (1 - before) / (1 - kept)
@@ -347,7 +338,7 @@ def process_of(kept: Tensor) -> Process:
 
 
 class IDDPM(Diffusion):
-    """The noise process, its training loss and its sampler."""
+    """Improved DDPM: noise process, training loss and sampler."""
 
     def __init__(self, num_timesteps: int = 1000, guided_channels: int | None = None) -> None:
         betas = linear_betas(num_timesteps)
@@ -362,14 +353,13 @@ class IDDPM(Diffusion):
         return torch.randint(self.num_timesteps, (batch,), generator=generator).float()
 
     def add_noise(self, x0: Tensor, noise: Tensor, timesteps: Tensor) -> Tensor:
-        """Mixes x0 and noise [B, C, T, H, W] at steps `timesteps` [B]."""
         kept = _at(self.process.kept, timesteps, x0)
         return kept.sqrt() * x0 + (1 - kept).sqrt() * noise
 
     def _errors(
         self, output: Tensor, x0: Tensor, x_t: Tensor, noise: Tensor, timesteps: Tensor
     ) -> Tensor:
-        """Squared error of the noise, plus the variational bound in bits."""
+        """Returns the squared error of the noise plus the variational bound, in bits."""
         predicted, share = _halves(output, x0)
         # The bound trains only the variance: the predicted noise is detached.
         bits = self._bits(x0, x_t, timesteps, predicted.detach(), share)
@@ -378,7 +368,7 @@ class IDDPM(Diffusion):
     def _bits(
         self, x0: Tensor, x_t: Tensor, timesteps: Tensor, noise: Tensor, share: Tensor
     ) -> Tensor:
-        """Bits per element: a reverse step's KL divergence, or the likelihood at the last."""
+        """Computes the bound in bits per element: a KL divergence, or the likelihood at step 0."""
         of_data, of_point, least = (
             _at(values, timesteps, x0)
             for values in (self.process.of_data, self.process.of_point, self.process.least)
@@ -455,7 +445,7 @@ class IDDPM(Diffusion):
     def _guided(
         self, guidance: Guidance, answers: Sequence[tuple[Tensor, Tensor]], step: int, steps: int
     ) -> tuple[Tensor, Tensor]:
-        """Applies guidance to the noise; the variance is that with caption."""
+        """Applies guidance to the noise; the variance is that of the branch with caption."""
         noise, share = answers[0]
         led = noise.shape[1] if self.guided_channels is None else self.guided_channels
         away = guidance.combine([answer[:, :led] for answer, _ in answers], step, steps)
@@ -483,7 +473,7 @@ def _halves(output: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _discrete_likelihood(x: Tensor, mean: Tensor, log_scale: Tensor) -> Tensor:
-    """Log likelihood of values with 256 levels under Gaussians, as in the reference code."""
+    """Log likelihood of values with 256 levels, under Gaussians with an approximate CDF."""
     apart, narrow = x - mean, (-log_scale).exp()
     above, below = _normal(narrow * (apart + BIN)), _normal(narrow * (apart - BIN))
     # The outermost levels include everything beyond.

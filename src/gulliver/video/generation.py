@@ -1,9 +1,9 @@
-"""Generates a clip on several ranks: guidance x sequence parallelism.
+"""Generation on several ranks (guidance x sequence), on small devices, and of long clips.
 
 Classifier-free guidance calls the model twice per step, with and without a caption. With two
 *guidance* ranks each makes one call, and they exchange the results. The ranks of a *sequence* share
 the tokens of the clip (`gulliver.booster.hybrid`). Combined, the rank is ``branch * sequence + rank
-in the sequence``, so that those of a sequence, which communicate most, are neighbours. Noise,
+in the sequence``, so that ranks of a sequence, which communicate most, are adjacent. Noise,
 conditioning and Euler steps are computed on every rank with equal results. All ranks decode clips
 together (`share_coding`).
 
@@ -76,15 +76,15 @@ def split_ranks(
     if sequence * guidance_ranks != world:
         raise GulliverError(
             f"--sp-size {sequence} x --guidance-ranks {guidance_ranks} = "
-            f"{sequence * guidance_ranks} ranks, but there are {world}; start as many, or omit "
-            "one of the options"
+            f"{sequence * guidance_ranks} ranks, but there are {world}; start that number, or "
+            "omit one of the options"
         )
     return sequence, guidance_ranks
 
 
 @dataclass(frozen=True)
 class SharedModel:
-    """The ranks that generate clips together."""
+    """Ranks that generate clips together."""
 
     # Called like the model, with both guidance branches in one batch.
     model: Callable[..., Tensor]
@@ -94,7 +94,6 @@ class SharedModel:
     branches: RankGroup = ALONE
 
     def agree(self, requests: Any) -> None:
-        """Raises an error if requests differ between the ranks."""
         if self.ranks == 1:
             return
         found = gather_objects(hashlib.sha256(repr(requests).encode()).hexdigest())
@@ -106,7 +105,7 @@ class SharedModel:
                 )
 
     def whole(self, sums: Tensor) -> Tensor:
-        """Sums [rows, 2] over a sequence, and gathers the rows of both branches on all ranks."""
+        """Sums [rows, 2] over a sequence; gathers the rows of both branches on all ranks."""
         if self.ranks == 1:
             return sums
         parts = sums.new_empty(self.ranks, *sums.shape)
@@ -127,7 +126,7 @@ def share_coding(
 
 
 def ranks_alike(place: Any) -> RankGroup:
-    """Returns the ranks of the world with the same location (collective)."""
+    """Groups the ranks that pass an equal `place`; returns this rank's group (collective)."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return ALONE
     rows: dict[Any, list[int]] = {}
@@ -184,7 +183,7 @@ class OneBranch:
 
 
 def _plan(sequence: int, heads: int) -> SequencePlan:
-    """Plans Ulysses between as many ranks as heads allow, and a ring of such groups."""
+    """Plans Ulysses within the largest groups that the heads allow, and a ring between groups."""
     ulysses = max(n for n in range(1, sequence + 1) if sequence % n == 0 and n <= heads)
     return SequencePlan(ulysses=ulysses, inner=sequence // ulysses)
 
@@ -205,13 +204,11 @@ class SharedDevice:
         self._parts: list[PipelinePart[Any]] = []
 
     def part(self, load: Callable[[torch.device], T]) -> PipelinePart[T]:
-        """Adds a network, given the function that loads it on a device."""
         made = PipelinePart(self, load)
         self._parts.append(made)
         return made
 
     def make_way(self, part: PipelinePart[Any]) -> None:
-        """Frees all networks except one."""
         if self.keep:
             return
         for other in self._parts:
@@ -231,7 +228,6 @@ class PipelinePart(Generic[T]):
         """Function called with the network whenever it is loaded."""
 
     def __call__(self) -> T:
-        """Returns the loaded network."""
         if self._filled is None:
             self._room.make_way(self)
             self._filled = self._load(self._room.device)
@@ -240,7 +236,6 @@ class PipelinePart(Generic[T]):
         return self._filled
 
     def free(self) -> None:
-        """Drops the network; its memory is freed with the last reference."""
         self._filled = None
 
 
@@ -254,11 +249,10 @@ class PartEncoder:
 
     @property
     def fingerprint(self) -> str:
-        """Fingerprint of the encoder, which is loaded for it."""
+        """Fingerprint of the encoder; loads the encoder."""
         return self._part().fingerprint
 
     def encode(self, captions: list[str]) -> EncodedText:
-        """Encodes captions, as `TextEncoder.encode`; cached ones need no encoder."""
         for caption in dict.fromkeys(captions):
             if caption not in self._said:
                 # One at a time: an encoding must not depend on its padding.
@@ -267,7 +261,7 @@ class PartEncoder:
 
 
 class PartAutoencoder:
-    """An autoencoder of a `SharedDevice`: sizes are known at once, weights load on demand."""
+    """An autoencoder of a `SharedDevice`; its weights are loaded on demand."""
 
     def __init__(self, part: PipelinePart[Any], outline: Any, memory: int | None = None) -> None:
         if memory is not None and not memory >= 1:
@@ -280,12 +274,11 @@ class PartAutoencoder:
         self.latent_shape = outline.latent_shape
 
     def encode(self, video: Tensor) -> Tensor:
-        """Encodes clips [B, 3, T, H, W] to normalized latents."""
         autoencoder = self.part()
         return autoencoder.encode(video.to(next(autoencoder.parameters()).dtype))
 
     def decode(self, latents: Tensor, num_frames: int | None = None) -> Tensor:
-        """Decodes latents [B, C, T, H, W] clip by clip, in pieces if memory is short."""
+        """Decodes latents [B, C, T, H, W] clip by clip, in chunks if memory is short."""
         autoencoder = self.part()
         clips = [self._decoded(autoencoder, one, num_frames) for one in latents.split(1)]
         return torch.cat(clips).float()
@@ -313,8 +306,6 @@ class PartAutoencoder:
 
 
 class _Decoding(nn.Module):
-    """Decodes when called."""
-
     def __init__(self, autoencoder: nn.Module) -> None:
         super().__init__()
         self.autoencoder: Any = autoencoder.requires_grad_(False)

@@ -80,12 +80,10 @@ class Settings(Options):
 
     @property
     def fingerprint(self) -> str:
-        """Digest of all fields."""
         return digest(json.dumps(asdict(self), sort_keys=True).encode())
 
 
 def digest(*parts: bytes) -> str:
-    """Returns a digest of bytes, 32 letters."""
     total = hashlib.blake2b(digest_size=16)
     for part in parts:
         total.update(part)
@@ -105,7 +103,6 @@ def file_digest(path: Path) -> str:
 
 
 def folder_digest(folder: Path) -> str:
-    """Returns a digest of the names and contents of the files of a folder."""
     files = sorted(path for path in folder.iterdir() if path.is_file() and path.name[0] != ".")
     return digest(*(f"{path.name} {file_digest(path)}\n".encode() for path in files))
 
@@ -187,12 +184,10 @@ class LatentCache:
 
     @property
     def text(self) -> EncoderRecord | None:
-        """Stored text encoder data; None without texts."""
         return EncoderRecord(**self.content["text"]) if self.content["text"] else None
 
     @property
     def buckets_path(self) -> Path | None:
-        """The bucket configuration; None if shapes were given."""
         name = self.content["buckets"]
         return self.folder / name if name else None
 
@@ -221,7 +216,6 @@ class LatentCache:
         return torch.frombuffer(found, dtype=dtype).view(shard.shape[1:]).float()
 
     def refuse_differences(self, asked: dict[str, Any]) -> None:
-        """Raises an error for a run whose settings differ from those of the latents."""
         known = {**asdict(self.settings), "scores": self.content["scores"]}
         wrong = [
             f"{name} is {value} in this run, but {known[name]} in the latents"
@@ -233,7 +227,7 @@ class LatentCache:
 
 
 class EncodedTable(ClipTable):
-    """Clips with stored latents: a sample's `video` is its latents."""
+    """Clips with stored latents: the `video` of a sample holds its latents."""
 
     # Rows, order and windows are those of the encoded `ClipTable`, so that training on latents uses
     # the same samples as training on clips.
@@ -276,7 +270,6 @@ class EncodedTable(ClipTable):
         self._deal_rows()
 
     def sample(self, index: int, bucket: Bucket, seed: int) -> ClipWindow:
-        """Returns the window of a row selected by a seed."""
         start = self.first_frame(index, bucket, seed)
         return ClipWindow(self.clips[self.rows[index].name], str(bucket), start)
 
@@ -308,7 +301,7 @@ class EncodedTable(ClipTable):
 
 
 def digests(paths: Iterable[Path], progress: Callable[[], None] | None = None) -> list[str]:
-    """Returns the digests of files, in parallel; for an unreadable file, of its name."""
+    """Computes digests of files in parallel; an unreadable file gets the digest of its name."""
     with ThreadPoolExecutor(8) as pool:
         found = []
         for one in pool.map(_digest_of_any, paths):

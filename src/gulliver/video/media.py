@@ -42,7 +42,7 @@ def to_frames(video: Tensor, scale: int = 1) -> np.ndarray:
 
 
 def check_output(path: Path, frames: int | None = None, fps: float = 8) -> None:
-    """Raises an error early for a path that a clip cannot be written to."""
+    """Raises an error if a clip cannot be written to this path."""
     suffix = path.suffix.lower()
     if suffix not in WRITERS:
         raise GulliverError(f"cannot write {path.name!r}: {nearest(suffix or 'none', WRITERS)}")
@@ -87,7 +87,6 @@ def _write_mp4(path: Path, frames: np.ndarray, fps: float) -> None:
 
 
 def write_gif(path: Path | IO[bytes], frames: np.ndarray, fps: float) -> None:
-    """Writes uint8 frames [T, H, W, 3] as an animated GIF that loops forever."""
     from PIL import Image
 
     images = [Image.fromarray(frame) for frame in frames]
@@ -204,7 +203,6 @@ def _write_still(path: Path, pixels: np.ndarray) -> None:
 
 
 def _drawn(rows: list[SheetRow], scale: int) -> np.ndarray:
-    """Draws the frames of the sheet [T, H, W, 3], with the final pause."""
     length = max(clip.shape[1] for row in rows for clip in row.clips)
     width = max(_row_width(row, scale) for row in rows)
     height = sum(HEADING + row.clips[0].shape[2] * scale + LABEL + GAP for row in rows) + GAP
@@ -246,7 +244,6 @@ def _lettering(rows: list[SheetRow], width: int, height: int, scale: int):
 
 
 def loss_curve(path: Path, steps: list[int], losses: list[float], norms: list[float]) -> Path:
-    """Draws the training loss, smoothed and raw, and the gradient norm below it."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,8 +1,7 @@
-"""Validation: the loss of held-out clips at fixed noise levels, per bucket.
+"""Validation losses and sample clips during training.
 
-A training loss varies with the levels and shapes of each step. Here clips, noise and levels are
-always the same, so differences between two validations are due to the model. Published trainers
-found it to be the one cheap metric that correlates with quality.
+A training loss varies with the levels and shapes of each step. Validation always uses the same
+held-out clips, noise and levels, so differences are due to the model.
 """
 
 from __future__ import annotations
@@ -81,7 +80,7 @@ class Validation:
         display: Display,
         scalars: Callable[[str, float, int], None],
     ) -> None:
-        """Writes losses to the run's log and to TensorBoard, and prints their means."""
+        """Logs losses to the run's log and TensorBoard, and prints their means."""
         means = {bucket: sum(losses) / len(losses) for bucket, losses in found.items()}
         loss = sum(means.values()) / len(means)
         run.validation.append({"step": step, "loss": loss, "buckets": found})
@@ -109,7 +108,7 @@ class Validation:
             yield self.maker.make(step, clips, {})
 
     def _at(self, batch: VideoBatch, number: int) -> VideoBatch:
-        """Sets all samples of a batch to a level, with their captions and no given frames."""
+        """Returns the batch with one noise level, with captions and without given frames."""
         level = (number + 1) / (self.config.levels + 1) * self.maker.flow.num_timesteps
         return replace(
             batch,
@@ -143,7 +142,7 @@ class _StoppedError(Exception):
 
 @dataclass(frozen=True)
 class RunSamples:
-    """Clips sampled from the averaged weights of a run, step after step."""
+    """Clips sampled from the averaged weights during a run."""
 
     config: SamplesConfig
     run: Run
@@ -151,7 +150,7 @@ class RunSamples:
     requests: list[Request]
 
     def due(self, step: int, last: bool) -> bool:
-        """Whether samples of a step are due and missing; a collective call."""
+        """Whether samples of a step are due and not yet made; a collective call."""
         if not last and step % self.config.every:
             return False
         made = self.world.is_main and any(line["step"] == step for line in self.run.samples.read())
@@ -235,7 +234,7 @@ def make_samples(
 
 
 def _shape(config: TrainConfig, dataset: Any) -> Bucket:
-    """Selects the shape of the samples: the requested one, else the first, or a common one."""
+    """Selects the shape of the samples: requested, or the first, or the most common."""
     if config.data.buckets is None:
         shapes = list(parse_shapes(config.data.shapes))
     else:

@@ -98,7 +98,7 @@ from gulliver.video.text_encoders import (
 
 @dataclass(frozen=True)
 class Filled:
-    """A loaded transformer, as the sampler calls it."""
+    """Loaded transformer with the denoiser that samplers call."""
 
     denoiser: Denoiser
     # The same, on ranks that generate clips together.
@@ -213,7 +213,6 @@ class VideoPipeline:
         return cls(model, lambda _: model.eval(), autoencoder, text, room, **options)
 
     def described(self) -> str:
-        """Describes the models in one line."""
         count = sum(p.numel() for p in self.outline.parameters())
         block = "x".join(map(str, self.autoencoder.compression))
         return (
@@ -228,7 +227,6 @@ class VideoPipeline:
 
     @property
     def _whole_patches(self) -> bool:
-        """Whether the model only accepts clips that need no padding."""
         return isinstance(self.outline, MMDiT)
 
     def share(
@@ -242,10 +240,10 @@ class VideoPipeline:
     ) -> None:
         """Lets all ranks generate each clip together; called once (collective).
 
-        Afterwards every rank requests the same clips, and gets them.
+        Afterwards every rank must pass the same requests, and every rank gets all clips.
 
         Args:
-            sequence: number of ranks that share a clip's tokens; 0: all that guidance leaves.
+            sequence: number of ranks that share a clip's tokens; 0: all ranks of a guidance branch.
             guidance_ranks: number of ranks for the branches with and without caption; 0: 2 if
                 possible.
             guided: whether guidance will be used.
@@ -287,12 +285,7 @@ class VideoPipeline:
         return Filled(denoiser, share(model, *self._ranks, call=denoiser, show=self._show))
 
     def check(self, request: Request, sampling: SamplingConfig | None = None) -> None:
-        """Raises an error for a request that cannot be fulfilled.
-
-        Raises:
-            GulliverError: an error of `check_request`; the size does not fit autoencoder or model;
-                the model does not support given frames.
-        """
+        """Raises an error for a request that this pipeline cannot fulfill."""
         sampling = sampling or self.sampling
         check_request(request, sampling)
         check_oscillation(sampling)
@@ -331,7 +324,6 @@ class VideoPipeline:
         check_frames(request, self.autoencoder)
 
     def fps_of(self, bucket: Bucket) -> float:
-        """Returns the frame rate passed to the model for clips of a shape."""
         return STILL_FPS if bucket.frames == 1 else self.fps
 
     def remarks(self, request: Request) -> list[str]:
@@ -382,7 +374,6 @@ class VideoPipeline:
         return made_by_loops(requests, sample, size, unit, show)
 
     def _check_branches(self, guidance: Guidance) -> None:
-        """Raises an error if the ranks do not match the guidance branches."""
         if self._ranks[1] > 1 and guidance.branches == 3:
             raise GulliverError(
                 f"image guidance does not support 2 guidance ranks: {THREE_BRANCHES}"
@@ -406,7 +397,7 @@ class VideoPipeline:
         guidance: Guidance,
         preview: Preview | None,
     ) -> list[Tensor]:
-        """Generates pieces of one bucket, all with or all without given frames."""
+        """Generates pieces of one bucket, either all with or all without given frames."""
         given, mask = given_latents(pieces, self.autoencoder, self.device)
         latents = list[Tensor]()
         for rows in self._batches(pieces, mask, sampling.batch_size):
@@ -420,7 +411,7 @@ class VideoPipeline:
     def _batches(
         self, pieces: Sequence[ClipPiece], mask: Tensor | None, size: int
     ) -> Iterator[list[int]]:
-        """Yields groups of pieces to sample together, with the same given frames if necessary."""
+        """Yields indices of pieces to sample together; some models need equal given frames."""
         run = list[int]()
         for row in range(len(pieces)):
             apart = (
@@ -490,7 +481,7 @@ class VideoPipeline:
     def _captions(
         self, pieces: list[ClipPiece], denoiser: Denoiser
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Returns the caption embeddings, and those of the branch without a caption."""
+        """Returns the embeddings for the branches with and without caption."""
         prompts = [piece.prompt for piece in pieces]
         others = [self._other(piece.prompt, piece.negative_prompt) for piece in pieces]
         text = self.text.encode([*prompts, *others])
@@ -506,7 +497,6 @@ class VideoPipeline:
         return captions, null
 
     def _other(self, prompt: str, negative: str) -> str:
-        """Returns the text to encode for the branch without a caption."""
         # An STDiT has a learned embedding for it, with the length of the caption.
         return negative or ("" if self.release.whole else prompt)
 
@@ -556,15 +546,13 @@ class VideoModel(VideoPipeline):
 
     @property
     def _whole_patches(self) -> bool:
-        """Whether the model only accepts clips that need no padding: training had none."""
+        """Whether the model only accepts clips without padding: none occurred in training."""
         return True
 
     def fps_of(self, bucket: Bucket) -> float:
-        """Returns the frame rate passed to the model for clips of a shape."""
         return self.fps if self.config.data.made else super().fps_of(bucket)
 
     def remarks(self, request: Request) -> list[str]:
-        """Lists warnings about a request that can be fulfilled."""
         remarks = []
         if self.known_words is not None:
             texts = [*loop_prompts(request.prompt, request.loops), request.negative_prompt]
@@ -584,16 +572,7 @@ class VideoModel(VideoPipeline):
 
 
 def open_run(folder: Path, device: torch.device | None = None) -> VideoPipeline:
-    """Opens a run for sampling: a `VideoModel`, or a pipeline of the public parts that it trained.
-
-    Args:
-        folder: folder of the run.
-        device: device to sample on; None for a GPU if available.
-
-    Raises:
-        GulliverError: there is no run or checkpoint, the checkpoint has another configuration, or
-            its parts are missing.
-    """
+    """Opens a run for sampling: a `VideoModel`, or a pipeline of the published parts it trained."""
     run = Run(folder)
     config, checkpoint = run.read_config(), run.newest_checkpoint()
     with StepReader(checkpoint) as reader:

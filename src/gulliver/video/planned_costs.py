@@ -1,4 +1,4 @@
-"""Prefetches clips of planned steps, and drops unreadable ones on all ranks.
+"""Clips of planned steps: prefetching, unreadable clips, and measured costs.
 
 Start with `StepClips.begin`; `ClipOrder` maps a planner's samples to table rows.
 """
@@ -57,12 +57,12 @@ Read = Clip | BrokenClip
 # same clips, and all know the remaining number. During a step, two threads read this rank's clips
 # of the next one.
 class ClipOrder:
-    """Indices of a planner's samples: rows of a data set, or of those selected for an epoch."""
+    """Maps a planner's sample indices to dataset rows, or to the rows selected for an epoch."""
 
     def __init__(self, dataset: Any, seed: int) -> None:
         self._dataset, self._seed = dataset, seed
         self.is_dealt = isinstance(getattr(dataset, "buckets", None), BucketConfig)
-        """Whether every epoch assigns the rows to other buckets, and leaves some out."""
+        """Whether each epoch assigns rows to different buckets and omits some."""
         self.epoch = lru_cache(maxsize=3)(self._epoch)
 
     def _epoch(self, epoch: int) -> tuple[list[int], list[Bucket]]:
@@ -76,7 +76,6 @@ class ClipOrder:
         return rows, [dealt[row] for row in rows]
 
     def buckets(self) -> list[Bucket]:
-        """All buckets of samples in any epoch."""
         if not self.is_dealt:
             return list(dict.fromkeys(self.epoch(0)[1]))
         config, interval = self._dataset.buckets, self._dataset.frame_interval
@@ -84,13 +83,12 @@ class ClipOrder:
         return list(dict.fromkeys(b for size in sizes for b in config.possible(*size, interval)))
 
     def row(self, epoch: int, index: int) -> tuple[int, Bucket]:
-        """Row and bucket of a planner's sample."""
         rows, buckets = self.epoch(epoch)
         return rows[index], buckets[index]
 
     @property
     def digest(self) -> str:
-        """Digest of the inputs of epochs: must be equal on all ranks and on resume."""
+        """Digest of everything that determines the samples; equal on all ranks and on resume."""
         told = [self._seed, *map(repr, self._probes()), *map(repr, self._dataset.buckets.rules)]
         return hashlib.blake2b(repr(told).encode(), digest_size=8).hexdigest()
 
@@ -110,7 +108,7 @@ class StepClips:
         self.lost: frozenset[int] = frozenset()
 
     def begin(self, rank: int, plan: StepPlan, upcoming: StepPlan | None) -> None:
-        """Reads a step, shares its lost clips with all ranks, and prefetches the next."""
+        """Reads a step's clips, exchanges which are unreadable, and prefetches the next step."""
         now = self._asked(plan, rank)
         self._clips = {index: future.result() for (_, index), future in now.items()}
         lost = [n for n, clip in self._clips.items() if isinstance(clip, BrokenClip)]
@@ -120,7 +118,7 @@ class StepClips:
         self._coming = {} if upcoming is None else self._asked(upcoming, rank)
 
     def _asked(self, plan: StepPlan, rank: int) -> dict[tuple[int, int], Future[Read]]:
-        """This rank's clips of a step; unneeded ones are dropped."""
+        """Returns pending reads of this rank's clips of a step; cancels other prefetched reads."""
         groups = plan.groups_of(rank)
         keys = [
             (plan.epoch, index)
@@ -147,16 +145,14 @@ class StepClips:
         return clip
 
     def weight(self, index: int) -> float:
-        """Weight of a sample of the current step: 1, or 0 if it is lost."""
+        """Weight of a sample of the current step: 1, or 0 if any rank could not read it."""
         return float(index not in self.lost)
 
     def close(self) -> None:
-        """Stops prefetching."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 def stack_clips(clips: Sequence[Read]) -> dict[str, Any]:
-    """Builds a micro-batch of the readable clips."""
     read = [clip for clip in clips if isinstance(clip, Clip)]
     return {
         "videos": torch.stack([clip.video for clip in read]) if read else None,
@@ -177,13 +173,13 @@ def stack_clips(clips: Sequence[Read]) -> dict[str, Any]:
 STATE_BYTES = 20
 """Bytes per parameter for weight, gradient, two moments and average, if nothing is sharded."""
 PAIRED = {"spatial": "spatial_blocks", "temporal": "temporal_blocks"}
-"""Lists of the blocks of an STDiT3 by kind, which alternate and share sequences."""
+"""Block lists of an STDiT3, by kind of block; the kinds alternate."""
 JOINT = {"joint": "blocks"}
-"""The list of an STDiT2, with spatial and temporal attention in each block."""
+"""Block list of an STDiT2: each block has spatial and temporal attention."""
 
 
 def kinds_of(model: Any) -> dict[str, str]:
-    """Names of a model's lists of blocks, by kind."""
+    """Returns the attribute names of a model's block lists, by kind."""
     return PAIRED if isinstance(model, STDiT3) else JOINT
 
 
@@ -196,11 +192,10 @@ class ClipShapes:
 
     @property
     def are_kept(self) -> bool:
-        """Whether the clips are stored latents, so that nothing is encoded."""
         return not any(shape.pixels for shape in self.buckets)
 
     def arriving(self, order: ClipOrder) -> list[SampleShape] | ArrivingShapes:
-        """Shapes of a planner's samples: a table's, or a stream that is reassigned every epoch."""
+        """Returns the shapes of all samples, or a stream if rows are reassigned every epoch."""
         if order.is_dealt:
             return ArrivingShapes(self, order)
         return [self.of[bucket] for bucket in order.epoch(0)[1]]
@@ -209,7 +204,7 @@ class ClipShapes:
     def of_buckets(
         cls, buckets: Iterable[Bucket], model: Any, autoencoder: Autoencoder, encode: bool
     ) -> ClipShapes:
-        """Shapes of buckets: tokens of a model's patches, and pixels if they are encoded."""
+        """Computes the tokens of each bucket, and its pixels if clips are encoded in training."""
         found = {}
         patch, text = model.patch_size, len(model.y_embedder.y_embedding)
         for bucket in buckets:
@@ -235,7 +230,6 @@ class ArrivingShapes:
 
     @property
     def digest(self) -> str:
-        """Digest that must be equal on all ranks and on resume."""
         return self.order.digest
 
 
@@ -247,7 +241,7 @@ def ready_costs(
     losses: Callable[[Bucket, int], Any],
     world: World,
 ) -> tuple[SampleCosts, list[str]]:
-    """Costs of a run's clips: from the given file, from the saved one, or measured now."""
+    """Returns the costs of a run's clips: from a file, from the run's folder, or measured now."""
     kept, extra = _saved_bytes(model, shapes, losses)
     known = _sizes(config, model, *broadcast_object((kept, extra)))
     if shapes.are_kept:  # rates fitted without pixels do not apply to pixels
@@ -299,7 +293,7 @@ def _measured(
     extra: float,
     world: World,
 ) -> SampleFit:
-    """Fits measurements of this rank; all ranks measure at once, under the load of training."""
+    """Fits this rank's measurements; all ranks measure simultaneously, as they train."""
     ordered = sorted(shapes.buckets, key=lambda shape: shape.tokens)
     run = partial(_point, model, shapes, losses, extra, world)
     states = float(STATE_BYTES * sum(p.numel() for p in model.parameters()))
@@ -319,7 +313,7 @@ def _point(
     batch: int,
     depth: int,
 ) -> tuple[float, int]:
-    """Seconds and bytes of one forward and backward of a few recomputed blocks."""
+    """Measures seconds and bytes of one forward and backward of a few recomputed blocks."""
     barrier()
     kinds = tuple(kinds_of(model))
     with _shallow(model, depth // len(kinds)), _recomputed(model, kinds):
@@ -344,7 +338,7 @@ def _input_bytes(model: Any) -> int:
 def _saved_bytes(
     model: Any, shapes: ClipShapes, losses: Callable[[Bucket, int], Any]
 ) -> tuple[dict[str, float], float]:
-    """Extra bytes per token of a kept block, by kind, and the maximum."""
+    """Returns the bytes per token that a kept block adds, by kind, and the maximum."""
     shape = min(shapes.buckets, key=lambda shape: shape.tokens)
 
     def saved(kinds: tuple[str, ...]) -> int:

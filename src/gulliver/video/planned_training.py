@@ -112,7 +112,7 @@ class PlannedTrainer(Trainer):
         self.ratios: list[float] = []
 
     def batches(self) -> Iterator[tuple[TrainingStep, Any]]:
-        """Yields planned steps, until too many clips are lost."""
+        """Yields planned steps, until too many clips are unreadable."""
         while True:
             for step in self.loader:
                 yield step, self.position
@@ -120,7 +120,7 @@ class PlannedTrainer(Trainer):
                     self._refuse_lost_data(self.skipped.problem)
 
     def _begin(self, plan: StepPlan) -> None:
-        """Reads the clips of a step; counts the unreadable ones on all ranks."""
+        """Reads the clips of a step, and counts the unreadable ones on all ranks."""
         # A step without readable clips is skipped, as without planning.
         self.clips.begin(self.loader.optimizer.rank, plan, self.sampler.planner.upcoming())
         lost = len(self.clips.lost)
@@ -129,7 +129,6 @@ class PlannedTrainer(Trainer):
             self._refuse_lost_data(self.skipped.problem)
 
     def forward_backward(self, batch: TrainingStep) -> Mapping[str, Tensor | float]:  # type: ignore[override]
-        """Runs this rank's micro-batches of a plan."""
         plan, self._running = batch.plan, batch
         if self.config.pp_size > 1:
             self._run_stages(batch)
@@ -151,7 +150,6 @@ class PlannedTrainer(Trainer):
         return super().after_update()
 
     def _run_stages(self, step: TrainingStep) -> None:
-        """Runs this rank's micro-batches through its pipeline stages."""
         flow, plan = self.flow, step.plan
         assert isinstance(flow, RectifiedFlow), "checked"
 
@@ -163,7 +161,7 @@ class PlannedTrainer(Trainer):
 
     @torch.no_grad()
     def _clips(self, loaded: LoadedBatch, epoch: int, step: int) -> VideoBatch:
-        """The micro-batch with its noise, levels, dropped captions and masks."""
+        """Adds noise, levels, dropped captions and masks to a micro-batch."""
         # Lost clips are left out; if all are, one of zeros has weight zero.
         maker, data, bucket = self.maker, loaded.data, self.shapes.buckets[loaded.shape]
         videos, captions, fps, rows = (data[n] for n in ("videos", "captions", "fps", "rows"))
@@ -193,7 +191,7 @@ class PlannedTrainer(Trainer):
     def _draw(
         self, epoch: int, row: int, step: int, shape: tuple[int, ...], bucket: Bucket
     ) -> tuple[Tensor, Tensor, bool, Tensor | None]:
-        """Noise [C, T, H, W], level [1], caption dropout and mask [T] of a clip."""
+        """Samples noise [C, T, H, W], level [1], caption dropout and mask [T] of a clip."""
         seed = self.config.seed
         noise = torch.randn(shape, generator=_generator(seed, 1, epoch, row))
         own = _generator(seed, 12, epoch, row)
@@ -220,34 +218,31 @@ class PlannedTrainer(Trainer):
 
 
 class PlannedOrder:
-    """The position in planned steps, in place of a sampler."""
+    """Position in planned steps; used in place of a sampler."""
 
     def __init__(self, planner: DataCentricPlanner, order: ClipOrder, samples: int) -> None:
         self.planner, self.order, self.samples = planner, order, samples
         self._given, self._steps = 0, 0
 
     def given(self, samples: int) -> None:
-        """Records the number of samples of a step."""
         self._given, self._steps = self._given + samples, self._steps + 1
 
     def __len__(self) -> int:
-        """Steps per epoch, estimated from previous steps, or from the next one at first."""
+        """Estimates the steps per epoch from previous steps, or from the next one at first."""
         if self._steps:
             return max(1, round(self.samples * self._steps / self._given))
         coming = self.planner.upcoming()
         return 1 if coming is None else max(1, -(-self.samples // coming.samples))
 
     def state_dict(self) -> dict[str, Any]:
-        """The planner's position."""
         return self.planner.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores a position, on any number of ranks."""
+        """Restores a position; the number of ranks may differ."""
         self.planner.load_state_dict(state)
 
 
 def budget_of(config: TrainConfig) -> Budget:
-    """The budget of a step."""
     if config.planner.tokens is not None:
         return Tokens(config.planner.tokens)
     if config.planner.seconds is not None:
@@ -289,7 +284,7 @@ def _generator(*key: int) -> torch.Generator:
 def _placeholder_losses(
     trainer: PlannedTrainer, model: Any, autoencoder: Autoencoder, bucket: Bucket, count: int
 ) -> Tensor:
-    """Losses [count] of dummy clips, with the computation of real ones."""
+    """Computes losses [count] of dummy clips, at the same cost as real clips."""
     device, precision = trainer.world.device, trainer.config.dtype
     size = autoencoder.latent_shape(bucket.frames, bucket.height, bucket.width)
     with torch.no_grad():
@@ -316,7 +311,7 @@ def _placeholder_losses(
 
 
 def train(config: TrainConfig) -> Outcome:
-    """Trains a text-to-video model as `config` says; called on every rank."""
+    """Trains a text-to-video model; called on every rank."""
     config = with_encoded(config)
     check_config(config)
     check_start(config)

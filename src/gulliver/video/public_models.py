@@ -1,9 +1,9 @@
-"""Sampling of each public transformer: diffusion, conditioning and text encoders.
+"""Public transformers and autoencoders: loading, and how each of them is sampled.
 
 A sampler calls all models in the same way: ``denoiser(x, timestep, **inputs)`` with latents [B, C,
 T, H, W] and levels from 0 to 1000. `Denoiser` passes an STDiT the inputs that its forward takes;
 `PackedDenoiser` packs latents to MMDiT tokens, and negates its velocity, which points to the noise.
-`Release` is the table of everything else.
+`RELEASES` has the remaining differences.
 """
 
 from __future__ import annotations
@@ -99,11 +99,9 @@ RELEASES = {
     ),
     "MMDiT": Release("FLUX.1", _packed, 50, 4.0, 24.0, given="nowhere", whole=True),
 }
-"""Releases by model class."""
 
 
 def release_of(model: nn.Module) -> Release:
-    """Returns the release of a model."""
     names = ("x_embedder_cond", "cond_in")
     beside = any(getattr(model, name, None) is not None for name in names)
     return RELEASES[f"{type(model).__name__}{' with image conditioning' if beside else ''}"]
@@ -136,17 +134,17 @@ class Denoiser:
         self._takes = frozenset(inspect.signature(type(model).forward).parameters)
 
     def like(self, device: torch.device) -> Tensor:
-        """Returns a scalar of the sampling dtype: float64 for such a model, else float32."""
+        """Returns a scalar of the sampling dtype: float64 for a float64 model, else float32."""
         double = next(self.model.parameters()).dtype == torch.float64
         return torch.ones((), dtype=torch.float64 if double else torch.float32, device=device)
 
     @property
     def nothing(self) -> Tensor | None:
-        """Returns the embedding for no caption, [L, D]; None if the empty caption is used."""
+        """Embedding of no caption, [L, D]; None if the empty caption is encoded instead."""
         return self.model.y_embedder.y_embedding  # type: ignore[union-attr, return-value]
 
     def __call__(self, x: Tensor, timestep: Tensor, **inputs: Tensor | None) -> Tensor:
-        """Predicts for latents x [B, C, T, H, W] at levels [B]."""
+        """Predicts for latents x [B, C, T, H, W] at noise levels [B]."""
         known = {name: value for name, value in inputs.items() if name in self._takes}
         return self.model(x, timestep, **known, **self._condition_inputs(x, inputs))
 
@@ -165,11 +163,9 @@ class PackedDenoiser(Denoiser):
 
     @property
     def nothing(self) -> Tensor | None:
-        """Returns None: the empty caption is encoded like any other."""
         return None
 
     def __call__(self, x: Tensor, timestep: Tensor, **inputs: Tensor | None) -> Tensor:
-        """Predicts for latents, as `Denoiser` does."""
         # ``vector`` is the caption's pooled vector [B, width], and ``strength`` the guidance scale
         # [B] for a distilled model.
         model: Any = self.model
@@ -201,7 +197,6 @@ class PackedDenoiser(Denoiser):
 
 
 def denoiser_of(model: nn.Module) -> Denoiser:
-    """Returns the denoiser of a public transformer."""
     return PackedDenoiser(model) if isinstance(model, MMDiT) else Denoiser(model)
 
 
@@ -215,7 +210,6 @@ CLIP_LENGTH = 77
 
 
 def latent_channels_of(model: Any) -> int:
-    """Returns the latent channels of a model."""
     return model.in_channels // (model.patch_size**2 if isinstance(model, MMDiT) else 1)
 
 
@@ -282,7 +276,6 @@ def _check_clip_folder(clip: Path | str | None, width: int) -> None:
 
 
 def check_latents(outline: Any, autoencoder: Autoencoder) -> None:
-    """Raises an error for an incompatible autoencoder."""
     wanted, found = latent_channels_of(outline), autoencoder.latent_channels
     name = f"this {type(outline).__name__} of {release_of(outline).name}"
     if wanted != found:
@@ -310,9 +303,8 @@ def check_latents(outline: Any, autoencoder: Autoencoder) -> None:
 
 
 NO_FIELDS = ("architectures", "auto_map", "dtype", "model_type", "torch_dtype", "type")
-"""Entries of public configurations that do not affect the model's sizes."""
+"""Entries of published configurations that do not affect the model's sizes."""
 KINDS = frozenset(one.kind for one in CONFIGURATIONS.values())
-"""Classes of public models."""
 
 
 def load_model(
@@ -347,7 +339,7 @@ def outline_model(
     dtype: torch.dtype | None = None,
     **overrides: Any,
 ) -> nn.Module:
-    """Builds the model in some files on meta, in their dtype: `load_model` without the memory."""
+    """Builds the model of some files on the meta device, in their dtype, without loading it."""
     # Only headers are read, so that incompatible parts are rejected immediately.
     made, fields, infos = _read(Path(path), overrides)
     with torch.device("meta"):
@@ -371,14 +363,14 @@ def dtype_of_files(
             raise GulliverError(f"{stored}; expected floating-point weights, not quantized ones")
         if found.itemsize == 1 and dtype is None:
             raise GulliverError(
-                f"{stored}, which cannot be computed with; pass dtype=torch.bfloat16"
+                f"{stored}, which does not support arithmetic; pass dtype=torch.bfloat16"
             )
     floating = (info.dtype for info in infos.values() if info.dtype.is_floating_point)
     return dtype or next(floating, torch.float32)
 
 
 def fields_of_files(path: Path | str) -> tuple[str, dict[str, Any]]:
-    """Returns the class in `gulliver.models` of some files, and its arguments."""
+    """Returns the class in `gulliver.models` for some files, and its arguments."""
     made, fields, *_ = _read(Path(path), {})
     return made.__name__, fields
 
@@ -386,7 +378,6 @@ def fields_of_files(path: Path | str) -> tuple[str, dict[str, Any]]:
 def _read(
     path: Path, overrides: Mapping[str, Any]
 ) -> tuple[type[nn.Module], dict[str, Any], dict[str, Any]]:
-    """Reads headers and configuration: class, arguments, tensors by name."""
     with open_weights(path) as weights:
         infos = dict(weights.infos)
     shapes = {name: info.shape for name, info in infos.items()}
@@ -406,7 +397,7 @@ def _configured(path: Path, kind: type[nn.Module]) -> dict[str, Any]:
         return {}
     content = read_json(file)
     if not isinstance(content, dict):
-        raise GulliverError(f"{file} is not a configuration; expected an object")
+        raise GulliverError(f"{file} is not a configuration; expected a JSON object")
     said = str(content.get("model_type", ""))
     if said.lower() in {name.lower() for name in KINDS - {kind.__name__}}:
         raise GulliverError(
@@ -432,7 +423,7 @@ def _of_transformers(name: str) -> bool:
 
 
 def _check_positions(path: Path, model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raises an error for fixed positions of another clip size, which names alone do not reveal."""
+    """Raises an error if position codes in the files are for a different clip size."""
     for name in ("pos_embed", "pos_embed_temporal"):
         wanted = model.state_dict().get(name)
         if wanted is not None and tuple(wanted.shape) != shapes.get(name):
@@ -452,7 +443,6 @@ KIND = "gulliver video autoencoder"
 def save_autoencoder(
     path: Path, autoencoder: VideoAutoencoder, figures: dict[str, Any] | None = None
 ) -> None:
-    """Writes weights, statistics and configuration as one safetensors file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     metadata = {
         "kind": KIND,
@@ -463,7 +453,6 @@ def save_autoencoder(
 
 
 def load_trained(path: Path) -> VideoAutoencoder:
-    """Reads a file written by `save_autoencoder`."""
     metadata = read_metadata(path)
     if metadata.get("kind") != KIND:
         raise GulliverError(f"{path} is not a video autoencoder of Gulliver")
@@ -544,7 +533,7 @@ def _config(path: Path) -> dict[str, Any]:
     file = (path if path.is_dir() else path.parent) / "config.json"
     content = read_json(file) if file.is_file() else {}
     if not isinstance(content, dict):
-        raise GulliverError(f"{file} is not a configuration; expected an object")
+        raise GulliverError(f"{file} is not a configuration; expected a JSON object")
     return content
 
 
@@ -560,7 +549,7 @@ def _check_scaling(path: Path, kind: str, fields: dict[str, Any]) -> None:
 
 
 def _squeezed(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the current shape of a tensor in an early file: linear layers were convolutions."""
+    """Removes the kernel dims of early files, which stored linear layers as convolutions."""
     return shape[:2] if _is_early(name) and len(shape) == 4 else shape
 
 
@@ -569,7 +558,6 @@ def _is_early(name: str) -> bool:
 
 
 def _fill(model: nn.Module, path: Path, infos: dict[str, Any]) -> None:
-    """Loads a model, given the names and shapes in the files."""
     early = {public_name(name): name for name in infos if _is_early(name)}
     if not early:
         load_huggingface(model, path)

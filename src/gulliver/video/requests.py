@@ -1,4 +1,4 @@
-"""Open-Sora's mask strategies as text: which frames of a clip are given, from which reference.
+"""Requests for clips, and Open-Sora's mask strategies: which frames are given by which reference.
 
     loop,reference,reference_start,target_start,length,edit_ratio;...
 
@@ -80,7 +80,6 @@ class FramePlacement:
 
     @property
     def targets(self) -> range:
-        """Frames of the clip."""
         return range(self.target_start, self.target_start + self.length)
 
 
@@ -170,7 +169,7 @@ def place(
 
 
 def _start_in(what: str, size: int, start: int, rule: MaskRule, align: int | None) -> int:
-    """Returns the frame of a reference, or of the clip, at which a rule begins."""
+    """Returns the first frame of a rule's range in a reference or in the clip."""
     begin = start + size if start < 0 else start
     if align is not None and 0 <= begin < size:
         begin = _aligned(begin, align, size)
@@ -228,7 +227,7 @@ FIELDS = ("reference_path", "mask_strategy")
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt without its JSON, and the fields of the JSON."""
+    """A prompt without its JSON, and the fields of that JSON."""
 
     text: str
     references: tuple[Path, ...] = ()
@@ -236,7 +235,6 @@ class Prompt:
 
 
 def read_prompts(path: Path) -> list[str]:
-    """Reads a text file with a prompt per line."""
     if not path.is_file():
         raise GulliverError(f"{path} does not exist; give a text file with a prompt per line")
     prompts = [line for line in read_utf8(path).splitlines() if line.strip()]
@@ -246,7 +244,6 @@ def read_prompts(path: Path) -> list[str]:
 
 
 def read_prompt(text: str) -> Prompt:
-    """Parses a prompt with optional JSON at its end."""
     sentence, brace, rest = text.partition("{")
     if not brace:
         return Prompt(text)
@@ -271,7 +268,6 @@ def read_prompt(text: str) -> Prompt:
 
 
 def loop_prompts(prompt: str, loops: int) -> list[str]:
-    """Returns the sentence of each loop."""
     if not prompt.startswith("|"):
         _check_sentence(prompt)
         return [prompt] * loops
@@ -326,8 +322,8 @@ class Request:
     and cropped to the clip's size, and converted to the autoencoder's dtype.
 
     Attributes:
-        prompt: sentence to show, or ``|0|sentence|2|sentence`` with the loops from which they
-            apply.
+        prompt: sentence that describes the clip, or ``|0|sentence|2|sentence`` with the loop from
+            which each sentence applies.
         bucket: shape of the clip, or of each loop's piece of it.
         seed: seed of the noise; `loop_seed` derives those of later loops.
         given: picture, or beginning of the clip (4 k + 1 frames).
@@ -338,7 +334,7 @@ class Request:
         align: rules begin at multiples of this many latent frames; None: anywhere.
         loops: number of pieces of the clip.
         condition_frames: number of last frames (4 k + 1) that the next loop begins with.
-        condition_edit: edit ratio of those.
+        condition_edit: edit ratio of these frames.
     """
 
     prompt: str
@@ -376,17 +372,15 @@ class ClipPiece:
 
     @property
     def conditioned(self) -> bool:
-        """Whether any frames are given."""
         return bool(self.rules) or self.head is not None
 
 
 def loop_seed(seed: int, loop: int) -> int:
-    """Returns the seed of a loop's noise; loop 0 has that of the request."""
+    """Returns the noise seed of a loop; loop 0 uses the request's seed."""
     return derive(seed, 5, loop) if loop else seed
 
 
 def piece_of(request: Request, loop: int, clip: Tensor | None, unit: int) -> ClipPiece:
-    """Returns the piece that a loop samples."""
     rules = [rule for rule in parse_mask_strategy(request.mask_strategy) if rule.loop == loop]
     head = request.given if clip is None else clip[:, -(request.condition_frames or 1) :]
     return ClipPiece(
@@ -475,7 +469,6 @@ def _placements(piece: ClipPiece, lengths: Sequence[int], frames: int) -> list[F
 def _encoded(
     clips: Sequence[Tensor], bucket: Bucket, autoencoder: VideoAutoencoder, device: torch.device
 ) -> list[Tensor]:
-    """Encodes clips, grouped by length, to latents [C, T, H, W]."""
     weight = next(autoencoder.parameters()) if isinstance(autoencoder, torch.nn.Module) else None
     dtype = torch.float32 if weight is None else weight.dtype
     # Scale in float32 or higher: half precision would round pixel positions.
@@ -490,7 +483,6 @@ def _encoded(
 
 
 def check_request(request: Request, sampling: SamplingConfig) -> None:
-    """Raises an error for a request that no model can fulfill."""
     guidance = guidance_of(sampling)
     if isinstance(request.seed, bool) or not isinstance(request.seed, Integral):
         raise GulliverError(f"seed={request.seed!r} must be an integer")
@@ -595,7 +587,7 @@ def _check_head(piece: ClipPiece, placements: Sequence[FramePlacement], loop: in
 
 
 def described(request: Request) -> tuple[object, ...]:
-    """Returns a description for comparing requests between ranks."""
+    """Returns a request as a tuple, for comparisons between ranks."""
 
     def plain(value: object) -> object:
         if isinstance(value, tuple):

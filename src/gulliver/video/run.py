@@ -1,4 +1,4 @@
-"""The run folder of `gulliver train` and `train-autoencoder`.
+"""The run folder of `gulliver train` and `train-autoencoder`; averaged weights; optimizer.
 
 run/
   config.json              the resolved configuration
@@ -48,7 +48,6 @@ class Run(RunFolder):
 
     @property
     def autoencoder_path(self) -> Path:
-        """The autoencoder of the run."""
         return self.folder / "autoencoder.safetensors"
 
     @property
@@ -58,39 +57,31 @@ class Run(RunFolder):
 
     @property
     def model_path(self) -> Path:
-        """The file that describes the initial weights."""
         return self.folder / "model.json"
 
     @property
     def validation(self) -> Log:
-        """The losses of held-out clips, one JSON object per line."""
         return Log(self.folder / "validation.jsonl")
 
     @property
     def clips_path(self) -> Path:
-        """The file that describes the clips of a table."""
         return self.folder / "clips.json"
 
     def options(self) -> dict[str, Any]:
-        """The resolved configuration at the start of the run."""
         return self.values()
 
     def write(self, **values: Any) -> None:
-        """Writes the resolved configuration, given as ``options``."""
+        """Writes the resolved configuration, passed as ``options``."""
         self.folder.mkdir(parents=True, exist_ok=True)
         write_json(self.config_path, values["options"])
 
     def cut(self, step: int) -> None:
-        """Drops log lines after `step`, which a resumed run writes again."""
+        """Drops log lines after `step`, because a resumed run writes them again."""
         super().cut(step)
         self.validation.cut(step)
 
     def read_config(self) -> TrainConfig:
-        """The configuration of the run.
-
-        Raises:
-            GulliverError: the folder holds no run.
-        """
+        """Reads the configuration of the run."""
         if not self.config_path.is_file():
             raise GulliverError(
                 f"{self.folder} has no training run (no config.json); start one with `gulliver "
@@ -99,11 +90,7 @@ class Run(RunFolder):
         return from_plain(read_json(self.config_path), TrainConfig)
 
     def newest_checkpoint(self) -> Path:
-        """The newest complete checkpoint.
-
-        Raises:
-            GulliverError: there is none.
-        """
+        """Returns the newest complete checkpoint."""
         newest = self.checkpoints.latest()
         if newest is None:
             raise GulliverError(
@@ -135,7 +122,7 @@ class ExponentialAverage:
     def leaves(
         self, replicas: RankGroup = ALONE, writes: Callable[[str, Tensor], bool] | None = None
     ) -> dict[str, Tensor | Part]:
-        """Returns the average by name, with regions as parts of the whole tensor."""
+        """Returns the averages to save, by name; shards are parts of their full tensor."""
         if writes is not None:
             own = [name for name, value in self.shadow.items() if writes(name, value)]
             mine = own[replicas.rank :: replicas.size]
@@ -146,7 +133,6 @@ class ExponentialAverage:
 
     @torch.no_grad()
     def update(self, model: nn.Module) -> None:
-        """Updates the average with the model's current values."""
         before_write(self.shadow.values())
         self.updates += 1
         decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
@@ -168,7 +154,6 @@ class ExponentialAverage:
 def make_optimizer(
     config: TrainConfig, model: nn.Module
 ) -> tuple[torch.optim.AdamW, torch.optim.lr_scheduler.LambdaLR]:
-    """Creates a model's optimizer and learning rate schedule."""
     optimizer = torch.optim.AdamW(
         _parameter_groups(model, config.optimizer.weight_decay),
         lr=config.optimizer.learning_rate,

@@ -1,7 +1,7 @@
-"""Training from stored latents: inherited settings, and consistency checks.
+"""Sources of a run: dataset, initial weights, autoencoder, text encoder, and stored latents.
 
-Settings of the folder (shapes, windows, frame interval, scores, autoencoder, text encoder) are
-inherited; explicit options must match them.
+Settings of stored latents (shapes, windows, frame interval, scores, autoencoder, text encoder)
+are inherited; explicit options must match them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from gulliver.data.buckets import BucketConfig
 from gulliver.data.clips import Bucket
 from gulliver.data.sampler import BucketSampler
 from gulliver.data.table import ClipTable
-from gulliver.errors import GulliverError, nearest
+from gulliver.errors import GulliverError, UsageError, nearest
 from gulliver.jobs.display import Display, console
 from gulliver.jobs.log import derive
 from gulliver.jobs.stop import StopRequest
@@ -79,7 +79,6 @@ SETTLED = ("frame_interval", "windows", "scores")
 
 
 def with_encoded(config: TrainConfig) -> TrainConfig:
-    """Fills in the settings of stored latents, if the run uses any."""
     if config.data.encoded is None:
         return config
     kept = LatentCache(config.data.encoded)
@@ -129,7 +128,6 @@ def _recorded(path: str, option: str) -> Path:
 
 
 def refuse_other_autoencoder(config: TrainConfig, run: Run) -> None:
-    """Raises an error for latents of another autoencoder."""
     if config.data.encoded is None:
         return
     path = config.autoencoder.path
@@ -156,7 +154,7 @@ def encoded_texts(
     if text.channels != channels or text.max_length > max_length:
         raise GulliverError(
             f"--data.encoded {folder} does not match: its captions have up to {text.max_length} "
-            f"vectors of width {text.channels}, the model needs {max_length} of {channels}; "
+            f"vectors of width {text.channels}, but the model needs {max_length} of {channels}; "
             f"{AGAIN} with its encoder and --text-length {max_length}"
         )
     kept = CachedTextEncoder.of_folder(folder / TEXTS, text.fingerprint, channels, max_length)
@@ -176,11 +174,10 @@ def encoded_texts(
 
 
 TRAINED = ("STDiT2", "STDiT3")
-"""Classes that the training loop supports."""
+"""Model classes that the training loop supports."""
 
 
 def check_start(config: TrainConfig) -> None:
-    """Raises an error for invalid initial weights, before anything else is loaded."""
     model = config.model
     if model.weights is None:
         sizes = [*STDIT3_SIZES, *CONFIGURATIONS]
@@ -243,7 +240,6 @@ def describe_start(config: TrainConfig, run: Run) -> None:
 def build_model(
     config: TrainConfig, autoencoder: Autoencoder, run: Run | None = None, begin: bool = False
 ) -> Any:
-    """Builds the transformer of `config`."""
     torch.manual_seed(derive(config.seed, 0))
     if config.model.weights is not None:
         assert run is not None, "a run with weights has a folder"
@@ -278,7 +274,7 @@ def _width(config: TrainConfig) -> int:
 
 
 def _frozen(model: nn.Module) -> nn.Module:
-    """Freezes unused parameters of models with given frames among the latents."""
+    """Freezes parameters that models with given frames among the latents do not use."""
     for name in ("x_embedder_cond", "x_embedder_cond_mask"):
         embedder = getattr(model, name, None)
         if embedder is not None:
@@ -287,12 +283,11 @@ def _frozen(model: nn.Module) -> nn.Module:
 
 
 def flow_of(model: nn.Module, otherwise: RectifiedFlow) -> Flow:
-    """Returns the training diffusion of a model, usually the run's own."""
+    """Returns the diffusion process that a model is trained with, usually `otherwise`."""
     return IDDPM(guided_channels=GUIDED) if isinstance(model, STDiT2) else otherwise
 
 
 def make_text(config: TrainConfig, model: nn.Module) -> TextEncoder:
-    """Creates the text encoder of a run: words, or one loaded from a folder."""
     folder = config.model.text_encoder
     if folder is None:
         return WordEncoder(config.model.text_channels, config.model.text_length)
@@ -353,7 +348,6 @@ def make_dataset(
     seed: int = 0,
     autoencoder: Autoencoder | None = None,
 ) -> MovingDigits | ClipTable:
-    """Creates the data set: the moving digits, or the given table."""
     shapes = parse_shapes(config.shapes)
     if config.made:
         return MovingDigits(
@@ -371,7 +365,7 @@ def make_dataset(
     longest = max(len(words_of(row.text)) for row in table.rows)
     if words is not None and longest > words:
         raise GulliverError(
-            f"the longest caption has {longest} words, the model reads {words}; add "
+            f"the longest caption has {longest} words, but the model reads {words}; add "
             f"--model.text-length {longest}"
         )
     return table
@@ -415,7 +409,7 @@ def make_held_out(config: TrainConfig, dataset: Any) -> MovingDigits | ClipTable
 def _buckets(
     config: DataConfig, shapes: tuple[Bucket, ...], autoencoder: Autoencoder | None = None
 ) -> BucketConfig | tuple[Bucket, ...]:
-    """The buckets of a table's clips, divisible by the autoencoder and the patches."""
+    """Returns a table's buckets; shapes must be divisible by the autoencoder and the patches."""
     compression = VideoAutoencoder.compression if autoencoder is None else autoencoder.compression
     unit = math.lcm(*compression[1:], 8)
     if config.buckets is not None:
@@ -430,20 +424,18 @@ def _buckets(
 
 
 def _check_shape(bucket: Bucket, unit: int) -> None:
-    """Raises an error for indivisible shapes, before clips are opened."""
     if (bucket.frames - 1) % VideoAutoencoder.compression[0] or any(
         side % unit for side in (bucket.height, bucket.width)
     ):
         frames = -(-(bucket.frames - 1) // 4) * 4 + 1  # rounded up: 4 must not become a still
         sides = [max(unit, round(side / unit) * unit) for side in (bucket.height, bucket.width)]
-        raise GulliverError(
+        raise UsageError(
             f"--data.shapes {bucket} does not fit; frames must be 4 k + 1, height and width "
             f"multiples of {unit}, such as {frames}x{sides[0]}x{sides[1]}"
         )
 
 
 def make_sampler(config: TrainConfig, dataset: Any, place: tuple[int, int]) -> BucketSampler:
-    """Creates the sampler: the order of the samples, and this rank's share of each batch."""
     seed = derive(config.seed, 6)
     if isinstance(dataset, ClipTable) and isinstance(dataset.buckets, BucketConfig):
         sizes = dataset.buckets.batch_sizes(config.data.bucket_ranks)
@@ -453,7 +445,6 @@ def make_sampler(config: TrainConfig, dataset: Any, place: tuple[int, int]) -> B
 
 
 def make_flow(config: FlowConfig, autoencoder: Autoencoder) -> RectifiedFlow:
-    """Creates the rectified flow of a run, the same for training and sampling."""
     return RectifiedFlow(
         sample_method=config.timesteps,
         shift=config.shift,
@@ -465,7 +456,7 @@ def make_flow(config: FlowConfig, autoencoder: Autoencoder) -> RectifiedFlow:
 
 
 def own_autoencoder(run: Run) -> Autoencoder | None:
-    """Loads the autoencoder of a run: the one in its folder, or the public one it refers to."""
+    """Loads the autoencoder in the run's folder, or the public one it refers to."""
     if run.autoencoder_path.is_file():
         return load_autoencoder(run.autoencoder_path)
     if run.named_autoencoder_path.is_file():
@@ -513,7 +504,7 @@ def train_autoencoder(
 
 
 def ready_autoencoder(config: TrainConfig, run: Run, dataset: Any, world: World) -> Autoencoder:
-    """The run's autoencoder: from its folder, from the options, or trained now."""
+    """Returns the run's autoencoder: from its folder, from the options, or trained now."""
     kept = own_autoencoder(run) if config.resume else None
     if kept is not None:
         return kept

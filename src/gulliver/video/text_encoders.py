@@ -37,17 +37,14 @@ class EncodedText(tuple[Tensor, ...]):
 
     @property
     def embeddings(self) -> Tensor:
-        """Token vectors [B, 1, L, channels]."""
         return self[0]
 
     @property
     def mask(self) -> Tensor:
-        """True for valid tokens [B, L]."""
         return self[1]
 
     @property
     def vector(self) -> Tensor | None:
-        """Pooled vector of each caption [B, width]."""
         return self[2] if len(self) == 3 else None
 
 
@@ -79,21 +76,7 @@ class TextEncoder(Protocol):
 
 
 class _FromFolder:
-    """A text encoder of transformers, from a local folder.
-
-    Args:
-        folder: Hugging Face folder with the model and its tokenizer.
-        max_length: maximum caption length in tokens.
-        device: device of the encoder; None for the CPU.
-        dtype: dtype of the weights; None for float32.
-        cut: whether to truncate long captions instead of raising an error.
-        whole: whether to pad every caption to `max_length` and attend to the padding, as Open-Sora
-            2.0 and FLUX.1 were trained.
-
-    Raises:
-        GulliverError: the folder does not exist, the encoder does not support that length, or
-            transformers is missing.
-    """
+    """A text encoder of transformers in a local folder; arguments as for `load_text_encoder`."""
 
     name, kind = "", ""
     """Display name and transformers class."""
@@ -131,12 +114,10 @@ class _FromFolder:
 
     @property
     def channels(self) -> int:
-        """Width of a token's vector."""
         return int(self.model.config.hidden_size)
 
     @torch.no_grad()
     def encode(self, captions: list[str]) -> EncodedText:
-        """Encodes captions, as `TextEncoder.encode`."""
         tokens = self._tokens(captions)
         mask = tokens["attention_mask"].bool()
         out = self.model(**tokens)
@@ -195,11 +176,11 @@ class ClipTextEncoder(_FromFolder):
 
 
 class TextPair:
-    """Token vectors of one encoder and the pooled vector of another, as used by the 2.0 model.
+    """Token vectors of one encoder and the pooled vector of another, as in Open-Sora 2.0.
 
     Args:
         tokens: encoder of the tokens.
-        whole: encoder of the whole caption; it truncates long ones.
+        whole: encoder of the pooled vector; it truncates long captions.
 
     Raises:
         GulliverError: the second encoder has no pooled vector.
@@ -215,11 +196,9 @@ class TextPair:
 
     @property
     def fingerprint(self) -> str:
-        """Joins the fingerprints of both."""
         return f"{self.tokens.fingerprint} + {self.whole.fingerprint}"
 
     def encode(self, captions: list[str]) -> EncodedText:
-        """Encodes captions, as `TextEncoder.encode`."""
         embeddings, mask = self.tokens.encode(captions)[:2]
         return EncodedText(embeddings, mask, self.whole.encode(captions).vector)
 
@@ -254,7 +233,7 @@ class CachedTextEncoder:
         return kept
 
     def encode(self, captions: list[str]) -> EncodedText:
-        """Encodes captions, as `TextEncoder.encode`; stored ones are read."""
+        """Encodes captions, as `TextEncoder.encode`; embeddings on disk are reused."""
         files = {caption: self._file(caption) for caption in captions}
         for caption in self.missing(captions):
             if self.encoder is None:
@@ -319,12 +298,12 @@ def check_encoder(encoder: TextEncoder, width: int, length: int) -> None:
     """
     if encoder.channels != width:
         raise GulliverError(
-            f"the text encoder has width {encoder.channels}, the model needs {width}; use the "
-            "encoder that it was trained with"
+            f"the text encoder has width {encoder.channels}, but the model needs {width}; use "
+            "the encoder that it was trained with"
         )
     if encoder.max_length > length:
         raise GulliverError(
-            f"the text encoder returns up to {encoder.max_length} tokens, the model accepts "
+            f"the text encoder returns up to {encoder.max_length} tokens, but the model accepts "
             f"{length}; pass max_length={length}"
         )
 
@@ -339,7 +318,6 @@ class EncoderLook(NamedTuple):
 
 
 def look_at_encoder(folder: Path | str) -> EncoderLook:
-    """Reads the kind and sizes of a text encoder, without its weights."""
     file = Path(folder) / "config.json"
     if not file.is_file():
         raise GulliverError(f"{folder} is not a text encoder: it has no config.json")
@@ -355,7 +333,6 @@ def look_at_encoder(folder: Path | str) -> EncoderLook:
 
 
 def check_length(look: EncoderLook, max_length: int) -> None:
-    """Raises an error for a length that the encoder does not support."""
     longest = look.longest
     if not isinstance(max_length, int) or max_length < 1:
         raise GulliverError(f"max_length={max_length} must be at least 1 token")
@@ -401,7 +378,7 @@ PUNCTUATION = ".,;:!?\"'()"
 
 
 def words_of(prompt: str) -> list[str]:
-    """Lower-case words without leading and trailing punctuation."""
+    """Returns lower-case words without leading and trailing punctuation."""
     words = [word.strip(PUNCTUATION) for word in prompt.lower().split()]
     words = [word for word in words if word]
     if not words:
@@ -432,7 +409,6 @@ class WordEncoder:
 
     @property
     def fingerprint(self) -> str:
-        """Text that changes whenever the encodings change."""
         told = f"words {self.channels} {self.max_length}"
         for word, vector in sorted(self._taught.items()):
             values = vector.detach().double().cpu().numpy().tobytes()
@@ -440,12 +416,10 @@ class WordEncoder:
         return told
 
     def teach(self, word: str, vector: Tensor) -> None:
-        """Sets a learned or trainable vector ``[channels]`` for a word."""
         # Sentences are then encoded in the vector's dtype and on its device.
         self._taught[word] = vector
 
     def encode(self, captions: list[str]) -> EncodedText:
-        """Encodes sentences."""
         sentences = [words_of(prompt) for prompt in captions]
         for prompt, words in zip(captions, sentences, strict=True):
             if len(words) > self.max_length:
@@ -464,7 +438,7 @@ class WordEncoder:
         return EncodedText(vectors, mask)
 
     def vector(self, word: str) -> Tensor:
-        """The vector of a word ``[channels]``, without its position code."""
+        """Returns the vector of a word ``[channels]``, without its position code."""
         if word in self._taught:
             return self._taught[word]
         if word not in self._vectors:

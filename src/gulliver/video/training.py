@@ -1,4 +1,4 @@
-"""Plugins of a training run: how its ranks share the model and the optimizer."""
+"""Training of text-to-video models: plugin, loss over pipeline stages, and training loop."""
 
 from __future__ import annotations
 
@@ -44,12 +44,10 @@ CHUNK_MB = 1.0
 
 
 def check_ranks(config: TrainConfig, ranks: int) -> None:
-    """Raises an error if the ranks cannot be divided into complete models."""
     size_axes(ranks, config.pp_size, config.sp_size, config.tp_size)
 
 
 def make_plugin(config: TrainConfig) -> Plugin:
-    """Creates the plugin of a run."""
     # Steps of different shapes take different times, which tuning would attribute to its own
     # changes.
     if config.data_centric:
@@ -76,11 +74,11 @@ def make_plugin(config: TrainConfig) -> Plugin:
 
 
 TARGET, COUNTS = "target", "counts"
-"""Inputs that only the loss uses."""
+"""Inputs for the loss only."""
 
 
 def hide_targets(model: nn.Module) -> None:
-    """Drops the loss inputs of a micro-batch before the model's forward."""
+    """Removes the loss inputs of a micro-batch before the model's forward."""
 
     def hide(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         return args, {n: v for n, v in kwargs.items() if n not in (TARGET, COUNTS)}
@@ -111,7 +109,7 @@ def run_stages(
 
 
 def stage_inputs(flow: RectifiedFlow, batch: VideoBatch, rows: Tensor) -> dict[str, Any]:
-    """Inputs of the stages and of the loss for some clips of a batch, by index."""
+    """Returns the inputs of the stages and of the loss for the clips `rows` of a batch."""
     shown = flow.point(batch.latents, batch.noise, batch.timesteps, batch.generate)
     return {
         "x": shown[rows],
@@ -124,7 +122,7 @@ def stage_inputs(flow: RectifiedFlow, batch: VideoBatch, rows: Tensor) -> dict[s
 def stage_loss(
     flow: RectifiedFlow, factor: float, output: Tensor, micro: dict[str, Tensor]
 ) -> Tensor:
-    """The weighted mean loss of a micro-batch, times a factor."""
+    """Computes the weighted mean loss of a micro-batch, times a factor."""
     errors = flow.error(output, micro[TARGET], micro["x_mask"])
     return (errors * micro.get(COUNTS, 1.0)).mean() * factor
 
@@ -210,7 +208,7 @@ class Trainer(TrainingLoop):
         self.average = ExponentialAverage(model, config.optimizer.ema)
 
     def _place(self, plugin: Plugin) -> tuple[tuple[int, int], int]:
-        """This rank's data-parallel position, and the ranks that compute each sample."""
+        """Returns this rank's data-parallel rank and size, and the number of ranks per sample."""
         return plugin.data_place(), self.config.ranks_of_a_model
 
     def _sampler(self, dataset: Any, model: nn.Module, autoencoder: Autoencoder) -> Any:
@@ -218,10 +216,10 @@ class Trainer(TrainingLoop):
         return make_sampler(self.config, dataset, self.place)
 
     def _prepare(self) -> None:
-        """Remaining preparation after the model is boosted."""
+        """Hook that runs after the model is boosted."""
 
     def batches(self) -> Iterator[tuple[Any, Any]]:
-        """Yields batches and the positions after them, until too many clips are lost."""
+        """Yields batches and the data positions after them, until too many clips are unreadable."""
         for batch in self.maker.batches():
             yield batch, batch.sampler_state
             if self.skipped.problem is not None:
@@ -236,7 +234,7 @@ class Trainer(TrainingLoop):
         return Outcome(self.step_number, over, self.seconds)
 
     def _agree(self, kept: list[int]) -> list[int]:
-        """Returns the samples that all ranks with this share could read (collective)."""
+        """Returns the samples that all ranks with the same share could read (collective)."""
         if not isinstance(self.maker.dataset, ClipTable):
             return kept
         return common_samples(self.place, kept)
@@ -267,18 +265,16 @@ class Trainer(TrainingLoop):
         )
 
     def forward_backward(self, batch: VideoBatch) -> Mapping[str, Tensor | float] | None:
-        """Runs backward for this rank's share; None if no rank could read a sample."""
+        """Runs backward for this rank's share; returns None if no rank could read a sample."""
         # Ranks that hold one model together have the same share and random numbers.
         count = self._count(batch)
         return {"loss": self._backward(batch, count) / count} if count else None
 
     def after_update(self) -> Mapping[str, float]:
-        """Updates the averaged weights."""
         self.average.update(self.plain_model)
         return {}
 
     def _count(self, batch: VideoBatch) -> int:
-        """Counts the readable samples of the batch in all shares."""
         if not isinstance(self.maker.dataset, ClipTable):
             return batch.total
         read = int(len(batch.latents) * batch.weight)
@@ -330,11 +326,10 @@ class Trainer(TrainingLoop):
         return self._losses(batch, slice(None)).sum() * batch.weight
 
     def begin(self) -> bool:
-        """Creates missing samples for the last checkpoint of an interrupted run."""
+        """Makes missing samples for the last checkpoint of an interrupted run."""
         return self.step_number > 0 and not self._show_samples()
 
     def evaluate(self) -> None:
-        """Reports the losses of held-out clips when due."""
         validation, step = self.validation, self.step_number
         if validation is not None and (self.is_over or step % self.config.validation.every == 0):
             found = validation.losses(self._loss_sum, self.replicas)
@@ -342,7 +337,6 @@ class Trainer(TrainingLoop):
                 validation.report(found, step, self.run, self.display, self.scalars)
 
     def after_saving(self, stopping: bool) -> bool:
-        """Creates samples when due."""
         return not stopping and not self._show_samples()
 
     def _show_samples(self) -> bool:
@@ -355,13 +349,11 @@ class Trainer(TrainingLoop):
         return samples.make(step, lambda: self.stop.wanted, self.display, self.scalars)
 
     def describe(self, line: dict[str, Any], batch: Any, seconds: float) -> dict[str, str]:
-        """Status for the progress bar."""
         size = self.sampler.samples / len(self.sampler)
         rate = self.step_number / max(self.seconds, 1e-9) * size
         return {"grad_norm": f"{line['grad_norm']:.3f}", "samples_per_s": f"{rate:.0f}"}
 
     def state(self) -> dict[str, Any]:
-        """The averaged weights, and the settings that must not change on resume."""
         rows = self.maker.dataset
         run = {
             "ema_updates": self.average.updates,
@@ -372,14 +364,13 @@ class Trainer(TrainingLoop):
 
     @property
     def _shares(self) -> tuple[RankGroup, Callable[[str, Tensor], bool] | None]:
-        """Rank group with the same shards of the model, and a function for the shards it saves."""
+        """Ranks with equal shards of the model, and a predicate for shards that this rank saves."""
         boosted = self.optimizer
         if not isinstance(boosted, HybridOptimizer):
             return ALONE, None
         return boosted.mesh.replicas, boosted.checkpoint.writes if self.config.pp_size > 1 else None
 
     def load_state(self, run: dict[str, Any], folder: Path) -> None:
-        """Restores the averaged weights and the position in the data."""
         # A stage has only some of the names, and all of those must exist.
         ema = load(folder, {"ema": self.average.leaves()}, strict=self.config.pp_size == 1)
         if ema.mismatches.get("ema", Mismatch()).missing:

@@ -1,5 +1,5 @@
 """Hybrid parallelism: tensor, sequence and pipeline axes over one model.
 
-Start with `steps`, which shards a model in place; `checks` rejects unsupported models, and `mesh`
-has the rank groups.
+`steps` shards a model in place, `checks` rejects unsupported models, and `mesh` creates the rank
+groups.
 """

@@ -1,7 +1,7 @@
-"""Rejects features whose results would silently change in a sharded model.
+"""Rejects features that would silently change results in a sharded model.
 
-User hooks, norms with batch statistics, embedding options, PEFT's virtual tokens: each raises
-before the model is sharded, or is carried over.
+User hooks, norms with batch statistics, embedding options, PEFT's virtual tokens: each is either
+preserved or rejected before the model is sharded.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ STAYS = ("summed", "experts", "parameters", "latent")
 
 
 def check_hooks(model: nn.Module, plan: TensorPlan | None, mode: str | None) -> None:
-    """Rejects user hooks that would be lost, or would see a shard of their tensor."""
+    """Rejects user hooks that would be lost or would see only a shard of their tensor."""
     if plan is not None:
         _check_replaced(model, plan)
-        _check_beneath(model, plan.sites, "would see the features or heads of one rank")
-    piece = f"would see a piece of the sequence under sequence_parallelism_mode={mode!r}"
+        _check_beneath(model, plan.sites, "would see only one rank's features or heads")
+    piece = f"would see only part of the sequence under sequence_parallelism_mode={mode!r}"
     if plan is not None and mode in SHARED_BY_TENSOR:
         _check_beneath(model, plan.stacks, piece)
     elif mode is not None and mode not in SHARED_BY_TENSOR:
@@ -70,14 +70,14 @@ def _check_replaced(model: nn.Module, plan: TensorPlan) -> None:
             if _users(hooks_of(module._parameters[name])):
                 raise GulliverError(
                     f"{path}.{name} has hooks, but tp_size={plan.size} shards this parameter: "
-                    "register them after boost, or leave tp_size out"
+                    "register them after boost, or omit tp_size"
                 )
         if how.kind in STAYS:
             continue
         whole = how.kind == "vocabulary" or (how.kind == "embedding" and how.gather)
         hooks = _users(hooks_of(module, forward=not whole))
         if hooks or "forward" in vars(module):
-            what = "hooks" if hooks else "a forward of its own"
+            what = "hooks" if hooks else "a custom forward"
             raise GulliverError(
                 f"{path} has {what}, and tp_size={plan.size} replaces this module: "
                 f"{'register them' if hooks else 'put it there'} after boost, where the module "
@@ -86,7 +86,6 @@ def _check_replaced(model: nn.Module, plan: TensorPlan) -> None:
 
 
 def _check_beneath(model: nn.Module, paths: Iterable[str], why: str) -> None:
-    """Rejects hooks of modules below the given ones."""
     starts = tuple(f"{path}." if path else "" for path in paths)
     for path, module in model.named_modules():
         if path and path.startswith(starts) and _users(hooks_of(module)):
@@ -108,7 +107,7 @@ def _module_of(hook: Any) -> str:
 
 
 class TrailingHooks:
-    """Runs a user's output hooks after ours, although ours are registered later.
+    """Keeps a user's output hooks running after ours, although ours are registered later.
 
     Our hooks gather logits and compute losses.
     """
@@ -122,7 +121,7 @@ class TrailingHooks:
         ]
 
     def restore(self) -> None:
-        """Moves user hooks after ours."""
+        """Moves user hooks behind ours again."""
         for module, hooks in self.known:
             order_outputs_hooks(module, hooks)
 
@@ -141,7 +140,7 @@ def check_batch_norms(model: nn.Module, pp_size: int, mode: str | None) -> None:
 
 
 def check_embeddings(model: nn.Module, degree: int, pp_size: int) -> None:
-    """Rejects embedding options that count or renormalize the whole batch's look-ups."""
+    """Rejects embedding options that count or renormalize lookups over the full batch."""
     for path, module in model.named_modules():
         if not isinstance(module, nn.Embedding):
             continue
@@ -166,14 +165,14 @@ def check_virtual_tokens(model: nn.Module) -> None:
         if getattr(config, "is_prompt_learning", False):
             raise GulliverError(
                 f"adapter {name!r} ({type(config).__name__}) adds virtual tokens to the sequence, "
-                "which tp_size, pp_size and sp_size do not cut: use LoRA, or leave them out"
+                "which tp_size, pp_size and sp_size do not support: use LoRA, or omit these options"
             )
 
 
 # Compiled blocks of a model that is cut.
 
 
-BLOCKS = "compile its blocks, one by one: block.compile(...)"
+BLOCKS = "compile its blocks separately: block.compile(...)"
 
 
 # [Note: compiled first, cut later] ``block.compile()`` puts a compiled call in the place of the
@@ -192,10 +191,12 @@ def check_compiled(
         if compiled_call(module) is None:
             continue
         if not path or any(f"{inside}.".startswith(f"{path}.") for inside in lists):
-            raise GulliverError(f"{path or 'the model'} is compiled with all its blocks: {BLOCKS}")
+            raise GulliverError(
+                f"{path or 'the model'} is compiled together with its blocks: {BLOCKS}"
+            )
         placed = plan.modules.get(path) if plan is not None else None
         if placed is not None and placed.how.kind not in STAYS:
-            raise GulliverError(f"{path} is compiled but is replaced when it is sharded: {BLOCKS}")
+            raise GulliverError(f"{path} is compiled, but sharding replaces it: {BLOCKS}")
         if mode in SHARED_BY_TENSOR:
             raise GulliverError(
                 f"{path} is compiled, and sequence_parallelism_mode={mode!r} passes it tensors "
@@ -209,7 +210,7 @@ def check_compiled(
 
 
 def refuse_whole(model: nn.Module) -> None:
-    """Rejects a sharded model that was compiled as a whole after boost."""
+    """Rejects a sharded model that was compiled as one graph after boost."""
     refuse: Callable[[bool], None] = torch.compiler.disable(_refuse)  # pyright: ignore
 
     def before(*_: Any) -> None:
@@ -221,7 +222,7 @@ def refuse_whole(model: nn.Module) -> None:
 
 def _refuse(traced: bool) -> None:
     if traced:
-        raise GulliverError(f"the model is sharded and was compiled as a whole: {BLOCKS}")
+        raise GulliverError(f"the sharded model was compiled as one graph: {BLOCKS}")
 
 
 # Models that are never whole: built without memory, filled with each rank's part.
@@ -249,7 +250,7 @@ def check_lazy(model: nn.Module, weights: Path | None) -> None:
 
 
 def fill(model: nn.Module, weights: Path, aliases: Mapping[str, str], device: torch.device) -> None:
-    """Reads this rank's part of a Hugging Face folder (collective)."""
+    """Loads this rank's part of a Hugging Face folder (collective)."""
     materialize(model, device)
     tied = {name: first for name, first in aliases.items() if name != first}
     raise_on_any_rank(
@@ -265,7 +266,7 @@ LEAST_SHARE = 0.5
 
 
 def check_new(plan: Plan, model: nn.Module) -> None:
-    """Rejects models that were boosted before, and unsupported adapters."""
+    """Rejects models that are already boosted, and unsupported adapters."""
     if plan.mesh.cuts_model:
         check_virtual_tokens(model)
     if any("_boosted" in vars(p) for p in model.parameters()) or CUT in vars(model):
@@ -282,7 +283,7 @@ def check_cut(
     tensor: TensorPlan | None,
     stages: Stages | None,
 ) -> None:
-    """Rejects unsupported models before anything is changed."""
+    """Rejects models that cannot be sharded, before anything is changed."""
     family, mode = family_of(model), plan.sequence.mode
     sizes = plan.mesh.of("tensor"), plan.mesh.of("sequence")
     check_sizes(mode, *sizes)
@@ -292,7 +293,8 @@ def check_cut(
     # State of whole parameters would have to be cut, too, which no optimizer says how to do.
     if optimizer is not None and has_stepped(optimizer):
         raise GulliverError(
-            "the optimizer has stepped before boost: boost cuts the model, so boost first"
+            "the optimizer has stepped before boost: boost shards the parameters, so it must come "
+            "first"
         )
     if optimizer is not None:
         named_trainables(model, optimizer)  # refuses an optimizer of another model
@@ -333,7 +335,7 @@ def check_recompute(plan: Plan, model: nn.Module, stages: Stages | None) -> None
 
 
 def _check_share(plan: Plan, model: nn.Module, tensor: TensorPlan) -> None:
-    """Rejects tensor parallelism that shards no block; warns if most parameters stay unsharded."""
+    """Rejects tensor parallelism that would shard no block; warns if it shards few parameters."""
     share, size = tensor.share_of(model), tensor.size
     if share == 0 and not plan.tensor.rules:
         raise GulliverError(
@@ -351,7 +353,7 @@ def _check_share(plan: Plan, model: nn.Module, tensor: TensorPlan) -> None:
 
 
 def _check_outputs(plan: Plan, model: nn.Module) -> None:
-    """Rejects router losses if each rank would have only a part."""
+    """Rejects router losses if each rank would compute only part of them."""
     if plan.sequence.mode not in SHARED_BY_TENSOR and plan.mesh.of("pipeline") == 1:
         return
     if asks_routers(model, {}):
@@ -363,7 +365,6 @@ def _check_outputs(plan: Plan, model: nn.Module) -> None:
 
 
 def _check_stages(plan: Plan, model: nn.Module, stages: Stages) -> None:
-    """Rejects blocks that cannot run in stages."""
     stack, found, numbers = stages
     check_stages(model, stack)
     line = plan.pipeline

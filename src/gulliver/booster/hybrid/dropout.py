@@ -1,15 +1,15 @@
-"""Determines which part of an activation this rank has at a dropout, and draws its mask.
+"""Draws dropout masks by position, so that a sharded model drops the same elements as one process.
 
-It follows from the modules that ran before and from shapes:
+The part of an activation that this rank holds follows from the modules that ran before, and shapes:
 
-- dim 0 is the batch's: a micro-batch has some of its samples;
+- dim 0 is the batch dim: a micro-batch has some of its samples;
 - with a separate sequence axis, dim 1 is sharded in the plan's layout;
 - between a column layer and a row layer, features are sharded: the last dim, or the heads of
   attention weights ``[batch, heads, queries, keys]``;
 - elsewhere in blocks whose sequence is sharded over the tensor ranks, dim 1 is sharded as in
   `SharedSequence`; everything else is replicated.
 
-A shape that does not fit is rejected, because a mask for the wrong part would go unnoticed.
+Unexpected shapes are rejected, because a mask for the wrong part would go unnoticed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from gulliver.plan.plan import Plan
 
 @dataclass
 class Forward:
-    """One forward of the model."""
+    """State of one forward of the model."""
 
     # Number drawn for the batch, the same on all ranks of the model.
     seed: int
@@ -52,7 +52,7 @@ class Forward:
 
 
 class ActivationParts:
-    """Tracks which part of an activation this rank has while a model runs."""
+    """Tracks which part of each activation this rank holds while a model runs."""
 
     def __init__(self, model: nn.Module, mesh: HybridMesh, plan: TensorPlan | None) -> None:
         self.mesh, self.apart = mesh, None
@@ -89,7 +89,7 @@ class ActivationParts:
         self.apart = None
 
     def of(self, path: str, x: Tensor, forward: Forward) -> list[Along]:
-        """Returns the position of an activation in the unsharded one, by dim."""
+        """Returns this rank's part of an activation along each dim."""
         dims = [Along.whole(size) for size in x.shape]
         if forward.samples and x.dim() and not (x.shape[0] == 1 < forward.samples):
             if x.shape[0] % forward.samples:
@@ -153,7 +153,7 @@ class ActivationParts:
 
 
 def _cut(path: str, x: Tensor, own: Tensor, length: int) -> Along:
-    """Returns the part of dim 1 (the sequence) that this rank has."""
+    """Returns the part of dim 1 (the sequence) that this rank holds."""
     if x.shape[1] == len(own):
         return Along(own, length)
     if x.shape[1] == length:
@@ -217,7 +217,7 @@ def drops_by_position(plan: Plan, model: nn.Module) -> bool:
 def check_positions(
     model: nn.Module, plan: TensorPlan | None, recomputed: Collection[str] = ()
 ) -> None:
-    """Rejects dropout that cannot be drawn by position."""
+    """Rejects dropout whose masks cannot be drawn by position."""
     for path, module in model.named_modules():
         for name in _drops(path, module):
             why = _unknown(model, path, module, name, plan)
@@ -230,7 +230,7 @@ def check_positions(
 
 
 def _drops(path: str, module: nn.Module) -> list[str]:
-    """The attributes by which a module drops."""
+    """Returns the attributes that set a module's dropout rates."""
     if any(part in DRAWN_ALIKE for part in path.split(".")):
         return []
     if isinstance(module, DROPOUTS):
@@ -244,27 +244,27 @@ def _unknown(
 ) -> str | None:
     """Returns why a module's dropout cannot be drawn by position; None if it can."""
     if isinstance(module, DROPOUTS) and not isinstance(module, nn.Dropout):
-        return f"({type(module).__name__}) drops whole features, which are not drawn by position"
+        return f"({type(module).__name__}) drops full features, which are not drawn by position"
     if isinstance(module, nn.MultiheadAttention):
         return "drops inside torch's own attention module, where it cannot be drawn by position"
     if any(skip in name.lower() for skip in SKIPS) or "droppath" in type(module).__name__.lower():
         return "skips blocks or samples, or adds noise, which is not drawn by position"
     kind = getattr(getattr(model, "config", None), "_attn_implementation", None)
     if kind not in ATTENTIONS:
-        return f"drops under attn_implementation={kind!r}, which hides it: take 'sdpa' or 'eager'"
+        return f"drops under attn_implementation={kind!r}, which hides it: use 'sdpa' or 'eager'"
     if any(compiled_call(m) is not None or is_compiled(m) for m in model.modules()):
-        return "drops in a model that is compiled, where it cannot be drawn by position"
+        return "drops in a compiled model, where it cannot be drawn by position"
     if plan is not None and ".lora_" in path:
-        return "drops what an adapter of a cut layer reads, which is not drawn by position"
+        return "drops the input of a sharded layer's adapter, which is not drawn by position"
     experts = [p for p, m in plan.modules.items() if m.how.kind == "experts"] if plan else []
     if any(f"{path}.".startswith(f"{inside}.") for inside in experts):
-        return "drops inside of experts that are cut, which is not drawn by position"
+        return "drops inside sharded experts, which is not drawn by position"
     return None
 
 
 @dataclass
 class _Frame:
-    """A site that is running."""
+    """One running call of a dropout site."""
 
     # Place in the model whose module runs.
     site: _Site
@@ -277,7 +277,7 @@ class _Frame:
 
 
 class PositionDropout:
-    """Draws the dropout masks of a model; created on all its ranks."""
+    """Draws a model's dropout masks; created on all its ranks."""
 
     # [Note: the forward that is recomputed]
     #
@@ -307,7 +307,7 @@ class PositionDropout:
         return self
 
     def begin(self, batch: Any = None) -> None:
-        """Sets the seed of a batch, which must be the same on all ranks that read it."""
+        """Sets the seed of a batch; it must agree on all ranks that read the batch."""
         if not self.model.training:
             return
         rank_group, device = self.mesh.model, next(self.model.parameters()).device
@@ -344,7 +344,7 @@ class PositionDropout:
             self._state = None
 
     def enter(self, site: _Site) -> None:
-        """Called when a site's module begins."""
+        """Pushes a site's frame when its module begins."""
         counted = self.frames[-1].inner if self.frames else self._outer
         if not self.frames and self._state is None:
             if site.repeated:
@@ -360,12 +360,12 @@ class PositionDropout:
         self.frames.append(frame)
 
     def leave(self, site: _Site) -> None:
-        """Called when a site's module ends, also by an exception."""
+        """Pops a site's frame when its module ends, also after an exception."""
         while self.frames and self.frames.pop().site is not site:
             pass
 
     def draw(self, x: Tensor, p: float, inplace: bool = False) -> Tensor:
-        """Draws the dropout of the innermost site on this rank."""
+        """Applies this rank's part of the innermost site's dropout mask."""
         frame, forward = self.frames[-1], self._forwards.get(torch.initial_seed())
         if forward is None:
             raise GulliverError(
@@ -382,7 +382,7 @@ class PositionDropout:
 
 
 class _Site(TorchFunctionMode):
-    """Intercepts torch functions while one module runs."""
+    """Intercepts torch functions while one dropout module runs."""
 
     def __init__(self, path: str, drops: PositionDropout) -> None:
         super().__init__()
@@ -394,7 +394,7 @@ class _Site(TorchFunctionMode):
         return self
 
     def watch(self, module: nn.Module) -> None:
-        """Registers the hooks on the module."""
+        """Registers the site's hooks on the module."""
         self.module = module
         module.register_forward_pre_hook(self._before)
         module.register_forward_hook(self._after, always_call=True)
@@ -412,7 +412,7 @@ class _Site(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Draws by position where `func` would draw a mask."""
+        """Draws masks by position for functions that drop at random."""
         kwargs = kwargs or {}
         if func in DROPS:
             return self._drop(*args, func=func, **kwargs)

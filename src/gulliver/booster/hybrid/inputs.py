@@ -1,4 +1,4 @@
-"""Losses of logits sharded over the vocabulary, the sequence or both, and gathered outputs.
+"""Losses of logits sharded over vocabulary, sequence or both, and gathered outputs.
 
 The loss and gathered tensors leave the sharded part of a model with ``gradient="alike"``: every
 rank of a sequence returns and counts them. [Note: gradients] of sequence parallelism explains why
@@ -31,7 +31,7 @@ HALVES = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Counting:
-    """The denominator of a token loss."""
+    """How a token loss is averaged."""
 
     # Label of tokens that do not count.
     ignore_index: int = -100
@@ -46,7 +46,7 @@ def token_losses(
     columns: tuple[int, int] | None,
     ignore_index: int = -100,
 ) -> Tensor:
-    """The cross-entropy of each token."""
+    """Computes the cross-entropy of each token."""
     if columns is not None:
         from gulliver.parallel.tensor.loss import cross_entropy
 
@@ -61,7 +61,7 @@ def token_losses(
 def mean_over_ranks(
     losses: Tensor, labels: Tensor, groups: SequenceGroups, counting: Counting
 ) -> Tensor:
-    """The mean over all counted tokens, which are sharded over ranks."""
+    """Averages losses over all counted tokens, which are sharded over ranks."""
     total = losses.sum()
     count = (labels != counting.ignore_index).sum()
     if counting.items is not None:
@@ -81,14 +81,14 @@ def mean_over_ranks(
 
 
 def leave(x: Tensor, groups: SequenceGroups, length: int) -> Tensor:
-    """Gathers a tensor sharded by tokens, ``[batch, tokens, ...]``."""
+    """Gathers a tensor ``[batch, tokens, ...]`` that is sharded by tokens."""
     if groups.plan.degree == 1:
         return x
     return unshard(x, groups, 1, length, gradient="alike")
 
 
 def leave_tail(x: Tensor, groups: SequenceGroups, tail: Tail) -> Tensor:
-    """Gathers the last tokens only, otherwise like `leave`."""
+    """Gathers only the last tokens of a tensor that is sharded by tokens."""
     if groups.plan.degree == 1:
         return x
     return unshard_tail(x, groups, tail, gradient="alike")
@@ -116,7 +116,7 @@ BIASES = ("position_bias", "softcap", "s_aux", "sinks", "block_mask", "head_mask
 
 @dataclass
 class SequenceCall:
-    """One forward."""
+    """Arguments that attention needs in one forward."""
 
     # Ranks that share the sequence.
     groups: SequenceGroups
@@ -129,7 +129,7 @@ class SequenceCall:
     _masks: dict[tuple[bool, int | None], Mask] = field(default_factory=dict)
 
     def mask(self, causal: bool, window: int | None) -> Mask:
-        """Returns the attention mask of a layer; cached."""
+        """Returns a layer's attention mask; cached."""
         if (causal, window) not in self._masks:
             self._masks[causal, window] = Mask(
                 causal=causal,
@@ -152,7 +152,7 @@ def attend(
     sliding_window: int | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers calls it, over a sequence that is sharded over ranks."""
+    """Attention function for transformers, over a sequence sharded over ranks."""
     call: SequenceCall | None = others.get(KEY)
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     _check(module, call, attention_mask, causal, sliding_window, others)
@@ -187,8 +187,8 @@ def _check(
         )
     if attention_mask is not None:
         raise GulliverError(
-            f"{name} got a dense mask of shape {tuple(attention_mask.shape)}: give padding as "
-            "attention_mask [batch, length] and documents by position_ids that restart"
+            f"{name} got a dense mask of shape {tuple(attention_mask.shape)}: pass padding as "
+            f"attention_mask [batch, length], and documents as position_ids that restart"
         )
     found = [bias for bias in BIASES if others.get(bias) is not None]
     if found:
@@ -219,7 +219,7 @@ WHOLE = ("pixel_values", "bool_masked_pos")
 
 @dataclass
 class Targets:
-    """Labels of a forward and how their mean is computed."""
+    """Labels of a forward, and how their loss is averaged."""
 
     # Labels of this rank's tokens, aligned with its logits.
     labels: Tensor
@@ -229,7 +229,7 @@ class Targets:
 
 @dataclass
 class OpenedForward:
-    """A forward in flight."""
+    """State of a forward in flight."""
 
     # What its attention is given.
     call: SequenceCall
@@ -249,7 +249,7 @@ class OpenedForward:
 
 @dataclass
 class CallArguments:
-    """Arguments by name, which readers pop as they handle them."""
+    """Arguments of a forward by name; readers pop the arguments they handle."""
 
     # What is left.
     kwargs: dict[str, Any]
@@ -258,7 +258,7 @@ class CallArguments:
 
     @classmethod
     def of(cls, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments:
-        """The arguments of a forward, positional ones under their names."""
+        """Collects the arguments of a forward; positional ones get their parameters' names."""
         names = [p.name for p in _parameters(module.forward) if p.kind != p.VAR_KEYWORD]
         if len(args) > len(names):
             raise GulliverError(f"{type(module).__name__} takes at most {len(names)} arguments")
@@ -269,7 +269,7 @@ class CallArguments:
         return self.kwargs.pop(name, default)
 
     def shape(self) -> tuple[int, int, torch.device]:
-        """Batch size, length and device of the tokens."""
+        """Returns batch size, sequence length and device of the tokens."""
         for name in ("input_ids", "inputs_embeds"):
             tensor = self.kwargs.get(name)
             if isinstance(tensor, Tensor):
@@ -282,22 +282,20 @@ class CallArguments:
         raise GulliverError(f"{self.model} needs input_ids or inputs_embeds")
 
     def check_all_known(self, known: tuple[str, ...]) -> None:
-        """Rejects arguments that no part of the library handled."""
+        """Rejects arguments that nothing has handled."""
         for name, value in self.kwargs.items():
             plain = value is None or isinstance(value, bool | int | float | str)
             if name not in known and not plain:
-                raise GulliverError(
-                    f"{name} is not supported with sequence parallelism: leave it out"
-                )
+                raise GulliverError(f"{name} is not supported with sequence parallelism: omit it")
         if self.kwargs.get("output_attentions"):
             raise GulliverError(
-                "output_attentions=True needs all scores on one rank: leave it out with sequence "
+                "output_attentions=True needs all scores on one rank: omit it with sequence "
                 "parallelism"
             )
 
 
 def sharded_labels(batch: CallArguments, groups: SequenceGroups, own: ModelLoss) -> Targets | None:
-    """This rank's labels, shifted before they are sharded."""
+    """Returns this rank's labels, shifted by one token before sharding."""
     labels, aligned = batch.take("labels"), batch.take("shift_labels")
     ignore = batch.take("ignore_index", -100)
     items = batch.take("num_items_in_batch")
@@ -312,7 +310,7 @@ def sharded_labels(batch: CallArguments, groups: SequenceGroups, own: ModelLoss)
 
 
 def cut_tokens(batch: CallArguments, groups: SequenceGroups, known: Sequences) -> SequenceCall:
-    """Keeps this rank's tokens of the batch; returns the arguments that attention needs."""
+    """Keeps this rank's tokens of a batch; returns the arguments that attention needs."""
     count, length, device = batch.shape()
     check_length(groups, length)
     call = SequenceCall(groups, length)
@@ -351,7 +349,7 @@ def _padding(batch: CallArguments, count: int, length: int) -> Tensor | None:
 
 
 def _documents(batch: CallArguments, padded: bool, length: int, known: Sequences) -> Tensor | None:
-    """The document that each token belongs to; None for one document."""
+    """Returns the document id of each token; None for a single document."""
     ids = batch.kwargs.get("document_ids")
     ends, key_ends = batch.take("cu_seq_lens_q"), batch.take("cu_seq_lens_k")
     for name in MASK_SIZES:
@@ -366,7 +364,7 @@ def _documents(batch: CallArguments, padded: bool, length: int, known: Sequences
         assert documents is not None
         if len(documents) != length:
             raise GulliverError(
-                f"cu_seq_lens_q ends at {len(documents)}, the sequence has {length} tokens"
+                f"cu_seq_lens_q ends at {len(documents)}, but the sequence has {length} tokens"
             )
         return documents.unsqueeze(0)
     positions = batch.kwargs.get("position_ids")

@@ -1,7 +1,7 @@
-"""The ranks of a hybrid run as a grid: pipeline x data x sequence x tensor.
+"""The rank grid of a hybrid run: pipeline x data x sequence x tensor.
 
-The tensor axis is innermost because it communicates most: number the ranks so that neighbours have
-    the fastest links.
+The tensor axis is innermost because it communicates most: number the ranks so that neighbors have
+the fastest links.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ AXES = ("pp", "dp", "sp", "tp")
 
 @dataclass(frozen=True, eq=False)
 class HybridMesh:
-    """Rank groups along each axis."""
+    """Rank groups along each axis of the grid."""
 
     # Number of ranks along each axis, outer to inner.
     sizes: Mapping[str, int]
@@ -58,7 +58,7 @@ class HybridMesh:
 
 
 def size_axes(world: int, pp_size: int, sp_size: int, tp_size: int) -> dict[str, int]:
-    """Sizes of all axes; ranks that the model does not use go to the data axis."""
+    """Returns the sizes of all axes; ranks that the model does not use go to the data axis."""
     for name, size in (("pp_size", pp_size), ("sp_size", sp_size), ("tp_size", tp_size)):
         check_size(name, size)
     model = pp_size * sp_size * tp_size
@@ -74,7 +74,6 @@ def size_axes(world: int, pp_size: int, sp_size: int, tp_size: int) -> dict[str,
 
 
 def check_size(name: str, size: object) -> None:
-    """Rejects sizes that are not positive integers."""
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
         raise GulliverError(f"{name} must be a whole number of at least 1, not {size!r}")
 
@@ -86,8 +85,8 @@ def make_mesh(
     tensor_wire: WireFormat = IDENTITY,
     pipeline_wire: WireFormat = IDENTITY,
 ) -> HybridMesh:
-    """Creates all groups of a grid once; called by every rank of the world."""
-    assert sequence.degree == sizes["sp"], "the sequence plan is of the sequence axis"
+    """Creates all rank groups of a grid (collective over the world)."""
+    assert sequence.degree == sizes["sp"], "the sequence plan covers the sequence axis"
     axes = make_axes(sizes, device_type=device_type)
 
     def flat(*names: str) -> RankGroup:
@@ -111,7 +110,6 @@ def make_mesh(
 
 
 def _sequences(axes: Axes) -> list[list[int]] | None:
-    """The ranks that share a sequence, for every sequence of the world."""
     if axes.ranks is None:
         return None
     rows = axes.ranks.movedim(AXES.index("sp"), -1)
@@ -143,7 +141,7 @@ REMEMBERED = 256
 # sequence d times, and the optimizer divides by R: the mean over sequences, whatever d is. It need
 # not know the degree of any of the forwards that it steps for.
 class Degree:
-    """The rank groups over which the next forward shards its sequences."""
+    """Rank groups over which the next forward shards its sequences."""
 
     def __init__(self, planned: SequenceGroups) -> None:
         self.planned = self.now = planned
@@ -156,13 +154,13 @@ class Degree:
         return self
 
     def of(self, degree: int) -> SequenceGroups:
-        """Groups of `degree` adjacent ranks on the sequence axis."""
+        """Returns groups of `degree` adjacent ranks on the sequence axis."""
         # Every rank of the world calls it: the first time they are made.
         whole = self.planned.plan
         if degree < 1 or whole.degree % degree:
             fits = [n for n in range(1, whole.degree + 1) if whole.degree % n == 0]
             raise GulliverError(f"degree {degree} does not divide the {whole}: one of {fits}")
-        fixed = "blocks are on several stages" if self.staged else self.fixed
+        fixed = "blocks are split into stages" if self.staged else self.fixed
         if degree != whole.degree and fixed:
             raise GulliverError(f"degree {degree} instead of {whole.degree}: not where {fixed}")
         if degree not in self._made:
@@ -176,7 +174,7 @@ class Degree:
         return self._made[degree]
 
     def of_rows(self, rows: Sequence[Sequence[int]]) -> SequenceGroups:
-        """Adjacent groups of different sizes, if all ranks share sequences."""
+        """Returns adjacent groups of different sizes, if all ranks share sequences."""
         # Every rank of the world calls it with the same rows; groups that are new are made. Where a
         # sequence is on tensor ranks too, there are groups of the first ones, of the second ones,
         # and so on.
@@ -198,7 +196,7 @@ class Degree:
         return self._mixed[key]
 
     def _plan(self, degree: int) -> SequencePlan:
-        """The plan for fewer ranks per sequence, with the same mode if possible."""
+        """Returns the plan for fewer ranks per sequence, with the same mode if possible."""
         whole = self.planned.plan
         if degree == whole.degree:
             return whole
@@ -214,14 +212,14 @@ def put_degree(model: nn.Module, degree: Degree) -> None:
 
 
 def degree_of(model: nn.Module) -> Degree | None:
-    """The `Degree` of a model that shards sequences; None otherwise."""
+    """Returns the `Degree` of a model that shards sequences; None for other models."""
     return vars(hugging_face_of(model)).get(ATTRIBUTE)
 
 
 def readers(
     model: nn.Module, planned: RankGroup, tensor: RankGroup, stages: RankGroup = ALONE
 ) -> list[RankGroup]:
-    """Rank groups that read the same batch, along which batches are compared."""
+    """Returns the rank groups that read the same batch, along which batches are compared."""
     # The first one has all ranks of a pipeline, which tell each other what state they are in.
     degree = degree_of(model)
     if degree is None or degree.now is degree.planned:
@@ -231,7 +229,7 @@ def readers(
 
 @contextmanager
 def sequence_rows(degree: Degree, rows: Sequence[Sequence[int]]) -> Iterator[SequenceGroups]:
-    """Lets forwards and backwards inside shard sequences over groups of several sizes."""
+    """Shards sequences of the forwards and backwards inside over groups of different sizes."""
     # Every rank of the world calls it with the same rows. What one rank runs inside is of one
     # group, so that blocks that are recomputed in backward need not remember which.
     before, lasting = degree.now, degree.lasting
@@ -245,11 +243,11 @@ def sequence_rows(degree: Degree, rows: Sequence[Sequence[int]]) -> Iterator[Seq
 
 @contextmanager
 def sequence_degree(model: nn.Module, degree: int) -> Iterator[tuple[int, int]]:
-    """Context in which forwards shard each sequence over `degree` ranks instead of the plan's.
+    """Shards each sequence over `degree` ranks inside the block, instead of the plan's number.
 
     Every rank of the world calls it with the same degree. Adjacent ranks on the sequence axis share
-    a sequence and read one batch; each group may read its own batch. Gradients are averaged over
-    all groups.
+    a sequence and read the same batch; groups may read different batches. Gradients are averaged
+    over all groups.
 
     Args:
         model: boosted model with a separate sequence axis.

@@ -1,6 +1,6 @@
-"""The optimizer of a hybrid run: ZeRO over the replicas of this rank's share of the model.
+"""The optimizer of a hybrid run: ZeRO over the replicas of this rank's part of the model.
 
-Parameters are shards, so a norm covers all shards and counts replicated ones once; the gradients of
+Parameters are shards, so a norm covers all shards and counts replicated ones once. The gradients of
 a weight that several stages hold are summed before they are reduced.
 """
 
@@ -123,13 +123,13 @@ class HybridOptimizer(ZeroOptimizer):
             )
 
     def penalty(self, term: Callable[[nn.Parameter], Tensor]) -> Tensor:
-        """A sum over all trained parameters of the full model, to be added to a loss."""
+        """Sums `term` over all trained parameters of the full model, to be added to a loss."""
         # A sum over `model.parameters()` has right gradients too, but counts only what this rank
         # has of them: ranks would show different losses.
         if self.pipeline_stage is not None:
             raise GulliverError(
-                "a penalty needs the parameters of all stages of a pipeline in one loss: take the "
-                "optimizer's weight_decay, or leave pp_size out"
+                "a penalty needs the parameters of all stages of a pipeline in one loss: use the "
+                "optimizer's weight_decay, or omit pp_size"
             )
         terms = {name: term(parameter) for parameter, name in self.names.items()}
         # The value counts each element once; the gradient of the own terms is whole on every rank
@@ -166,14 +166,14 @@ class HybridOptimizer(ZeroOptimizer):
         return total
 
     def full_gradients(self) -> dict[str, Tensor]:
-        """Full averaged gradients by name (collective)."""
+        """Returns the full averaged gradients by name (collective)."""
         # They travel as objects: for looking at, not for training with.
         held = super().full_gradients()
         regions = {name: region_of(p) for p, name in self.names.items()}
         return self._joined({name: (g.clone(), regions[name]) for name, g in held.items()})
 
     def _joined(self, held: Held) -> dict[str, Tensor]:
-        """Full tensors from the shards on the ranks of one model."""
+        """Gathers full tensors from the shards on the ranks of one model."""
         found: dict[str, Tensor] = {}
         for part in (
             gather_objects(held, self.mesh.shards.process_group) if self._is_cut else [held]
@@ -194,7 +194,7 @@ class HybridOptimizer(ZeroOptimizer):
 
 
 class _Opened(Mapping[str, Tensor]):
-    """Gradients by name, loaded on access, as there may be memory for only a few."""
+    """Gradients by name, loaded on access because memory may hold only a few."""
 
     def __init__(self, names: Sequence[str], opened: Callable[[str], Tensor]) -> None:
         self._names, self._opened = dict.fromkeys(names), opened
@@ -213,7 +213,7 @@ class _Opened(Mapping[str, Tensor]):
 
 
 def _weighted_norm(counted: Mapping[str, float], sharded: ShardedChunk, gradient: Tensor) -> Tensor:
-    """The squared norm of a gradient shard, with a weight per parameter."""
+    """Squared norm of a gradient shard, with a weight per parameter."""
     total = torch.zeros((), dtype=torch.float64, device=gradient.device)
     for piece in sharded.chunk.layout.pieces(sharded.chunk.part):
         run = gradient[piece.start : piece.end]
@@ -222,7 +222,7 @@ def _weighted_norm(counted: Mapping[str, float], sharded: ShardedChunk, gradient
 
 
 def _buffers_before(stage: Stage) -> set[str]:
-    """Names of buffers that an earlier stage has too (collective over the pipeline)."""
+    """Names the buffers that an earlier stage also has (collective over the pipeline)."""
     found = gather_objects(list(persistent_buffers(stage.model)), stage.rank_group.process_group)
     # A group numbers its ranks in ascending order, a rank group need not.
     by_rank = dict(zip(sorted(stage.rank_group.ranks), found, strict=True))

@@ -1,4 +1,4 @@
-"""Sequence parallelism of STDiT: where a clip's tokens are sharded, and how attention runs.
+"""Sequence parallelism of STDiT: which dim of a clip's tokens is sharded, and how attention runs.
 
 Tokens [B, T, S, C] are sharded along the spatial dim S or the temporal dim T. Attention along the
 other dim is local; attention along the sharded dim runs
@@ -7,11 +7,11 @@ other dim is local; attention along the sharded dim runs
   after it (Zhao et al., DSP: Dynamic Sequence Parallelism, 2024). With M bytes of tokens on a rank
   it sends about 2 M (N - 1) / N; an exchange of heads sends 4 M (N - 1) / N. With fewer frames than
   ranks, some ranks idle
-- by *heads*: q, k, v and the output are exchanged for heads (Ulysses), or
+- by *heads*: an all-to-all exchanges tokens for heads of q, k, v and the output (Ulysses), or
 - by *ring*: keys and values circulate.
 
-`choose_scheme` adds up a spatial and a temporal block, forward and backward, for the rank with the
-most work. All ranks choose the same because they see the same costs.
+`choose_scheme` adds up the cost of a spatial and a temporal block, forward and backward, on the
+rank with the most work. All ranks choose the same scheme because they use the same costs.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ FRAMES, PLACES = 1, 2
 
 @dataclass(frozen=True)
 class Scheme:
-    """One way to shard a clip over ranks."""
+    """A way to shard a clip over ranks."""
 
     # Dim of the tokens that is cut, `FRAMES` or `PLACES`.
     cut: int
@@ -71,7 +71,7 @@ SCHEMES = {
 
 @dataclass(frozen=True)
 class Width:
-    """Model sizes that determine the cost of a clip, on one tensor rank."""
+    """Model dimensions that determine the cost of a clip, on one tensor rank."""
 
     channels: int
     # Number of heads of this rank.
@@ -88,7 +88,7 @@ class Width:
 
 @dataclass(frozen=True)
 class Clip:
-    """The tokens of a call."""
+    """Token dimensions of a call."""
 
     # Clips in the batch, B.
     batch: int
@@ -110,7 +110,7 @@ class Clip:
 
 @dataclass(frozen=True)
 class PredictedScheme:
-    """A scheme and its predicted cost in one forward and backward of all blocks."""
+    """A scheme with its predicted cost: one forward and backward of all blocks."""
 
     scheme: Scheme
     # Seconds of the rank with most to do.
@@ -121,7 +121,7 @@ class PredictedScheme:
 
 @dataclass(frozen=True)
 class ChosenScheme:
-    """The scheme with the lowest predicted time, and the others."""
+    """The scheme with the lowest predicted time, and the alternatives."""
 
     # Scheme to use.
     scheme: Scheme
@@ -149,11 +149,11 @@ def choose_scheme(
     cluster: Cluster,
     fixed: str | None = None,
 ) -> ChosenScheme:
-    """Predicts every scheme of a mode and chooses the fastest."""
+    """Predicts the cost of every scheme of a mode and chooses the fastest."""
     if mode not in WAYS:
         raise GulliverError(
-            f"an STDiT is wired for {' or '.join(map(repr, WAYS))}, not {mode!r}: the modes that "
-            "share sequences over the tensor axis come with tensor parallelism"
+            f"an STDiT is wired for {' or '.join(map(repr, WAYS))}, not {mode!r}: modes that "
+            f"shard sequences over the tensor axis need tensor parallelism"
         )
     ways = _ways(width, plan, mode)
     names = [f"{name}-{by}" for name in ("places", "frames") for by in ways]
@@ -167,12 +167,12 @@ def choose_scheme(
 
 
 def _ways(width: Width, plan: SequencePlan, mode: str) -> list[By]:
-    """Modes for which there are enough heads."""
+    """Returns the modes for which there are enough heads."""
     ways: list[By] = [by for by in WAYS[mode] if by == "swap" or plan.ulysses <= width.heads]
     if not ways:
         raise GulliverError(
             f"{plan} exchanges heads between more ranks than the {width.heads} heads that each "
-            "tensor rank has: put the other ranks into the ring"
+            "tensor rank has: increase the ring instead"
         )
     return ways
 
@@ -205,13 +205,13 @@ class _Costs:
         self.dtype = width.dtype if width.dtype in known else "float32"
 
     def linears(self, cut: int) -> float:
-        """Seconds of both blocks without self-attention."""
+        """Seconds of both blocks, excluding self-attention."""
         w = self.width
         inner = w.heads * w.head_dim
         return 2 * self._linear(self._tokens(cut), w.channels, 2 * inner + 2 * w.hidden)
 
     def own(self, cut: int) -> float:
-        """The projections of one self-attention."""
+        """Seconds of the projections of one self-attention."""
         w = self.width
         return self._linear(self._tokens(cut), w.channels, 4 * w.heads * w.head_dim)
 
@@ -229,7 +229,6 @@ class _Costs:
         return resharding_bytes(frames.sizes(), places.sizes(), token)
 
     def swap(self) -> float:
-        """Seconds of one swap."""
         degree = self.plan.degree
         links = self.cluster.resized(degree).links()
         return all_to_all_seconds(links, int(self.swap_bytes() * degree / max(1, degree - 1)))
@@ -286,14 +285,14 @@ def wire_stdit(
     # Parameters stay as they are. All ranks of a sequence must call the model with the same inputs
     # and get the same output; gradients of parameters are right once they are averaged over them.
     if not isinstance(model, STDiT3):
-        raise GulliverError(f"only an STDiT3 can be wired so, not {type(model).__name__}")
+        raise GulliverError(f"only an STDiT3 can shard clips, not {type(model).__name__}")
     if model.window is not None or model.x_embedder_cond is not None:
         raise GulliverError(
-            "an STDiT3 with kernel_size or image_conditioning cannot share a clip between ranks: "
-            "share its tensors with tp_size instead, or its blocks with pp_size"
+            "an STDiT3 with kernel_size or image_conditioning cannot shard clips over ranks: use "
+            "tp_size or pp_size instead"
         )
     if any(isinstance(m, ShardedBlock | ShardedFinalLayer) for m in model.modules()):
-        raise GulliverError("this STDiT3 is wired for a sequence already: build a new one")
+        raise GulliverError("this STDiT3 already shards sequences: build a new one")
     width = _width(model, tensor)
     if cluster is None:
         cluster = current_cluster(dist.get_world_size() if dist.is_initialized() else 1)
@@ -321,7 +320,7 @@ def wire_stdit(
 
 
 class ClipAdapter:
-    """State shared by the blocks of a model that shards clips, and by its copies."""
+    """State shared by the blocks of a model that shards clips, and by copies of the model."""
 
     def __init__(
         self,
@@ -348,8 +347,8 @@ class ClipAdapter:
             return self.degree.now
         if self._opened is None and self.degree.varied:
             raise GulliverError(
-                "a block runs outside of its model's forward, and forwards had several degrees: "
-                "leave activation checkpointing or sequence_degree out"
+                "a block runs outside its model's forward, and forwards had different degrees: "
+                "omit activation checkpointing or sequence_degree"
             )
         return self._opened or self.degree.planned
 
@@ -359,7 +358,7 @@ class ClipAdapter:
         return choose_scheme(clip, width, self.groups.plan, mode, cluster, fixed)
 
     def scheme(self, x: Tensor, grid: Grid) -> Scheme:
-        """How the clip of `x` is sharded; the same for a whole forward."""
+        """Returns the scheme that shards the clip of `x`, the same for a full forward."""
         clip = Clip(len(x), grid.frames, grid.spatial)
         key = self.groups.plan.degree, clip
         if key not in self._chosen:
@@ -369,7 +368,7 @@ class ClipAdapter:
         return self._chosen[key].scheme
 
     def part(self, x: Tensor, dim: int) -> Tensor:
-        """This rank's shard of a replicated tensor; its gradient stays local."""
+        """Returns this rank's shard of a replicated tensor; its gradient stays local."""
         return shard(x, self.groups, dim, gradient="own")
 
     def swap(self, x: Tensor, cut: int, other: int, size: int) -> Tensor:
@@ -377,13 +376,13 @@ class ClipAdapter:
         return swap_sharded_dim(x, cut, other, self.groups, size)
 
     def attention(self, length: int) -> Mix:
-        """Distributed softmax attention for a number of tokens."""
+        """Returns the distributed softmax attention for a number of tokens."""
         return partial(attention, groups=self.groups, length=length)
 
     def enter(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Sets the groups of a forward, and averages gradients of the model's inputs."""
+        """Sets the groups of a forward, and averages the gradients of the model's inputs."""
         groups = self._opened = self.degree.now
 
         def averaged(value: Any) -> Any:
@@ -463,7 +462,7 @@ class ShardedBlock(STDiTBlock):
 
 
 class ShardedFinalLayer(FinalLayer):
-    """The final layer on a shard of the tokens; gathers all patches on all ranks."""
+    """The final layer on a shard of the tokens; gathers the patches on all ranks."""
 
     adapter: ClipAdapter
 
@@ -496,7 +495,7 @@ class _MeanGradient(torch.autograd.Function):
 
 
 def working_dtype(x: Tensor) -> torch.dtype:
-    """Dtype of linear layers: autocast's, if it is on."""
+    """Dtype of linear layers: autocast's if enabled."""
     kind = x.device.type
     if x.dtype != torch.float64 and torch.is_autocast_enabled(kind):
         return torch.get_autocast_dtype(kind)
@@ -505,17 +504,17 @@ def working_dtype(x: Tensor) -> torch.dtype:
 
 @cache
 def _both(sharded: type[nn.Module], kind: type[nn.Module]) -> Any:
-    """A class derived from both, named like the second, because pipelines wrap blocks too."""
+    """Creates a class derived from both, named like the second (pipelines wrap blocks too)."""
     return type(kind.__name__, (sharded, kind) if kind not in sharded.__mro__ else (sharded,), {})
 
 
 def _first(rank_group: RankGroup) -> int:
-    """Returns the index of the group's first rank in its process group."""
+    """Returns the first rank of a group as its index in the process group."""
     return rank_group.group_order().index(0)
 
 
 def _width(model: STDiT3, tensor: RankGroup) -> Width:
-    """Sizes from the configuration, so that all pipeline stages agree."""
+    """Returns the dimensions in the configuration, so that all pipeline stages agree."""
     return Width(
         channels=model.hidden_size,
         heads=max(1, model.num_heads // tensor.size),

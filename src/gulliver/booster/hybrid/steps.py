@@ -1,6 +1,6 @@
-"""Compares the batches of ranks that share one model, and rejects unknown tokens and labels.
+"""Steps of sharding a model, and the comparison of batches on ranks that share a model.
 
-All ranks compare first, so all raise together and none waits for another.
+All ranks compare first, so that all raise together and none waits for another.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ TOKENS = ("input_ids", "decoder_input_ids")
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The ranges of a model's tokens and labels."""
+    """Valid ranges of a model's tokens and labels."""
 
     # Rows of its embedding; 0: not known.
     tokens: int = 0
@@ -57,7 +57,7 @@ class Vocabulary:
 
     @classmethod
     def of(cls, model: Any) -> Vocabulary:
-        """The vocabulary of a model that is not yet sharded."""
+        """Returns the vocabulary of an unsharded model."""
         if not is_hugging_face(model):
             return cls()
         try:
@@ -71,7 +71,7 @@ class Vocabulary:
         return cls(tokens, labels, own is not None and own.shifted)
 
     def check(self, batch: Any) -> None:
-        """Rejects tokens and labels outside the vocabulary, as a single process does."""
+        """Rejects tokens and labels outside the vocabulary, as a single process would."""
         if not isinstance(batch, Mapping):
             return
         for name in TOKENS:
@@ -96,7 +96,7 @@ class Vocabulary:
 def watch_batches(
     model: nn.Module, readers: Callable[[], Sequence[RankGroup]], vocabulary: Vocabulary
 ) -> None:
-    """Compares the inputs of every call over the ranks that share a model."""
+    """Compares the inputs of every call across the ranks that share a model."""
 
     def compare(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
@@ -121,14 +121,14 @@ SHORT = {"pp": "pipeline", "dp": "data", "sp": "sequence", "tp": "tensor"}
 
 
 def grid(plan: Plan) -> HybridMesh:
-    """Creates the groups of all axes; every rank of the world calls it."""
+    """Creates the rank groups of all axes (collective over the world)."""
     sizes = {short: plan.mesh.of(name) for short, name in SHORT.items()}
     wires = wire_format(plan.wire.tensor), wire_format(plan.wire.pipeline)
     return make_mesh(sizes, sequence_plan(plan), plan.mesh.device, *wires)
 
 
 def cut_stages(model: nn.Module, stages: Stages | None, mesh: HybridMesh | None) -> Stage | None:
-    """Removes the blocks of other stages."""
+    """Removes the blocks of other pipeline stages."""
     if stages is None or mesh is None:
         return None
     stack, found, numbers = stages
@@ -138,7 +138,7 @@ def cut_stages(model: nn.Module, stages: Stages | None, mesh: HybridMesh | None)
 def cut_tensors(
     plan: Plan, model: nn.Module, tensor: TensorPlan | None, mesh: HybridMesh | None
 ) -> None:
-    """Shards this stage over the tensor axis."""
+    """Shards this stage's layers over the tensor axis."""
     if tensor is None or mesh is None:
         return
     shared = plan.sequence.mode if plan.sequence.mode in SHARED_BY_TENSOR else None
@@ -148,7 +148,7 @@ def cut_tensors(
 def wire_sequences(
     plan: Plan, model: nn.Module, mesh: HybridMesh | None, verbose: bool = True
 ) -> None:
-    """Wires attention, inputs and losses for shared sequences and vocabularies."""
+    """Sets up attention, inputs and losses for sharded sequences and vocabularies."""
     if mesh is None or mesh.sequence.plan.degree * mesh.tensor.size == 1:
         return
     if family_of(model) == "STDiT3":
@@ -161,7 +161,7 @@ def wire_sequences(
 
 
 def recompute(plan: Plan, model: nn.Module, stage: Stage | None, offering: Sequence[str]) -> None:
-    """Recomputes blocks in backward instead of keeping their activations."""
+    """Wraps blocks so that backward recomputes their activations."""
     if not plan.recompute:
         return
     if stage is not None:
@@ -171,7 +171,6 @@ def recompute(plan: Plan, model: nn.Module, stage: Stage | None, offering: Seque
 
 
 def _remaining(plan: TensorPlan, model: nn.Module) -> TensorPlan:
-    """Restricts a plan of the full model to this stage."""
     paths = dict(model.named_modules(remove_duplicate=False))
 
     def held(path: str) -> bool:
@@ -189,7 +188,7 @@ def _remaining(plan: TensorPlan, model: nn.Module) -> TensorPlan:
 
 
 class WholeModel:
-    """Facts of the unsharded model that are needed for sharding."""
+    """Facts about the unsharded model that sharding needs."""
 
     def __init__(
         self,
@@ -220,7 +219,7 @@ class WholeModel:
 
 
 def aliases_of(model: nn.Module) -> dict[str, str]:
-    """Maps each name of every parameter to its first name."""
+    """Maps each name of a parameter to its first name (tied parameters have several)."""
     first: dict[nn.Parameter, str] = {}
     named = model.named_parameters(remove_duplicate=False)
     return {name: first.setdefault(parameter, name) for name, parameter in named}
@@ -251,7 +250,7 @@ def finish(
     stage: Stage | None,
     whole: WholeModel,
 ) -> None:
-    """Sets up random draws, loading and saving of a sharded model, and the pipeline schedule."""
+    """Sets up random draws, loading, saving and the pipeline schedule of a sharded model."""
     if mesh is None:
         return
     drops = None

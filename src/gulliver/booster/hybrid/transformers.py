@@ -1,7 +1,7 @@
-"""Hugging Face models whose sequences are shared by several ranks.
+"""Sequence parallelism of Hugging Face models.
 
     wire_sequence(model, make_groups(SequencePlan(inner=2, layout="zigzag")))
-    loss = model(input_ids=ids, attention_mask=mask, labels=ids).loss      # as ever
+    loss = model(input_ids=ids, attention_mask=mask, labels=ids).loss      # unchanged
 
 Every rank calls the model with the full batch and gets the loss of all tokens, or full logits.
 Three hooks around the model's forward do this:
@@ -11,13 +11,13 @@ Three hooks around the model's forward do this:
 3. `SequenceAdapter.leave` computes the loss from each rank's tokens, or gathers logits and hidden
    states.
 
-The *region* of a model runs on sharded sequences. If a head works token by token (`TASKS`), the
-region is the full model with its loss, if that can be computed from shards (`own_loss`); otherwise
-it is the base model, and all ranks continue with gathered hidden states. Differences between models
-are in their family records (`gulliver.families.Sequences`).
+The *region* of a model is the part that runs on sharded sequences. If a head works token by token
+(`TASKS`), the region is the full model with its loss, if that can be computed from shards
+(`own_loss`); otherwise it is the base model, and all ranks continue with gathered hidden states.
+Differences between models are in their family records (`gulliver.families.Sequences`).
 
-With tensor but no sequence parallelism, only the loss is wired: the head's columns stay sharded and
-    the cross-entropy is computed over them.
+With tensor but no sequence parallelism, only the loss is changed: the head's columns stay sharded
+and the cross-entropy is computed over them.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def wire_sequence(model: nn.Module, groups: SequenceGroups, tensor: RankGroup = 
 
 
 def check_sequence(model: nn.Module) -> Sequences:
-    """Returns the family record of a model that is to shard its sequences; changes nothing."""
+    """Returns the family record of a model whose sequences can be sharded; rejects other models."""
     _check_unwired(model)
     known = _sequences_of(model)
     _check_config(model, known)
@@ -109,13 +109,13 @@ def check_sequence(model: nn.Module) -> Sequences:
 
 def _check_unwired(model: nn.Module) -> None:
     if getattr(model, "gulliver_adapter", None) is not None:
-        raise GulliverError("this model is wired for a sequence already: build it again")
+        raise GulliverError("this model already shards sequences: build a new one")
 
 
 def keep_logits(model: nn.Module, keep: bool = True) -> None:
-    """Sets whether a sequence-parallel model also gathers its logits when training with labels.
+    """Sets whether a sequence-parallel model also gathers its logits when called with labels.
 
-    For criteria that take both labels and logits.
+    Use it for criteria that take both labels and logits.
 
     Args:
         model: model with sequence parallelism; others are left unchanged.
@@ -128,7 +128,7 @@ def keep_logits(model: nn.Module, keep: bool = True) -> None:
 
 @contextmanager
 def gathered_logits(model: nn.Module, wanted: bool) -> Iterator[None]:
-    """Context in which a model that shards sequences gathers its logits, if wanted."""
+    """Gathers the logits of a model that shards sequences inside the block, if `wanted`."""
     adapter: SequenceAdapter | None = getattr(model, "gulliver_adapter", None)
     if adapter is None or not wanted:
         yield
@@ -141,7 +141,7 @@ def gathered_logits(model: nn.Module, wanted: bool) -> Iterator[None]:
 
 
 class SequenceAdapter:
-    """State that the hooks of one model and of its copies share."""
+    """State shared by the hooks of a model and of its copies."""
 
     def __init__(
         self,
@@ -162,7 +162,7 @@ class SequenceAdapter:
 
     @property
     def groups(self) -> SequenceGroups:
-        """Ranks that share the sequences of the next forward."""
+        """Rank group that shares the sequences of the next forward."""
         return self.degree.now
 
     @property
@@ -171,7 +171,7 @@ class SequenceAdapter:
         return self.degree.planned.plan.degree > 1
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Returns the arguments of the model's call on this rank."""
+        """Returns this rank's arguments of the model's call."""
         batch = CallArguments.of(module, args, dict(kwargs))
         if self.shared:
             self._check_call(module, batch)
@@ -211,7 +211,7 @@ class SequenceAdapter:
         return found.to_tuple() if opened.as_tuple else found
 
     def cut_made_tokens(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        """This rank's shard of tokens made by a module; its gradient covers that shard."""
+        """Returns this rank's shard of a module's output tokens; its gradient covers that shard."""
         if self.opened is None:
             return output
         call = self.opened.call
@@ -230,7 +230,7 @@ class SequenceAdapter:
         return output
 
     def _own_loss(self, module: nn.Module, batch: CallArguments) -> ModelLoss | None:
-        """The loss computed from shards; None if the model needs full logits for it."""
+        """Computes the loss from shards; None if the model needs full logits for it."""
         if not self.task:
             return None
         # It is asked at every call: a loss_function may be put in after boost.
@@ -239,9 +239,9 @@ class SequenceAdapter:
         known = None if asked else own_loss(module, added)
         if known is None and self.shared and batch.kwargs.get("labels") is not None:
             raise GulliverError(
-                f"{type(module).__name__} has had a loss of its own since boost, which would see a "
-                "part of the logits: set it before boost, or leave labels out of the model's call "
-                "and compute the loss of its logits"
+                f"{type(module).__name__} got a custom loss after boost, which would see only "
+                f"part of the logits: set it before boost, or omit labels and compute the loss "
+                f"from the logits"
             )
         return known
 
@@ -256,7 +256,7 @@ class SequenceAdapter:
 
     def _balance(self, module: Any, fields: dict[str, Any], opened: OpenedForward) -> None:
         """Adds the router loss of all tokens, like a single process."""
-        assert self.experts, "the routers of others are refused"
+        assert self.experts, "other routers are rejected before"
         count, call = len(fields["logits"]), opened.call
         pieces = [piece.unflatten(0, (count, -1)) for piece in fields["router_logits"]]
         whole = tuple(leave(piece, call.groups, call.length).flatten(0, 1) for piece in pieces)
@@ -284,17 +284,17 @@ class SequenceAdapter:
             fields["logits"] = leave_tail(fields["logits"], groups, opened.tail)
 
     def _keep_tail(self, batch: CallArguments, opened: OpenedForward) -> None:
-        """Computes the logits of the last tokens, each rank for its own."""
+        """Selects the last tokens, whose logits each rank computes for its shard."""
         keep = batch.kwargs.get("logits_to_keep", 0)
         if not isinstance(keep, int):
             raise GulliverError(
-                "logits_to_keep by index is not supported with sequence parallelism: give the "
+                "logits_to_keep by index is not supported with sequence parallelism: pass the "
                 "number of last tokens"
             )
         if not keep or not opened.shared:
             return
         if opened.targets is not None:
-            raise GulliverError("logits_to_keep with labels is not supported: leave one out")
+            raise GulliverError("logits_to_keep with labels is not supported: omit one of them")
         call = opened.call
         opened.tail = Tail(call.groups.plan.lay(call.length), min(keep, call.length))
         batch.kwargs["logits_to_keep"] = opened.tail.local(call.groups.rank)
@@ -324,7 +324,7 @@ class SequenceAdapter:
             batch.kwargs["use_cache"] = False
         if not self.known.masked and batch.kwargs.get("attention_mask") is not None:
             raise GulliverError(
-                f"{type(module).__name__} takes no attention_mask with sequence parallelism"
+                f"{type(module).__name__} does not support attention_mask with sequence parallelism"
             )
 
 
@@ -343,7 +343,7 @@ def _sequences_of(model: nn.Module) -> Sequences:
     known = family_of(model).sequences
     if known is not None and "ring_attn" in known.modes:
         return known
-    why = known.why if known is not None else "its attention is not known"
+    why = known.why if known is not None else "its attention is unknown"
     others = [f.name for f in all_families() if f.sequences and "ring_attn" in f.sequences.modes]
     raise GulliverError(
         f"{type_of(model)} does not support sequence parallelism: {why}; use "
@@ -355,12 +355,14 @@ def _check_config(model: nn.Module, known: Sequences) -> None:
     config: Any = model.config
     for name in known.refused:
         if getattr(config, name, False):
-            raise GulliverError(f"{name}={getattr(config, name)} does not run on shared sequences")
+            raise GulliverError(
+                f"{name}={getattr(config, name)} is not supported with sharded sequences"
+            )
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if rope in LOCAL_ROPE:
         raise GulliverError(
             f"rotary embeddings of type {rope!r} depend on the longest position that a rank sees: "
-            "take 'default', 'linear', 'yarn' or 'llama3', or sequence_parallelism_mode="
+            f"use 'default', 'linear', 'yarn' or 'llama3', or sequence_parallelism_mode="
             "'split_gather'"
         )
     if model.training:
@@ -375,12 +377,11 @@ def _refuse_generating(*_: Any, **__: Any) -> None:
 
 
 def _base_of(model: nn.Module) -> nn.Module:
-    """The model without its head."""
     return getattr(model, "base_model", model)
 
 
 def _use_attention(model: nn.Module) -> None:
-    """Sets our attention in a copy of the model's configuration."""
+    """Selects our attention in a copy of the model's configuration."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, attend)
@@ -394,7 +395,7 @@ def _use_attention(model: nn.Module) -> None:
 
 
 def _hook_inside(base: nn.Module, adapter: SequenceAdapter, whole_region: bool) -> None:
-    """Hooks the modules where a sharded region begins or ends inside the base model."""
+    """Hooks the modules where the sharded region begins or ends inside the base model."""
     known = adapter.known
     if known.entry is not None:
         base.get_submodule(known.entry).register_forward_hook(adapter.cut_made_tokens)

@@ -2,12 +2,13 @@
 
     shared = share_autoencoder(autoencoder, mesh)              # several ranks encode and decode
     for video in stream_decode(autoencoder, latents): ...      # any length in constant memory
-    video = stream_trained(autoencoder.decode, latents.split(4, dim=2))    # backward too
-    chunked = chunk_convolutions(autoencoder, budget="1GiB")   # each convolution in pieces
+    video = stream_trained(autoencoder.decode, latents.split(4, dim=2))    # also backward
+    chunked = chunk_convolutions(autoencoder, budget="1GiB")   # each convolution in chunks
 
-They support modules made of convolutions, norms, resampling and attention; inexact cases are
-rejected. `sharded` has the tensor subclass with which a module runs unchanged, `shapes` and
-`functions` implement torch's functions on a part, `ranks` and `stream` fetch the rest.
+They support modules made of convolutions, norms, resampling and attention; an operation that would
+be inexact raises an error. `sharded` defines the tensor subclass that lets a module run unchanged,
+`shapes` and `functions` implement torch's functions on a shard, `ranks` and `stream` fetch missing
+elements.
 """
 
 from typing import TYPE_CHECKING

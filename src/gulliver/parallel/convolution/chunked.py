@@ -1,8 +1,8 @@
-"""Sliding windows along a dim, and convolutions computed in pieces.
+"""Sliding windows along a dim, and convolutions computed in chunks.
 
-A convolution, a pooling and a slice are alike along one dim: output `o` is computed from the `span`
-positions that begin at ``first + o * stride``. Everything here is integer arithmetic, so each rank
-computes the needs of all ranks without communication.
+Along one dim, a convolution, a pooling and a slice are the same: output `o` is computed from the
+`span` positions that begin at ``first + o * stride``. Everything here is integer arithmetic, so
+each rank computes the needs of all ranks without communication.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ IDENTITY = SlidingWindow()
 
 
 def overlap(a: Interval, b: Interval) -> Interval:
-    """Returns the intersection of two intervals."""
     start = max(a[0], b[0])
     return start, max(start, min(a[1], b[1]))
 
@@ -65,18 +64,18 @@ def overlap(a: Interval, b: Interval) -> Interval:
 # 2^31 elements on, on whichever side is the larger. So the limit holds for the input of a piece and
 # for its output, regardless of the budget.
 INDEX_LIMIT = 2**31 - 1
-"""Most elements that a kernel with 32-bit indices can count."""
+"""Maximum number of elements that kernels with 32-bit indices support."""
 
 KINDS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 CALLS = (F.conv1d, F.conv2d, F.conv3d)
 
 Box = tuple[Interval, ...]
-"""Samples and output positions of a piece."""
+"""Samples and output positions of a chunk."""
 
 
 @dataclass(frozen=True)
 class ConvPlan:
-    """A convolution and the pieces in which it is computed."""
+    """A convolution and the chunks in which it is computed."""
 
     windows: tuple[SlidingWindow, ...]  # Along the samples and each spatial dim
     extents: tuple[int, ...]  # Samples and input positions
@@ -84,7 +83,7 @@ class ConvPlan:
     options: tuple[Any, ...]  # Stride, dilation and groups
 
     def read(self, x: Tensor, box: Box) -> Tensor:
-        """Returns the input of a piece, including its padding."""
+        """Returns the input of a chunk, including its padding."""
         part, pads = self._inside(x, box), []
         for (start, stop), window, extent in zip(box, self.windows, self.extents, strict=True):
             first, last = window.needs(start, stop)
@@ -93,7 +92,7 @@ class ConvPlan:
         return F.pad(part, pads[:-2]) if any(pads) else part
 
     def add_back(self, total: Tensor, found: Tensor, box: Box) -> None:
-        """Adds the gradient of what `read` returned to the input's gradient."""
+        """Adds the gradient of a chunk's input (see `read`) to the gradient of the full input."""
         region = self._inside(total, box)
         for dim, (interval, window) in enumerate(zip(box, self.windows, strict=True)):
             dim += dim > 0
@@ -102,7 +101,6 @@ class ConvPlan:
         region.add_(found)
 
     def written(self, out: Tensor, box: Box) -> Tensor:
-        """Returns the part of the output that a piece computes."""
         for dim, (start, stop) in enumerate(box):
             out = out.narrow(dim + (dim > 0), start, stop - start)
         return out
@@ -121,7 +119,7 @@ def boxes_of(
     limit: int,
     room: float,
 ) -> Iterator[Box]:
-    """Halves the output until each piece fits, splitting samples first."""
+    """Splits the output, samples first, until the input and output of each chunk fit."""
     waiting: list[Box] = [tuple((0, count) for count in outputs)]
     while waiting:
         box = waiting.pop()
@@ -145,7 +143,7 @@ def boxes_of(
 
 
 class ChunkedConvolutions:
-    """Convolutions of a module that are computed in pieces; `off` restores them."""
+    """Convolutions of a module that are computed in chunks; `off` restores them."""
 
     def __init__(self, module: nn.Module, budget: int | None, limit: int) -> None:
         # Sizes and number of pieces of each convolution's last call, by name.
@@ -159,7 +157,6 @@ class ChunkedConvolutions:
             raise GulliverError("this module has no convolution to split")
 
     def off(self) -> None:
-        """Restores the original convolutions."""
         for part in self._hooked:
             part.__dict__.pop("_conv_forward", None)
         self._hooked = []
@@ -173,13 +170,13 @@ class ChunkedConvolutions:
 def chunk_convolutions(
     module: nn.Module, budget: str | int | None = "1GiB", limit: int = INDEX_LIMIT
 ) -> ChunkedConvolutions:
-    """Makes all convolutions of a module compute in pieces, in place.
+    """Splits all convolutions of a module into chunks, in place.
 
     Args:
-        module: any module; convolutions of one to three dims are split, transposed ones are not.
-        budget: bytes of the input and the output of a piece, such as "512MiB"; None splits at the
+        module: any module; convolutions with one to three dims are split, transposed ones are not.
+        budget: bytes of input and output of a chunk, such as "512MiB"; None splits at the
             index limit only.
-        limit: maximum elements of the input or the output of a piece.
+        limit: maximum elements of the input or the output of a chunk.
 
     Raises:
         GulliverError: the budget is not a size, or there is no convolution.
@@ -188,7 +185,7 @@ def chunk_convolutions(
 
 
 class _Call:
-    """Replaces a convolution's `_conv_forward`."""
+    """Replacement of a convolution's `_conv_forward`."""
 
     def __init__(
         self, owner: ChunkedConvolutions, name: str, like: Any, budget: int | None, limit: int
@@ -215,7 +212,6 @@ def chunked_convolution(
     groups: int,
     call: Any = None,
 ) -> Tensor:
-    """Computes a convolution in pieces if it exceeds the budget."""
     if has_torch_function_unary(input):
         arguments = input, weight, bias, stride, padding, dilation, groups
         return handle_torch_function(chunked_convolution, (input,), *arguments, call=call)
@@ -243,7 +239,6 @@ def chunked_convolution(
 def padding_of(
     padding: Sequence[int] | str, kernel: Sequence[int], dilation: Sequence[int]
 ) -> tuple[tuple[int, int], ...]:
-    """Returns the padding before and after each spatial dim."""
     if padding == "valid":
         return ((0, 0),) * len(kernel)
     if padding == "same":

@@ -34,7 +34,7 @@ from gulliver.parallel.convolution.sharded import (
 )
 
 PIECES = 8
-"""Number of pieces of a convolution's output without autograd."""
+"""Number of chunks that a convolution's output is computed in without autograd."""
 
 POINTWISE = (
     "add sub mul div truediv true_divide neg abs pow sqrt rsqrt square exp log sin cos tanh "
@@ -53,12 +53,11 @@ POOLS = "avg_pool1d avg_pool2d avg_pool3d max_pool1d max_pool2d max_pool3d"
 
 @handles(*POINTWISE.split())
 def _pointwise(func: Any, args: Any, kwargs: Any) -> Any:
-    """Calls an element-wise function."""
     given = parts_in((args, kwargs))
     x = max(given, key=lambda part: part.cut.extent)
     for part in given:
         if part.cut.dim - part.dim() != x.cut.dim - x.dim():
-            reject("an operation on activations that are cut along different dims", x)
+            reject("an operation on activations that are sharded along different dims", x)
     alike = x.holder.align(given, ("align", 0)) if len(given) > 1 else given
     x = max(alike, key=lambda part: part.cut.extent)
     found = dict(zip(map(id, given), alike, strict=True))
@@ -75,7 +74,7 @@ def _pointwise(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _own_share(t: Tensor, x: Sharded) -> Tensor:
-    """Returns the part of a replicated tensor for this part of the activation."""
+    """Returns the shard of a replicated tensor that matches the shard `x`."""
     dim = x.cut.dim - x.dim()
     if t.dim() < -dim or t.shape[dim] == 1:
         return t
@@ -105,7 +104,7 @@ def _along(func: Any, args: Any, kwargs: Any) -> Any:
         reject(f"torch's {name} over all dims", x)
     dims = [d % x.dim() for d in (dims if isinstance(dims, list | tuple) else [dims])]
     if x.cut.dim in dims:
-        reject(f"torch's {name} along the cut dim", x)
+        reject(f"torch's {name} along the sharded dim", x)
     made = func(x.local, *given, **kwargs)
     fewer = sum(d < x.cut.dim for d in dims) if made.dim() < x.dim() else 0
     return like(x, made, replace(x.cut, dim=x.cut.dim - fewer))
@@ -116,7 +115,7 @@ def _layer_norm(func: Any, args: Any, kwargs: Any) -> Sharded:
     x, *given = args
     (shape,) = given_of(given[:1], kwargs, ("normalized_shape", None))
     if x.cut.dim >= x.dim() - len(shape):
-        reject(f"torch's {func.__name__} over the cut dim", x)
+        reject(f"torch's {func.__name__} over the sharded dim", x)
     return like(x, func(x.local, *given, **kwargs))
 
 
@@ -134,7 +133,7 @@ def _linear(func: Any, args: Any, kwargs: Any) -> Sharded:
     x, *given = args
     weight, bias = given_of(given, kwargs, ("weight", None), ("bias", None))
     if x.cut.dim == x.dim() - 1:
-        reject("a linear layer over the cut dim", x)
+        reject("a linear layer over the sharded dim", x)
     return like(x, func(x.local, weight, bias))
 
 
@@ -170,7 +169,7 @@ def _convolution(func: Any, args: Any, kwargs: Any) -> Sharded:
     if x.cut.dim == 0:
         return _of_samples(x, lambda local: convolve(local, weight, bias, pads))
     if x.cut.dim == 1:
-        reject("a convolution over the cut dim", x)
+        reject("a convolution over the sharded dim", x)
     at = x.cut.dim - 2
     if kernel[at] == stride[at] == 1 and pads[at] == (0, 0):
         return _of_samples(x, lambda local: convolve(local, weight, bias, pads))
@@ -184,7 +183,7 @@ def _convolution(func: Any, args: Any, kwargs: Any) -> Sharded:
 
 
 def _of_samples(x: Sharded, call: Callable[[Tensor], Tensor]) -> Sharded:
-    """Applies a function that is independent along the sharded dim to the local part."""
+    """Applies a function that is independent along the sharded dim to the local shard."""
     if x.local.shape[x.cut.dim]:
         return like(x, call(x.local))
     shape = list(x.local.shape)
@@ -203,7 +202,6 @@ def _windowed(
     keep: bool = True,
     value: float = 0.0,
 ) -> Sharded:
-    """Computes this part's windows along the sharded dim."""
     rows, sizes = window_rows(x, window, after, name, weight)
     start, stop = rows.outputs
     if start == stop:
@@ -218,7 +216,7 @@ def _windowed(
 def _in_pieces(
     rows: Rows, window: SlidingWindow, call: Callable[[Tensor], Tensor], value: float
 ) -> Tensor:
-    """Computes in pieces: only border pieces are copied together with their halo."""
+    """Computes the output in chunks; only chunks at the border copy their halo."""
     start, stop = rows.outputs
     step, out = -(-(stop - start) // PIECES), None
     for low in range(start, stop, step):
@@ -298,7 +296,7 @@ def _pad(func: Any, args: Any, kwargs: Any) -> Sharded:
     if before < 0 or after < 0 or not is_plain(x):
         reject("cropping by pad", x)
     if mode not in ("constant", "replicate"):
-        reject(f"padding in mode {mode} along the cut dim", x, "zeros and replicate are exact")
+        reject(f"padding in mode {mode} along the sharded dim", x, "zeros and replicate are exact")
     before, after = x.holder.at_ends(x, before, after, mode)
     sizes = list(x.cut.sizes)
     held = [rank for rank, size in enumerate(sizes) if size]
@@ -343,7 +341,7 @@ def _group_norm(func: Any, args: Any, kwargs: Any) -> Sharded:
     if x.cut.dim == 0:
         return like(x, func(x.local, groups, weight, bias, eps))
     if x.cut.dim == 1:
-        reject("a group norm over the cut dim", x)
+        reject("a group norm over the sharded dim", x)
     name = ("group_norm", 0 if weight is None else id(weight))
     local = _GroupNorm.apply(x.local, weight, bias, groups, eps, x, name)
     return like(x, local)
@@ -408,7 +406,7 @@ class _GroupNorm(torch.autograd.Function):
 
 
 def statistics_of(local: Tensor, groups: int, dtype: torch.dtype) -> Statistics:
-    """Returns count, mean and squared deviations of a part's elements ``[batch, groups]``."""
+    """Returns count, mean and sum of squared deviations of local elements, ``[batch, groups]``."""
     values = _in_groups(local, groups).to(dtype)
     count = values.shape[-1]
     if not count:
@@ -419,7 +417,6 @@ def statistics_of(local: Tensor, groups: int, dtype: torch.dtype) -> Statistics:
 
 
 def merged(parts: Sequence[Statistics]) -> Statistics:
-    """Merges the statistics of several parts."""
     total = sum(count for count, _, _ in parts)
     mean = torch.stack([mean * (count / total) for count, mean, _ in parts]).sum(0)
     squares = [squares + count * (m - mean).square() for count, m, squares in parts]
@@ -432,7 +429,6 @@ def _in_groups(x: Tensor, groups: int) -> Tensor:
 
 
 def _by_channel(values: Tensor, x: Tensor, groups: int) -> Tensor:
-    """Expands values of groups to their channels."""
     wide = values.repeat_interleave(x.shape[1] // groups, dim=1)
     return wide.view(*wide.shape, *[1] * (x.dim() - 2))
 
@@ -449,13 +445,13 @@ def _by_channel(values: Tensor, x: Tensor, groups: int) -> Tensor:
 
 
 SCORES = 1 << 26
-"""Most scores of a block of rows: 256 MiB of float32."""
+"""Maximum number of logits in a block of attention rows: 256 MiB of float32."""
 
 
 def frame_causal_attention(
     q: Tensor, k: Tensor, v: Tensor, tokens: int, scale: float | None = None
 ) -> Tensor:
-    """Computes attention in which tokens see their own and earlier frames."""
+    """Computes attention in which tokens see their own frame and earlier ones."""
     given = q, k, v
     if has_torch_function(given):
         return handle_torch_function(frame_causal_attention, given, q, k, v, tokens, scale)
@@ -500,7 +496,7 @@ def _attention(func: Any, args: Any, kwargs: Any) -> Sharded:
 def _of_rows(
     q: Sharded, k: Sharded, v: Sharded, mask: Tensor | None, causal: bool, scale: float | None
 ) -> Sharded:
-    """Attention with sharded samples or heads, which is local."""
+    """Computes attention locally, for activations sharded by sample or head."""
     if mask is not None and mask.dim() + q.cut.dim - q.dim() >= 0:
         reject("attention with a separate mask for each sharded sample", q)
     if not q.local.numel():
@@ -510,7 +506,7 @@ def _of_rows(
 
 
 def _rows(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
-    """Computes attention for some rows of queries at a time."""
+    """Computes attention in blocks of query rows, to bound the memory of the logits."""
     if not q.shape[-2]:
         return q[..., :0] @ k[..., :0].mT @ v
     step = max(1, SCORES // max(1, q[..., 0, 0].numel() * k.shape[-2]))
@@ -527,7 +523,7 @@ def _rows(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | N
 def _causal(
     q: Tensor, k: Tensor, v: Tensor, runs: list[Interval], tokens: int, scale: float | None
 ) -> Tensor:
-    """Attends to the keys up to the end of each query's frame."""
+    """Computes frame-causal attention for local queries at the positions `runs`."""
     parts, at = [], 0
     for start, stop in runs:
         held = q[..., at : at + stop - start, :]
@@ -561,7 +557,7 @@ def _causal_run(
 
 
 def _runs_of(x: Sharded) -> list[Interval]:
-    """Returns the runs of local tokens among all tokens."""
+    """Returns the positions of local tokens as intervals of the full token sequence."""
     start, stop = own_run(x)
     cut = x.cut
     period = cut.extent * cut.inner

@@ -1,8 +1,8 @@
 """Middle blocks of diffusers' autoencoders without their dense attention mask.
 
-HunyuanVideo's middle block hides later frames by a dense mask, made on every call. Here its forward
-is replaced, inside a `with` block, by one that calls `frame_causal_attention`; layers, weights and
-results are the same. Other blocks are unchanged.
+HunyuanVideo's middle block masks later frames with a dense mask that it builds in every call.
+`without_masks` temporarily replaces its forward by one that calls `frame_causal_attention`; layers,
+weights and results are the same. Other blocks are unchanged.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from gulliver.errors import GulliverError
 from gulliver.parallel.convolution.functions import frame_causal_attention
 
 MASKED = ("HunyuanVideoMidBlock3D",)
-"""Classes of blocks whose forward builds such a mask."""
+"""Classes of blocks whose forward builds a dense mask."""
 
 
 @contextmanager
 def without_masks(network: Any) -> Iterator[None]:
-    """Context in which the middle blocks of a module compute without their mask."""
+    """Context in which a module's middle blocks compute attention without a dense mask."""
     # Perhaps a bound method of a module, or a partial of one.
     network = getattr(getattr(network, "func", network), "__self__", network)
     found = network.modules() if isinstance(network, nn.Module) else ()
@@ -52,7 +52,6 @@ def _middle(block: Any, hidden_states: Tensor) -> Tensor:
 
 
 def _attend(attention: Any, x: Tensor) -> Tensor:
-    """Attention over frames up to the query's own, as in diffusers; ``[B, C, T, H, W]``."""
     frames, height, width = x.shape[2:]
     tokens = x.flatten(2)
     if attention.group_norm is not None:
@@ -79,7 +78,7 @@ def _attend(attention: Any, x: Tensor) -> Tensor:
 
 
 def encoder_of(autoencoder: nn.Module, frames: int | None = None) -> Callable[[Tensor], Tensor]:
-    """Returns the function from videos to latents or their moments."""
+    """Returns the function that maps videos to latents or their moments."""
     own = getattr(autoencoder, "stream_encoder", None)
     if own is not None:
         return own if frames is None else _with_frames(own, frames)
@@ -87,7 +86,6 @@ def encoder_of(autoencoder: nn.Module, frames: int | None = None) -> Callable[[T
 
 
 def decoder_of(autoencoder: nn.Module, frames: int | None = None) -> Callable[[Tensor], Tensor]:
-    """Returns the function from latents to videos; see `encoder_of`."""
     own = getattr(autoencoder, "stream_decoder", None)
     if own is not None:
         return own if frames is None else _with_frames(own, frames)
@@ -97,7 +95,7 @@ def decoder_of(autoencoder: nn.Module, frames: int | None = None) -> Callable[[T
 
 
 def networks_of(autoencoder: nn.Module) -> dict[str, nn.Module]:
-    """Returns an autoencoder's networks by name; other modules are one network."""
+    """Returns an autoencoder's networks by name; a module of another kind is one network."""
     found = getattr(autoencoder, "networks", None)
     if not isinstance(found, dict):
         parts = {name: getattr(autoencoder, name, None) for name in ("encoder", "decoder")}
@@ -105,31 +103,30 @@ def networks_of(autoencoder: nn.Module) -> dict[str, nn.Module]:
         return found or {type(autoencoder).__name__: autoencoder}
     if not found:
         raise GulliverError(
-            f"{type(autoencoder).__name__} carries frames between pieces itself, so it cannot be "
+            f"{type(autoencoder).__name__} carries frames between chunks itself, so it cannot be "
             "sharded: stream it, or use dim='samples'"
         )
     return found
 
 
 def has_networks(autoencoder: Any) -> bool:
-    """Whether ranks can share an autoencoder; pieces must not carry frames."""
+    """Whether ranks can share an autoencoder; False if it carries frames from chunk to chunk."""
     return getattr(autoencoder, "networks", None) != {}
 
 
 def pieces_of(autoencoder: nn.Module, name: str) -> Callable[..., Iterator[Tensor]] | None:
-    """Returns an autoencoder's own piecewise function: "encode" or "decode"."""
+    """Returns the autoencoder's own chunked "encode" or "decode", if it has one."""
     if getattr(autoencoder, "micro_frames", None) is None:
         return None
     return getattr(autoencoder, f"{name}_pieces")
 
 
 def _with_frames(own: Callable[..., Tensor], frames: int) -> Callable[[Tensor], Tensor]:
-    """Binds the number of frames if the function accepts it."""
     return partial(own, frames=frames) if "frames" in inspect.signature(own).parameters else own
 
 
 class _ModuleChain(nn.Module):
-    """Modules called one at a time."""
+    """Calls modules in sequence."""
 
     def __init__(self, *parts: Any) -> None:
         super().__init__()

@@ -1,11 +1,10 @@
-"""Halo exchanges, gathers and sums of activations sharded over ranks, with their adjoints.
+"""Halo exchange, gather and reduction of activations sharded over ranks, with their adjoints.
 
-There is one primitive. Every rank *has* an interval of positions and *wants* one; `fetch` sends
-each rank the interval it wants, and its adjoint `sum_on_owners` adds up all ranks' values of an
-interval on its owner. A halo is a fetch of a few more positions, a gather a fetch of all of them,
-and a reduce-scatter the adjoint of a gather. Intervals follow from sizes that all ranks know, so no
-sizes are exchanged. Uneven extents, halos longer than the neighbour's shard and empty ranks need no
-special case.
+Everything uses one primitive: `fetch` sends each rank the interval of positions that it requests,
+and its adjoint `sum_on_owners` sums gradients on the ranks that own the positions. A halo exchange
+fetches a few more positions, a gather fetches all of them, and a reduce-scatter is the adjoint of a
+gather. Intervals follow from sizes that all ranks know, so no sizes are exchanged. Uneven extents,
+halos longer than the neighbour's shard and empty ranks need no special case.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from gulliver.parallel.convolution.sharded import (
 # one window of zeros and keeps nothing of it (`Rows.all`), and what it then holds is an empty part
 # of the graph, not an empty tensor.
 class Ranks(PartLayout):
-    """Parts of an activation on the ranks of a group."""
+    """Shards of an activation on the ranks of a group."""
 
     where = "ranks"
 
@@ -54,30 +53,25 @@ class Ranks(PartLayout):
         self.graded = torch.is_grad_enabled()
 
     def exchange(self, outgoing: list[Tensor], counts: list[int]) -> list[Tensor]:
-        """Sends each rank its tensor, and receives the counted elements from each."""
         return exchange(self.rank_group, [part.contiguous() for part in outgoing], counts)
 
     def shard(self, whole: Tensor, dim: int) -> Sharded:
-        """Shards a tensor that all ranks have, as evenly as possible."""
         cut = ShardedDim(dim % whole.dim(), self.layout(whole.shape[dim]))
         start, stop = intervals(cut.sizes)[self.rank]
         return Sharded(whole.narrow(dim, start, stop - start), cut, self)
 
     def layout(self, extent: int) -> Sizes:
-        """Returns the sizes of all parts of an extent."""
         return split_evenly(extent, self.size)
 
     def at_ends(self, x: Sharded, before: int, after: int, mode: str) -> tuple[int, int]:
-        """Returns the padding before the first position and after the last."""
         return before, after
 
     def rows(self, x: Sharded, window: SlidingWindow, after: int, key: Key) -> tuple[Rows, Sizes]:
-        """Fetches the inputs of each rank's outputs."""
         sizes = self.layout(window.count(x.cut.extent, after))
         return self.rows_for(x, window, sizes), sizes
 
     def rows_for(self, x: Sharded, window: SlidingWindow, sizes: Sizes) -> Rows:
-        """Fetches the inputs of given output parts."""
+        """Fetches the inputs of this rank's outputs, for given output shard sizes."""
         extent, outputs = x.cut.extent, intervals(sizes)
         needs = [window.needs(*o) if o[0] < o[1] else (0, 0) for o in outputs]
         wants = [overlap(need, (0, extent)) for need in needs]
@@ -88,7 +82,7 @@ class Ranks(PartLayout):
     def fetch(
         self, local: Tensor, dim: int, have: Sequence[Interval], wants: Sequence[Interval]
     ) -> list[Tensor]:
-        """Returns the interval that this rank wants, as one tensor if differentiable."""
+        """Returns the interval that this rank requests, as one tensor if gradients are needed."""
         if all(overlap(h, w) == w or w[0] == w[1] for h, w in zip(have, wants, strict=True)):
             (start, _), (low, high) = have[self.rank], wants[self.rank]
             return [local.narrow(dim, low - start if low < high else 0, high - low)]
@@ -99,7 +93,7 @@ class Ranks(PartLayout):
     def parts(
         self, local: Tensor, dim: int, have: Sequence[Interval], wants: Sequence[Interval]
     ) -> list[Tensor]:
-        """Returns the interval that this rank wants, rank by rank; its own part is a view."""
+        """Returns the interval that this rank requests, rank by rank; the local part is a view."""
         mine, outgoing, shapes = have[self.rank], [], []
         for peer, (theirs, want) in enumerate(zip(have, wants, strict=True)):
             low, high = overlap(mine, want) if peer != self.rank else (0, 0)
@@ -119,7 +113,7 @@ class Ranks(PartLayout):
     def sum_on_owners(
         self, grad: Tensor, dim: int, have: Sequence[Interval], wants: Sequence[Interval]
     ) -> Tensor:
-        """Sums what the ranks hold of each position on its owner: the adjoint of `parts`."""
+        """Sums the gradients of fetched positions on their owners: the adjoint of `parts`."""
         held, outgoing, places = wants[self.rank], [], []
         for theirs, want in zip(have, wants, strict=True):
             low, high = overlap(theirs, held)
@@ -137,20 +131,17 @@ class Ranks(PartLayout):
         return total
 
     def whole(self, x: Sharded, key: Key) -> Tensor:
-        """Gathers all positions; gradients are summed over the ranks."""
         everything = [(0, x.cut.extent)] * self.size
         part, dim = opened(x.local, x.cut, x.cut.sizes[self.rank]), x.cut.dim
         parts = self.fetch(part, dim + 1, intervals(x.cut.sizes), everything)
         return torch.cat(parts, dim + 1).flatten(dim, dim + 2)
 
     def summed(self, own: Tensor) -> Tensor:
-        """Returns the sum of a small tensor over the ranks, in rank order."""
         flat = own.contiguous().view(-1)
         arrived = self.exchange([flat] * self.size, [flat.numel()] * self.size)
         return torch.stack([part.view(own.shape) for part in arrived]).sum(0)
 
     def statistics(self, x: Sharded, own: Statistics, key: Key) -> Statistics:
-        """Gathers all ranks' statistics and merges them."""
         _, mean, squares = own
         flat = torch.cat([mean.reshape(-1), squares.reshape(-1)])
         arrived = self.exchange([flat] * self.size, [flat.numel()] * self.size)
@@ -163,7 +154,6 @@ class Ranks(PartLayout):
         return merged(parts)
 
     def resplit(self, x: Sharded, sizes: Sizes) -> Sharded:
-        """Returns the activation with other part sizes."""
         if x.cut.sizes == sizes:
             return x
         if not is_plain(x):
@@ -174,7 +164,7 @@ class Ranks(PartLayout):
         return like(x, local, x.cut.resized(sizes))
 
     def align(self, parts: Sequence[Sharded], key: Key) -> list[Sharded]:
-        """Gives activations of one extent one layout, and copies single positions to all ranks."""
+        """Gives activations of equal length the same sharding; copies single positions."""
         if len({part.cut.sizes for part in parts}) == 1:
             return list(parts)
         longest = max(part.cut.extent for part in parts)

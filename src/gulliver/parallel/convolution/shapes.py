@@ -1,8 +1,8 @@
 """Functions that move elements: views, slices, concatenation.
 
-The module calls each with full shapes; it is applied to the local part. `reshaped` is the subtle
-one: the sharded positions are a factor of the row-major order of elements, with a fixed number of
-elements inside; in the new shape they are wherever that factor falls.
+Each is called with full shapes and applied to the local shard. `reshaped` is the subtle one: the
+sharded positions are a factor of the row-major element order, and the sharded dim of the new shape
+is the one that contains this factor.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from gulliver.parallel.convolution.sharded import (
 
 
 def reshaped(x: Sharded, shape: Sequence[int]) -> Sharded:
-    """Returns the activation in another full shape."""
     shape = list(shape)
     if x.cut.extent == 1 and x.holder.grows:
         x.holder.wait()
@@ -52,7 +51,7 @@ def reshaped(x: Sharded, shape: Sequence[int]) -> Sharded:
 
 
 def _in_blocks(x: Sharded, block: int) -> Sharded:
-    """Returns parts in full blocks of positions; the sharded dim then counts blocks."""
+    """Makes shard sizes multiples of `block`; the sharded dim then counts blocks."""
     if block == 1:
         return x
     if x.cut.extent % block and hasattr(x.holder, "layout"):
@@ -75,13 +74,12 @@ def _viewed(x: Sharded, shape: Sequence[int], cut: ShardedDim) -> Sharded:
 
 
 def permuted(x: Sharded, dims: Sequence[int]) -> Sharded:
-    """Returns the activation with its dims in another order."""
     dims = [dim % x.dim() for dim in dims]
     return like(x, x.local.permute(dims), replace(x.cut, dim=dims.index(x.cut.dim)))
 
 
 def _shell(x: Sharded) -> torch.Tensor:
-    """Returns a tensor of the full shape, to infer a function's output shape."""
+    """Returns an empty tensor of the full shape, to infer a function's output shape."""
     return torch.empty(tuple(x.shape), device="meta")
 
 
@@ -138,10 +136,10 @@ def _squeeze(func: Any, args: Any, kwargs: Any) -> Sharded:
 
 
 def _elsewhere(x: Sharded, dim: int) -> Sharded:
-    """Moves the single position of a sharded dim into a factor of another dim."""
+    """Removes a sharded dim of size one by merging it into another dim."""
     # Parts that do not hold it then hold nothing of the other dim.
     if not is_plain(x) or x.cut.extent != 1:
-        reject("dropping the cut dim", x)
+        reject("dropping the sharded dim", x)
     at = x.cut.dim
     if dim < at:
         merged = x.local.movedim(at, dim + 1).flatten(dim, dim + 1)
@@ -151,11 +149,11 @@ def _elsewhere(x: Sharded, dim: int) -> Sharded:
 
 
 def _back_to(x: Sharded, dim: int) -> Sharded:
-    """Moves a single position back from another dim to a dim of size one."""
+    """Inverts `_elsewhere`: restores a sharded dim of size one."""
     if x.cut.dim == dim:
         return x
     if x.cut.extent != 1 or x.cut.inner != 1 or x.shape[dim] != 1:
-        reject("joining activations that are cut along different dims", x)
+        reject("joining activations that are sharded along different dims", x)
     held = x.cut.sizes[x.holder.rank]
     at = x.cut.dim - (dim < x.cut.dim)
     local = x.local.squeeze(dim).unflatten(at, (x.cut.outer, held)).movedim(at + 1, dim)
@@ -191,7 +189,7 @@ def _repeat_interleave(func: Any, args: Any, kwargs: Any) -> Sharded:
 
 
 def sliced(x: Sharded, start: int, stop: int, step: int = 1) -> Sharded:
-    """Returns some positions of the sharded dim, laid out by index."""
+    """Returns a slice of the sharded dim; each rank keeps its local positions."""
     extent = x.cut.extent
     if not is_plain(x):
         reject("a slice along a merged dim", x)
@@ -297,7 +295,6 @@ def _cat(func: Any, args: Any, kwargs: Any) -> Sharded:
 
 
 def _joined(given: list[Sharded], dim: int) -> Sharded:
-    """Concatenates activations along the sharded dim."""
     x = given[0]
     for after in given[1:]:
         x = _one_behind(x, after, dim)
@@ -350,7 +347,6 @@ def _pixel_shuffle(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def given_of(given: Sequence[Any], kwargs: dict[str, Any], *names: tuple[str, Any]) -> list[Any]:
-    """Returns arguments by position or by name."""
     found = [kwargs.get(name, default) for name, default in names]
     found[: len(given)] = given
     return found

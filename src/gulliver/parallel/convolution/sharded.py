@@ -1,13 +1,13 @@
-"""A tensor subclass that holds a part of an activation, with which modules run unchanged.
+"""A tensor subclass that stores one shard of an activation and lets modules run unchanged.
 
-`Sharded` is a tensor with the full shape (in a stream: that of all frames so far) and the elements
-of a part along one dim. Torch passes every function called with one to `HANDLERS`: each computes
-the function on the part, and fetches what it needs from elsewhere. So a module's own forward runs
+A `Sharded` tensor has the full shape (in a stream: the shape of all frames up to now) and stores
+the elements of one shard along one dim. Torch dispatches functions of it to `HANDLERS`; a handler
+computes the function on the shard and fetches missing elements. So a module's own forward runs
 unchanged over several ranks, or over one segment of time after another. A function without a
-handler is rejected, so nothing is computed approximately.
+handler raises an error, so no result is approximate.
 
-The *holder* provides the rest: `Ranks` (`ranks.py`) exchanges with other ranks, `FrameStream`
-    (`stream.py`) keeps frames of earlier calls.
+The *holder* moves the data: `Ranks` (`ranks.py`) exchanges with other ranks, `FrameStream`
+(`stream.py`) caches frames of earlier calls.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from gulliver.parallel.convolution.chunked import SlidingWindow
 
 Handler = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 HANDLERS: dict[str, Handler] = {}
-"""Meaning of a function for a part, by its name in torch."""
+"""Implementation of each torch function on a shard, by the function's name."""
 
 _WHOLE = (
     "shape ndim dtype layout is_sparse is_quantized is_nested dim size numel nelement element_size "
     "is_floating_point is_complex len hash itemsize"
 )
 OF_WHOLE = frozenset(_WHOLE.split())
-"""Attributes of the full tensor, which the shell has."""
+"""Attributes that describe the full tensor."""
 
 _PART = "requires_grad device is_cuda is_cpu is_meta is_xpu is_mps grad_fn"
 OF_PART = frozenset(_PART.split())
-"""Attributes of the part."""
+"""Attributes that describe the local shard."""
 
 IN_PLACE = frozenset(["iadd", "isub", "imul", "itruediv", "idiv"])
 """Operators that work in place, in addition to functions whose names end with ``_``."""
@@ -54,7 +54,7 @@ ALIASING = frozenset(_ALIASING.split())
 
 @dataclass(frozen=True)
 class ShardedDim:
-    """The sharded dim, and its part sizes."""
+    """The sharded dim and the sizes of its shards."""
 
     dim: int  # Dim of the whole, counted from the front
     sizes: tuple[int, ...]  # Positions that each part has
@@ -67,16 +67,15 @@ class ShardedDim:
 
     @property
     def length(self) -> int:
-        """Length of the full dim."""
         return self.outer * self.extent * self.inner
 
     def resized(self, sizes: Sequence[int], times: int = 1) -> ShardedDim:
-        """Returns the sharded dim with other sizes, or with repeated positions."""
+        """Returns the sharded dim with other sizes, or with positions repeated `times` times."""
         return replace(self, sizes=tuple(size * times for size in sizes))
 
 
 class PartLayout(ABC):
-    """The layout of the parts, and how they exchange data."""
+    """The sharding of an activation, and how its shards exchange data."""
 
     rank: int  # Number of the part that is held here
     where: str  # Kind of the parts, for messages
@@ -87,23 +86,20 @@ class PartLayout(ABC):
 
     @abstractmethod
     def rows(self, x: Sharded, window: SlidingWindow, after: int, key: Key) -> tuple[Rows, Sizes]:
-        """Returns the input of this part's windows, and the sizes of the output parts."""
+        """Returns the input of this shard's windows, and the sizes of the output shards."""
 
     @abstractmethod
-    def whole(self, x: Sharded, key: Key) -> Tensor:
-        """Returns all positions so far."""
+    def whole(self, x: Sharded, key: Key) -> Tensor: ...
 
     @abstractmethod
-    def align(self, parts: Sequence[Sharded], key: Key) -> list[Sharded]:
-        """Returns activations of one extent in the same sharding."""
+    def align(self, parts: Sequence[Sharded], key: Key) -> list[Sharded]: ...
 
     @abstractmethod
     def at_ends(self, x: Sharded, before: int, after: int, mode: str) -> tuple[int, int]:
         """Returns the padding to apply now, before the first position and after the last."""
 
     @abstractmethod
-    def statistics(self, x: Sharded, own: Statistics, key: Key) -> Statistics:
-        """Merges the statistics of all parts."""
+    def statistics(self, x: Sharded, own: Statistics, key: Key) -> Statistics: ...
 
 
 Sizes = tuple[int, ...]
@@ -114,7 +110,7 @@ Statistics = tuple[float, Tensor, Tensor]
 
 @dataclass
 class Rows:
-    """Adjacent positions along one dim, in pieces that need not be copied together."""
+    """Adjacent positions along one dim, stored in several tensors to avoid copies."""
 
     parts: list[Tensor]  # Tensors, one after the other; at least one
     start: int
@@ -123,7 +119,6 @@ class Rows:
     outputs: Interval  # Outputs that they are for
 
     def take(self, start: int, stop: int, value: float = 0.0) -> Tensor:
-        """Returns some positions, filling those outside with a value."""
         if start >= stop:
             # Part of the graph, so that backward sends the same messages on all ranks.
             return torch.cat([part.narrow(self.dim, 0, 0) for part in self.parts], self.dim)
@@ -141,7 +136,7 @@ class Rows:
         return taken[0] if len(taken) == 1 else torch.cat(taken, self.dim)
 
     def all(self, span: int, value: float = 0.0) -> Tensor:
-        """Returns all wanted positions, or one window in the graph if none are wanted."""
+        """Returns all requested positions; if none are, one filled window of the graph."""
         if self.outputs[0] == self.outputs[1]:
             return torch.cat([self.take(0, 0), self._filled(span, value)], self.dim)
         return self.take(*self.wanted, value)
@@ -153,7 +148,7 @@ class Rows:
 
 
 class Sharded(Tensor):
-    """An activation of which this process holds a part."""
+    """An activation of which this process stores one shard."""
 
     local: Tensor
     cut: ShardedDim
@@ -162,7 +157,6 @@ class Sharded(Tensor):
 
     @staticmethod
     def __new__(cls, local: Tensor, cut: ShardedDim, holder: PartLayout) -> Sharded:
-        """Creates the shell with the full shape."""
         if cut.outer == 1 and cut.inner > 1:
             cut = ShardedDim(cut.dim, tuple(size * cut.inner for size in cut.sizes))
         shape = list(local.shape)
@@ -182,7 +176,6 @@ class Sharded(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Passes a function to its handler."""
         name, kwargs = func.__name__, kwargs or {}
         if name == "__get__":
             name = func.__self__.__name__
@@ -216,7 +209,7 @@ _NOT_IN_PLACE = "call the function that returns a new tensor"
 
 
 def _keep_gradients(name: str, x: Sharded, given: Any) -> None:
-    """Rejects computation without autograd inside a trained module."""
+    """Rejects computation without autograd inside a trained module; see the note."""
     # [Note: autograd off inside of a module] A shell has no graph of its own: that of the local
     # tensors is made by the functions themselves. What an autograd.Function or a reentrant
     # checkpoint computes with a shell is in no graph at all, and its backward would never be
@@ -235,14 +228,13 @@ def _keep_gradients(name: str, x: Sharded, given: Any) -> None:
 
 
 def in_place(func: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether a function writes to its first argument."""
     name = func.__name__
     by_name = name.endswith("_") and not name.endswith("__")
     return by_name or name.strip("_") in IN_PLACE or bool(kwargs.get("inplace"))
 
 
 def _written(func: Any, name: str, x: Sharded, args: Any, kwargs: Any) -> Sharded | None:
-    """Returns the activation that a function writes to; rejects those with views."""
+    """Returns the activation that a function writes in place; rejects it if it may have views."""
     # Some views of a part are views, others copies (a slice along the cut dim is fetched from other
     # ranks), so what a write changes elsewhere is not what it changes in the whole.
     target = args[0] if in_place(func, kwargs) else None
@@ -256,14 +248,12 @@ def _is_aliased(target: Any) -> bool:
 
 
 def _of_messages(error: BaseException) -> bool:
-    """Whether an error came from the communication between ranks."""
+    """Whether an error was raised by communication between ranks."""
     frames = traceback.walk_tb(error.__traceback__)
     return any(str(f.f_globals.get("__name__")).startswith("gulliver.comm") for f, _ in frames)
 
 
 def handles(*names: str) -> Callable[[Handler], Handler]:
-    """Registers a handler under the names of torch's functions."""
-
     def register(handler: Handler) -> Handler:
         HANDLERS.update(dict.fromkeys(names, handler))
         return handler
@@ -272,21 +262,18 @@ def handles(*names: str) -> Callable[[Handler], Handler]:
 
 
 def reject(what: str, x: Sharded, right: str = "", cause: BaseException | None = None) -> NoReturn:
-    """Raises an error about an operation that cannot be exact."""
-    fix = right or "leave this module plain, or cut another dim"
+    fix = right or "do not shard this module, or shard another dim"
     raise GulliverError(
-        f"{what} of an activation {tuple(x.shape)} whose dim {x.cut.dim} is cut over "
+        f"{what} of an activation {tuple(x.shape)} whose dim {x.cut.dim} is sharded over "
         f"{x.holder.where} is not supported: {fix}"
     ) from cause
 
 
 def first(args: Any, kwargs: Any = None) -> Sharded:
-    """Returns the first part among arguments."""
     return parts_in((args, kwargs or {}))[0]
 
 
 def parts_in(values: Any) -> list[Sharded]:
-    """Returns the parts in nested arguments, in order."""
     if isinstance(values, Sharded):
         return [values]
     if isinstance(values, dict):
@@ -297,7 +284,6 @@ def parts_in(values: Any) -> list[Sharded]:
 
 
 def locals_of(values: Any, change: Callable[[Any], Any]) -> Any:
-    """Returns nested arguments with tensors replaced."""
     if isinstance(values, Tensor):
         return change(values)
     if isinstance(values, dict):
@@ -308,27 +294,24 @@ def locals_of(values: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def like(x: Sharded, local: Tensor, cut: ShardedDim | None = None) -> Sharded:
-    """Returns a part with the holder of another."""
     return Sharded(local, cut or x.cut, x.holder)
 
 
 def is_plain(x: Sharded) -> bool:
-    """Whether the sharded dim is not merged with others."""
     return x.cut.outer == x.cut.inner == 1
 
 
 def opened(local: Tensor, cut: ShardedDim, held: int) -> Tensor:
-    """Splits the sharded dim into its three factors, with positions at ``cut.dim + 1``."""
+    """Unflattens the sharded dim into its three factors; positions are at ``cut.dim + 1``."""
     return local.unflatten(cut.dim, (cut.outer, held, cut.inner))
 
 
 def own_run(x: Sharded) -> Interval:
-    """Returns the local positions."""
     return intervals(x.cut.sizes)[x.holder.rank]
 
 
 def own_of(whole: Tensor, cut: ShardedDim, holder: PartLayout) -> Tensor:
-    """Returns the local part of a full tensor, as a view if nothing is outside."""
+    """Returns the local shard of a full tensor; a view if the dim is not merged."""
     start, stop = intervals(cut.sizes)[holder.rank]
     parts = opened(whole, cut, cut.extent).narrow(cut.dim + 1, start, stop - start)
     return parts.flatten(cut.dim, cut.dim + 2)

@@ -3,16 +3,16 @@
     shared = share_autoencoder(autoencoder, mesh["vae"])
     video = autoencoder.decode(latents)                        # all ranks call, all get the result
     loss(video).backward()
-    shared.sum_gradients()                                     # each rank had a partial sum
+    shared.sum_gradients()                                     # each rank has a partial sum
     shared.off()
 
-`samples` distributes full clips over the ranks. `height`, `width` and `time` shard activations into
-runs of rows, columns or frames: convolutions fetch the halo from their neighbours, norms merge
+`samples` distributes full clips over the ranks. `height`, `width` and `time` give each rank
+consecutive rows, columns or frames: convolutions fetch the halo from their neighbours, norms merge
 statistics, attention gathers keys and values.
 
 All ranks call the networks with the same input. The output is gathered on all ranks; its gradient
 is assumed equal on all of them, and each propagates its own part. The input's gradient is gathered
-too, so sharded networks can follow each other, sharded along different dims. Gradients of
+too, so sharded networks can be chained, each along its own dim. Gradients of
 parameters are partial sums, which `sum_gradients` adds up over the ranks.
 """
 
@@ -41,7 +41,7 @@ DIMS: dict[str, int] = {"samples": 0, "height": -2, "width": -1, "time": -3}
 
 @dataclass
 class SharedNetworks:
-    """Networks that are sharded over a group of ranks; `off` restores them."""
+    """Networks that are sharded over a process group; `off` restores them."""
 
     rank_group: RankGroup
     dim: str  # Dim that is cut, or "auto"
@@ -51,13 +51,11 @@ class SharedNetworks:
     _networks: list[Any] = field(default_factory=list)
 
     def add(self, network: nn.Module, dims: dict[str, int], name: str) -> None:
-        """Shards a network over the ranks."""
         plain = network.forward
         network.forward = partial(self._forward, network, plain, dims, name)
         self._networks.append(network)
 
     def off(self) -> None:
-        """Restores the networks on every rank."""
         for network in self._networks:
             vars(network).pop("forward", None)
         self._networks = []
@@ -124,13 +122,13 @@ def share_autoencoder(
     """Shards an autoencoder over a group of ranks, in place (collective).
 
     Args:
-        autoencoder: module with `networks`, or with `encoder` and `decoder`, such as ours and
-            diffusers'; or any other module made of convolutions, norms, resampling and attention,
-            which is then sharded as one network.
-        mesh: one-dimensional mesh, or rank group; None is the whole world.
-        dim: "samples", "height", "width", "time"; or "auto": samples if there are as many as ranks,
-            otherwise the longer of height and width.
-        show: function called with a description of every choice.
+        autoencoder: Gulliver or diffusers autoencoder, a module with `networks` or with `encoder`
+            and `decoder`; any other module made of convolutions, norms, resampling and attention is
+            sharded as one network.
+        mesh: one-dimensional mesh, or rank group; None for all ranks.
+        dim: "samples", "height", "width", "time"; or "auto": samples if there are at least as many
+            as ranks, otherwise the longer of height and width.
+        show: called with a description of each choice.
 
     Raises:
         GulliverError: an unknown dim, a mesh of several dims, or an autoencoder that is already
@@ -142,7 +140,9 @@ def share_autoencoder(
     own = DIMS | getattr(autoencoder, "input_dims", {})
     networks = networks_of(autoencoder)
     if any("forward" in vars(part) for part in networks.values()):
-        raise GulliverError("this autoencoder is shared already: call off() of that first")
+        raise GulliverError(
+            "this autoencoder is already shared; first call off() of its SharedNetworks"
+        )
     if shared.rank_group.size > 1:
         for name, part in networks.items():
             shared.add(part, own, name)
@@ -150,7 +150,7 @@ def share_autoencoder(
 
 
 def given(x: Tensor, dim: int, ranks: Ranks) -> Sharded:
-    """Returns this rank's part of a replicated tensor; gathers its gradient."""
+    """Returns this rank's shard of a replicated tensor; backward gathers the gradient."""
     part = ranks.shard(x, dim)
     if torch.is_grad_enabled() and x.requires_grad:
         part.local = _Given.apply(x, part.cut, ranks)
@@ -171,7 +171,7 @@ class _Given(torch.autograd.Function):
 
 
 def gathered(x: Sharded) -> Tensor:
-    """Gathers the full tensor; each rank keeps its part of the gradient."""
+    """Gathers the full tensor; backward keeps this rank's shard of the gradient."""
     return _Gathered.apply(x.local, x)
 
 

@@ -5,18 +5,17 @@
     for video in stream_decode(autoencoder, latents):
         ...
 
-The network's own forward runs over one segment of frames after another. Its input has the shape of
-all frames so far, but holds only the new ones; every convolution in time keeps its last frames
+The network's own forward runs on one segment of frames at a time. Its input has the shape of all
+frames up to now, but stores only the new ones; every convolution in time keeps its last frames
 (`FrameStream.rows`), so each output frame is computed once, from the same frames as in the full
-clip. The first and the last segment are padded like the clip. A layer with a remainder (a
-downsampling) keeps it for later.
+clip. The first and the last segment are padded like the clip. A downsampling layer keeps leftover
+frames for the next segment.
 
 Group norms over time are special: their statistics depend on later frames. ``norms="passes"`` runs
-    through the clip once per norm, in order: given the statistics of all earlier norms, those of
-    the next one can be computed. That is exact in constant memory; N norms cost about N / 2 full
-    runs. Without it they are rejected.
+    through the clip once per norm, because a norm's statistics depend on all earlier norms. That is
+exact in constant memory; N norms cost about N / 2 full runs. By default such norms raise an error.
 
-Attention of the middle block must be per frame or causal, in which case keys and values are kept.
+Attention in the middle block must be per frame or causal; causal attention caches keys and values.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ def stream_encode(
     """Encodes one clip, segment by segment.
 
     Args:
-        autoencoder: one of ours, or of diffusers' (returns the output of `encoder` and
+        autoencoder: Gulliver or diffusers autoencoder (yields the output of `encoder` and
             `quant_conv`: concatenated mean and log-variance).
         clips: segments ``[batch, channels, frames, height, width]`` of any lengths; a function that
             returns them if `norms` needs several passes.
@@ -68,7 +67,7 @@ def stream_encode(
         frames: number of frames of the clip if not 4 k + 1, for autoencoders that pad it.
 
     Yields:
-        Latents of the frames so far, as they become known.
+        Latents, as soon as the frames they depend on have arrived.
 
     Raises:
         GulliverError: a layer needs later frames.
@@ -101,8 +100,8 @@ def stream_module(
     if norms == "passes":
         if not callable(clips):
             raise GulliverError(
-                "norms='passes' reads the clip several times: pass a function that returns its "
-                "stretches, such as lambda: clip.split(16, dim=2)"
+                "norms='passes' reads the clip several times; pass a function that returns its "
+                "chunks, such as lambda: clip.split(16, dim=2)"
             )
         while _count(network, clips, dim, counted):
             if torch.is_grad_enabled():
@@ -122,7 +121,7 @@ def _streamed(network: Any, clips: Clips, stream: FrameStream, dim: int) -> Iter
 
 
 def _count(network: Any, clips: Any, dim: int, counted: dict[Any, Any]) -> bool:
-    """Accumulates the statistics of the first unknown norm; returns whether there is one."""
+    """Computes the statistics of the first norm that lacks them; False if all are known."""
     stream = FrameStream(counted, counting=True)
     with torch.no_grad(), without_masks(network):
         for part, final in with_last(clips()):
@@ -134,7 +133,6 @@ def _count(network: Any, clips: Any, dim: int, counted: dict[Any, Any]) -> bool:
 
 
 def with_last(parts: Iterable[Tensor]) -> Iterator[tuple[Tensor, bool]]:
-    """Yields each part and whether it is the last."""
     before = None
     for part in parts:
         if before is not None:
@@ -146,16 +144,16 @@ def with_last(parts: Iterable[Tensor]) -> Iterator[tuple[Tensor, bool]]:
 
 
 class _Starved(Exception):
-    """Raised when a layer has no output yet, so the segment is rerun with the next one."""
+    """A layer needs more frames for its first output; the segment is rerun with the next one."""
 
 
 class _Counted(Exception):
-    """Raised when a segment's statistics are counted, because later layers need all of them."""
+    """Ends the run of a segment once a norm's statistics are recorded."""
 
 
 @dataclass
 class RowCache:
-    """Rows that a layer carries between segments."""
+    """Input frames that a layer keeps for the next segment."""
 
     window: SlidingWindow
     done: int = 0  # Outputs that were given
@@ -168,7 +166,7 @@ Kept = RowCache | list[RowCache] | Tensor
 
 
 class FrameStream(PartLayout):
-    """Parts of an activation in time: part 0 is earlier frames, part 1 new ones."""
+    """Layout of a stream: part 0 is the frames seen before, part 1 the new ones."""
 
     rank = 1
     where = "time"
@@ -190,7 +188,6 @@ class FrameStream(PartLayout):
         self.waiting: Tensor | None = None
 
     def with_kept(self, kept: dict[Any, Any], waiting: Tensor | None) -> FrameStream:
-        """Returns a copy of the stream with other carried tensors."""
         other = FrameStream(self.counted, self.counting)
         other.kept, other.waiting, other._past = kept, waiting, self._past
         return other
@@ -219,7 +216,7 @@ class FrameStream(PartLayout):
         return made
 
     def rows(self, x: Sharded, window: SlidingWindow, after: int, key: Key) -> tuple[Rows, Sizes]:
-        """Prepends carried frames to new ones, and keeps those that later outputs need."""
+        """Prepends cached frames to new ones, and caches frames that later outputs need."""
         name = self._name(key)
         kept = self.kept.get(name) or RowCache(window)
         if kept.window != window:
@@ -243,11 +240,11 @@ class FrameStream(PartLayout):
         )
 
     def wait(self) -> None:
-        """Requests the next segment, because one position could be any factor of a merged dim."""
+        """Requests the next segment, as one frame does not determine a merged dim's factors."""
         raise _Starved
 
     def whole(self, x: Sharded, key: Key) -> Tensor:
-        """Returns all frames so far, and keeps them."""
+        """Returns all frames up to now, and caches them."""
         name = self._name(key)
         if x.cut.outer != 1:
             reject("attention over a merged dim", x)
@@ -257,7 +254,7 @@ class FrameStream(PartLayout):
         return local
 
     def align(self, parts: Sequence[Sharded], key: Key) -> list[Sharded]:
-        """Delays activations that are ahead of others, as layers may need later frames."""
+        """Truncates activations to the frames that all of them have, and caches the rest."""
         if len({part.cut.sizes for part in parts}) == 1:
             return list(parts)
         name = self._name(key)
@@ -281,11 +278,10 @@ class FrameStream(PartLayout):
     def at_ends(self, x: Sharded, before: int, after: int, mode: str) -> tuple[int, int]:
         """Returns the padding at the start, and at the end once the last frame is known."""
         if after and self.final and not x.local.shape[x.cut.dim]:
-            reject("padding after the last frame", x, "end with a longer stretch")
+            reject("padding after the last frame", x, "end with a longer segment")
         return before, after if self.final else 0
 
     def statistics(self, x: Sharded, own: Statistics, key: Key) -> Statistics:
-        """Returns counted statistics."""
         name = self._name(key)
         if name in self.counted:
             if self.graded:
@@ -301,13 +297,12 @@ class FrameStream(PartLayout):
         raise _Counted
 
     def _name(self, key: Key) -> tuple[Key, int]:
-        """Returns an operation's name; layers run in the same order in every segment."""
+        """Returns the cache key of an operation; operations run in the same order every time."""
         number = self._seen.get(key, 0)
         self._seen[key] = number + 1
         return key, number
 
     def _joined(self, x: Sharded, tail: Tensor | None, start: int) -> tuple[Tensor, int, int]:
-        """Returns carried and new frames, and their first and end positions."""
         past, new = x.cut.sizes
         if tail is None:
             return x.local, past, past + new
@@ -361,7 +356,6 @@ def stream_trained(
 def _segment(
     network: Callable[[Tensor], Tensor], before: FrameStream, part: Tensor, dim: int, final: bool
 ) -> tuple[FrameStream, Tensor | None]:
-    """Runs one segment; returns the next stream and the output."""
     after: list[FrameStream | None] = []
 
     def run(part: Tensor, *tails: Tensor) -> tuple[Tensor | None, ...]:
@@ -381,7 +375,7 @@ def _segment(
 
 
 def tails_of(stream: FrameStream) -> list[Tensor]:
-    """Returns the frames that a stream's layers carry, and delayed ones."""
+    """Returns the cached and the delayed frames of a stream, as a list."""
     waiting = [] if stream.waiting is None else [stream.waiting]
     return [tail for kept in stream.kept.values() for tail in _tails(kept)] + waiting
 
@@ -395,7 +389,6 @@ def _tails(kept: Kept) -> list[Tensor]:
 
 
 def _with_tails(stream: FrameStream, tails: Iterator[Tensor]) -> FrameStream:
-    """Returns a copy of a stream with other tensors in place of `tails_of`."""
     kept = {name: _refilled(value, tails) for name, value in stream.kept.items()}
     waiting = None if stream.waiting is None else next(tails)
     return stream.with_kept(kept, waiting)

@@ -1,7 +1,7 @@
-"""Pipeline parallelism: a model's blocks split into stages, through which micro-batches run.
+"""Pipeline parallelism: splits a model's blocks into stages and runs micro-batches through them.
 
-`stack` finds the blocks and splits them, `stage` creates a stage in place, `stage_forward` runs a
-forward on it, `runner` adapts it to torch's schedules, and `pipeline` runs a step.
+`stack` finds and splits the blocks, `stage` creates a stage in place, `stage_forward` runs its
+forward, `runner` adapts it to torch's schedules, and `pipeline` runs a step.
 """
 
 from typing import TYPE_CHECKING

@@ -19,7 +19,7 @@ from gulliver.errors import GulliverError, nearest
 from gulliver.families.loss import ModelLoss
 
 IGNORED = -100
-"""The label that Hugging Face's losses leave out."""
+"""Label that Hugging Face losses ignore."""
 
 WEIGHTS = ("samples", "labels", "shifted_labels")
 Batch = Mapping[str, Any] | Sequence[Any] | Tensor
@@ -31,25 +31,23 @@ Batch = Mapping[str, Any] | Sequence[Any] | Tensor
 # linear in the loss, weighting each loss before its backward makes them exact, too.
 @dataclass(frozen=True)
 class MicroBatch:
-    """Some of the samples of a batch."""
+    """A subset of a batch's samples."""
 
     given: Any  # Samples in the form of the batch, for the criterion
     samples: int  # Number of samples; 0 where nobody cut it from a batch
 
     @property
     def args(self) -> tuple[Any, ...]:
-        """Positional arguments of the model."""
         if isinstance(self.given, Mapping):
             return ()
         return (self.given,) if isinstance(self.given, Tensor) else tuple(self.given)
 
     @property
     def kwargs(self) -> dict[str, Any]:
-        """Keyword arguments of the model."""
         return dict(self.given) if isinstance(self.given, Mapping) else {}
 
     def shapes(self) -> str:
-        """Returns a string that is equal for micro-batches that send equal shapes."""
+        """Returns a string that is equal for micro-batches with equal message shapes."""
         return ";".join(f"{p}:{_shape(v)}" for p, v in leaves(self.given))
 
 
@@ -60,15 +58,15 @@ def _shape(value: Any) -> str:
 
 
 def split(batch: Batch, parts: int) -> list[MicroBatch]:
-    """Splits a batch into micro-batches."""
+    """Splits a batch into micro-batches along dim 0."""
     rows = {path: len(v) for path, v in leaves(batch) if isinstance(v, Tensor) and v.ndim > 0}
     if not rows:
-        raise GulliverError("the batch has no tensor to cut into micro-batches along dim 0")
+        raise GulliverError("the batch has no tensor to split into micro-batches along dim 0")
     path, samples = max(rows.items(), key=lambda entry: entry[1])
     for other, count in rows.items():
         if count not in (1, samples):
             raise GulliverError(
-                f"{other!r} of the batch has {count} rows where {path!r} has {samples}: tensors "
+                f"{other!r} of the batch has {count} rows, but {path!r} has {samples}: tensors "
                 "are split along dim 0, so each needs one row per sample, or one row"
             )
     if samples < parts:
@@ -95,7 +93,6 @@ def _rows(value: Any, start: int, stop: int, samples: int) -> Any:
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields all leaves of nested mappings and lists with their paths."""
     if isinstance(value, Mapping):
         for key in value:
             yield from leaves(value[key], f"{path}.{key}" if path else str(key))
@@ -108,7 +105,7 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 @dataclass(frozen=True)
 class Weights:
-    """The weight of each micro-batch's loss in the batch's loss."""
+    """Weights of the micro-batches' losses in the batch's loss."""
 
     own: list[float]  # Weights of the loss that the model computes itself
     # Weights of a criterion's loss; None: not known, as it may count otherwise than the model.
@@ -127,7 +124,6 @@ def weigh(
     own: ModelLoss | None,
     criterion: bool = False,
 ) -> Weights:
-    """Returns the weight of each micro-batch's loss."""
     samples = _normal([float(micro.samples) for micro in micros])
     found = _said(micros, by, samples)
     given = found or (samples if _even(micros, samples) else None)
@@ -140,7 +136,7 @@ def weigh(
             if not criterion:
                 raise GulliverError(
                     "it is unknown whether the model's own loss divides by num_items_in_batch: "
-                    "leave it out of a pipeline's batch"
+                    "remove it from the batch of a pipeline"
                 )
             own = None
     if found is not None:
@@ -155,7 +151,6 @@ def weigh(
 def _said(
     micros: Sequence[MicroBatch], by: str | Callable[[Any], float] | None, samples: list[float]
 ) -> list[float] | None:
-    """Returns the user's weights; None to choose them."""
     if by is None or by == "samples":
         return None if by is None else samples
     if callable(by):
@@ -164,12 +159,12 @@ def _said(
         raise GulliverError(f"weight={by!r} is not known: {nearest(by, WEIGHTS)}")
     counts = _label_counts(micros, "labels", shifted=by == "shifted_labels")
     if counts is None:
-        raise GulliverError(f"weight={by!r} needs integer labels in the batch, by that name")
+        raise GulliverError(f"weight={by!r} needs integer labels of that name in the batch")
     return _normal(counts)
 
 
 def _even(micros: Sequence[MicroBatch], samples: list[float], masks: bool = False) -> bool:
-    """Whether everything that a loss may count is split in proportion to the samples."""
+    """Whether labels, masks and samples are split in the same proportions."""
     given = micros[0].given
     names = [n for n in given if isinstance(n, str)] if isinstance(given, Mapping) else []
     for name in names:
@@ -184,7 +179,7 @@ def _even(micros: Sequence[MicroBatch], samples: list[float], masks: bool = Fals
 
 
 def _counts_of(micros: Sequence[MicroBatch], own: ModelLoss) -> list[float]:
-    """Returns how many labels the model's loss counts; samples if they are not classes."""
+    """Returns the numbers of labels that the model's loss averages over, or of samples."""
     given = micros[0].given
     ignored = given.get("ignore_index", IGNORED) if isinstance(given, Mapping) else IGNORED
     aligned = own.shifted and isinstance(given, Mapping) and given.get("shift_labels") is not None
@@ -196,7 +191,7 @@ def _counts_of(micros: Sequence[MicroBatch], own: ModelLoss) -> list[float]:
 def _label_counts(
     micros: Sequence[MicroBatch], name: str, shifted: bool, ignored: int = IGNORED
 ) -> list[float] | None:
-    """Returns each micro-batch's number of counted labels; None without integers."""
+    """Returns each micro-batch's number of counted labels; None for non-integer labels."""
     counts = []
     for micro in micros:
         labels = micro.given.get(name) if isinstance(micro.given, Mapping) else None
@@ -224,7 +219,6 @@ def _close(first: Sequence[float], second: Sequence[float]) -> bool:
 
 
 def merge(outputs: Sequence[Any], weights: Sequence[float]) -> Any:
-    """Merges the outputs of micro-batches into those of the batch."""
     # Tensors are joined along dim 0; numbers of no dim, as losses are, are averaged by the weights;
     # of what is no tensor nothing is kept.
     first = outputs[0]
@@ -250,7 +244,7 @@ Criterion = Callable[[Any, Any], Tensor]
 
 
 class Losses:
-    """Collects weighted losses of micro-batches from the last stage."""
+    """Accumulates the weighted losses of micro-batches on the last stage."""
 
     def __init__(
         self,
@@ -267,7 +261,6 @@ class Losses:
 
     @property
     def given(self) -> list[float] | None:
-        """Weights of a criterion's losses; None if unknown."""
         return self._weights.given
 
     def __call__(self, output: Any, number: Tensor) -> Tensor:
@@ -282,7 +275,6 @@ class Losses:
         return term * self._scale if self._scale != 1 else term
 
     def _of(self, output: Any, given: Any) -> tuple[Tensor | None, list[float]]:
-        """Returns a micro-batch's loss, and the weights of all of them."""
         own = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
         if isinstance(output, Tensor) and not output.ndim:  # as `own_loss` has it without stages
             own = output
@@ -298,16 +290,15 @@ class Losses:
         if weights is None:
             self.uncounted, weights = True, self._weights.own
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise GulliverError("a criterion returns one number, the mean over a micro-batch")
+            raise GulliverError("a criterion must return a scalar, the mean over a micro-batch")
         return loss, weights
 
     def total(self) -> Tensor | None:
-        """Returns the batch's loss; None without one."""
         return torch.stack(self._terms).sum() if self._terms else None
 
 
 def _nothing(output: Any, loss: Tensor) -> Tensor:
-    """Returns a zero loss, with zero gradients for everything in the output."""
+    """Returns a zero loss with zero gradients for all tensors of the output."""
     # Not a constant: the schedule calls its backward, and earlier stages wait for gradients.
     values = output.values() if isinstance(output, dict) else output
     entries = [output] if isinstance(output, Tensor) else [v for v in values if v is not None]
@@ -329,7 +320,7 @@ def _nothing(output: Any, loss: Tensor) -> Tensor:
 
 PLAIN = (bool, int, float, str)
 SAMPLED = 2**20
-"""Bytes looked at of a large tensor, spread over it evenly."""
+"""Bytes of a large tensor that are hashed, evenly spaced."""
 
 
 def compare_batches(
@@ -362,7 +353,6 @@ def compare_batches(
 def _gathered(
     seen: int, state: int, rank_group: RankGroup, device: torch.device
 ) -> dict[int, list[int]]:
-    """Gathers two numbers of each rank of a group."""
     own = torch.tensor([seen, state], dtype=torch.int64, device=device)
     found = torch.empty(2 * rank_group.size, dtype=torch.int64, device=device)
     all_gather(found, own, rank_group.process_group)
@@ -371,7 +361,6 @@ def _gathered(
 
 
 def digest(batch: Any) -> int:
-    """Returns a number that is equal for equal batches."""
     seen = hashlib.blake2b(digest_size=7)
     for path, value in leaves(batch):
         seen.update(path.encode())

@@ -1,9 +1,9 @@
 """Runs batches through the stages of a pipeline.
 
 `Pipeline.run` is one step: compare the batch over ranks and split it into micro-batches
-(`batches.py`), let torch's schedule run them through this rank's stages (`runner.py`), broadcast
-the loss. Gradients accumulate in the parameters as in a single backward; the caller then sums tied
-ones (`Stage.sum_tied`).
+(`batches.py`), run them through this rank's stages with torch's schedule (`runner.py`), broadcast
+the loss. Gradients accumulate in the parameters as in a single backward; the caller then sums those
+of tied parameters (`Stage.sum_tied`).
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from gulliver.parallel.pipeline.stage import Stage
 LOSSES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 OF_ALL = ("output_hidden_states", "output_attentions")
 ANY_COUNT = ("1f1b", "gpipe")
-"""Schedules of which one is made for each number of micro-batches."""
+"""Schedules that support any number of micro-batches; each number needs its own object."""
 UNCOUNTED = 0
-"""Number of samples assumed for a micro-batch that is run unchanged."""
+"""Number of samples passed for a micro-batch that is not split from a batch."""
 
 
 class Pipeline:
@@ -55,16 +55,16 @@ class Pipeline:
         style: name of the schedule, ``gpipe``, ``1f1b``, ``interleaved``, ``zero_bubble``, ``zbv``
             or ``dualpipev``.
         micro_batches: number of micro-batches per batch; None for two per stage.
-        call: function to call instead of the model, for instance under autocast.
-        readers: returns the rank groups that must read the same batch, the first with all ranks of
-            the pipeline; None for the pipeline's group.
-        check_batch: whether to compare their batches at every run.
-        look: function called with each batch once all ranks have the same; it may reject it.
-        before: function called before each forward with the index of its first sample and its
+        call: function to call instead of the model, such as one with autocast.
+        readers: function that returns the rank groups that must read the same batch; the first has
+            all ranks of the pipeline. None for the pipeline's group.
+        check_batch: compare the batches of these ranks in every run.
+        look: function called with each batch after the comparison; it may raise.
+        before: function called before each forward with the index of its first sample and the
             number of samples.
 
     Raises:
-        GulliverError: an unknown style, or a number of micro-batches that it does not support.
+        GulliverError: the style is unknown, or does not support the number of micro-batches.
     """
 
     def __init__(
@@ -93,7 +93,6 @@ class Pipeline:
 
     @property
     def model(self) -> nn.Module:
-        """This rank's part of the model."""
         return self.stage.model
 
     def run(
@@ -110,17 +109,17 @@ class Pipeline:
         """Runs one batch, forward and (unless `forward_only`) backward.
 
         Args:
-            batch: the same on all ranks: keyword arguments of the model, positional ones, or one
-                tensor, split along dim 0.
+            batch: the model's arguments, the same on all ranks: a mapping of keyword arguments, a
+                sequence of positional ones, or a tensor. Tensors are split along dim 0.
             criterion: loss function of the model's outputs and the micro-batch, a mean over its
-                samples; None takes the model's own loss.
-            forward_only: whether to evaluate without gradients; the loss is None without a
-                criterion or a loss computed by the model.
-            return_loss: whether to broadcast the loss to all ranks.
-            return_outputs: whether to return the outputs, on the rank of the last stage.
-            weight: unit that the loss is a mean over, if not samples: ``labels``,
-                ``shifted_labels``, or a function of a micro-batch that counts it. None determines
-                it for the model's own loss.
+                samples; None for the model's own loss.
+            forward_only: evaluate without gradients; the loss is None if neither criterion nor
+                model computes one.
+            return_loss: broadcast the loss to all ranks.
+            return_outputs: return the outputs, on the rank of the last stage.
+            weight: unit that the loss averages over, if not samples: ``labels``,
+                ``shifted_labels``, or a function that counts it in a micro-batch. None detects it
+                for the model's own loss.
             scale: factor of the losses before backward, as in a gradient scaler; not included in
                 the result.
 
@@ -129,7 +128,7 @@ class Pipeline:
             the last stage.
 
         Raises:
-            GulliverError: a rank reads another batch; too few samples; a rank of the pipeline is
+            GulliverError: ranks have different batches, the batch has too few samples, or a rank is
                 lost.
         """
         # A message that is awaited from a rank that failed never comes, so a failure is final.
@@ -161,21 +160,22 @@ class Pipeline:
     ) -> Tensor | None:
         """Runs forward and backward of batches of any shapes, each as one micro-batch.
 
-        With too few for the schedule, all forwards run before all backwards.
+        With too few batches for the schedule, all forwards run before all backwards.
 
         Args:
             batches: micro-batches, the same on all ranks.
-            factors: factor of the loss of each; nothing is normalized.
+            factors: factor of each batch's loss; losses are not normalized.
             criterion: loss function, as in `run`.
             scale: factor of the losses before backward, as in `run`.
             before: function called before each forward with the index of its micro-batch.
-            state: text for anything else that the shapes between stages depend on.
+            state: text that changes with anything else that shapes between stages depend on.
 
         Returns:
             The sum of all losses times their factors, detached, on every rank.
 
         Raises:
-            GulliverError: a rank reads other batches, or is lost; the schedule has fixed counts.
+            GulliverError: ranks have different batches, a rank is lost, or the schedule needs a
+                fixed number of micro-batches.
         """
         self._check_alive()
         if self.style not in ANY_COUNT:
@@ -213,7 +213,6 @@ class Pipeline:
         return run
 
     def _drawing(self, micros: Sequence[MicroBatch]) -> Callable[[int], None] | None:
-        """Binds `before` to the samples of each micro-batch."""
         before = self.before
         if before is None:
             return None
@@ -223,7 +222,6 @@ class Pipeline:
     def _through(
         self, run: PipelineRun, losses: Losses, forward_only: bool, return_loss: bool
     ) -> Tensor | None:
-        """Runs micro-batches through the stages, and broadcasts the loss."""
         self._failed = True
         with together():
             self._execute(run, losses, forward_only)
@@ -256,7 +254,6 @@ class Pipeline:
                 runner.clear_runtime_states()
 
     def _alone(self, run: PipelineRun, losses: Losses, forward_only: bool) -> None:
-        """Runs micro-batches one at a time if one rank has all blocks."""
         with torch.set_grad_enabled(not forward_only):
             for number in range(len(run.micros)):
                 args, kwargs = run.arguments(number)
@@ -268,7 +265,6 @@ class Pipeline:
                     loss.backward()
 
     def _schedule(self, count: int) -> Any:
-        """Returns the schedule for a number of micro-batches, cached by number."""
         if count not in self._schedules:
             if not self._runners:
                 self._make_runners()
@@ -298,7 +294,7 @@ class Pipeline:
         return loss.detach()
 
     def _refuse_uncounted(self, losses: Losses) -> None:
-        """Rejects, on all ranks, a criterion whose denominator is unknown."""
+        """Raises on all ranks if the denominator of the criterion is unknown."""
         # The last stage alone sees that it is not the model's own loss, and does in mid-schedule,
         # where the others would wait for it: so it continues to the end.
         found = torch.tensor([float(losses.uncounted)], device=self._device())
@@ -310,7 +306,6 @@ class Pipeline:
             )
 
     def _share(self, losses: Losses) -> Tensor | None:
-        """Returns the batch's loss on every rank."""
         mine = self.stage.rank_group.rank == self.stage.last_stage_rank
         # Whether there is a loss at all, and of which dtype, the last stage alone knows.
         found = torch.zeros(2, dtype=torch.float64, device=self._device())
@@ -321,7 +316,6 @@ class Pipeline:
         return found[1].to(LOSSES[int(found[0]) - 1]) if found[0] else None
 
     def _broadcast(self, found: Tensor) -> None:
-        """Broadcasts from the rank of the last stage."""
         rank_group = self.stage.rank_group
         if rank_group.size > 1:
             source = sorted(rank_group.ranks).index(rank_group.ranks[self.stage.last_stage_rank])
@@ -336,7 +330,7 @@ class Pipeline:
         return _short(compare_batches(batch, state, self.readers(), device, self.check_batch))
 
     def _added(self, batch: Batch) -> dict[str, Any]:
-        """Turns off key-value caches, which only generation uses."""
+        """Returns arguments that disable KV caches, which only generation uses."""
         given = batch if isinstance(batch, Mapping) else {}
         config = getattr(self.model, "config", None)
         asked = [name for name in OF_ALL if given.get(name, getattr(config, name, False))]
@@ -344,7 +338,7 @@ class Pipeline:
         asked += ["output_router_logits"] if asks_routers(self.model, given) else []
         if asked:
             raise GulliverError(
-                f"{asked[0]}=True needs the outputs of all blocks: leave it out, or run the model "
+                f"{asked[0]}=True needs the outputs of all blocks: remove it, or run the model "
                 "without a pipeline"
             )
         known = inspect.signature(hugging_face_of(self.model).forward).parameters
@@ -352,13 +346,13 @@ class Pipeline:
         return {"use_cache": False} if caches and "use_cache" in known else {}
 
     def _complete(self, batch: Batch) -> Batch:
-        """Broadcasts random choices of modules that every stage runs."""
+        """Broadcasts random choices of modules that run on every stage."""
         drop = getattr(getattr(self.model, "y_embedder", None), "drop", 0.0)
         if self.stage.stack.family != "STDiT3" or not self.model.training or not drop:
             return batch
         if not isinstance(batch, Mapping):
             raise GulliverError(
-                "STDiT3 drops captions at random, the same on all stages: pass its batch as a dict"
+                "STDiT3 has to drop the same captions on all stages: pass its batch as a dict"
             )
         if batch.get("drop_caption") is not None:
             return batch

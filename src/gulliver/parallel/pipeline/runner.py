@@ -1,4 +1,4 @@
-"""Adapts stages to torch's schedules: messages between stages, forward, and two-part backward."""
+"""Adapts stages to torch's schedules: messages, forward, and backward split in two parts."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Gradients = tuple[Tensor | None, ...]
 # The second part accumulates as any backward does, hooks of accumulation included.
 @dataclass
 class _Group:
-    """Weights whose gradients are computed together, and their ends."""
+    """Weights whose gradients are computed together, and the graph nodes to start from."""
 
     ends: set[Node]
     weights: list[nn.Parameter]
@@ -47,13 +47,12 @@ class _Group:
 
 @dataclass
 class WeightBackward:
-    """The remaining backward, after the gradients of the inputs."""
+    """The second part of backward: gradients of the weights."""
 
     groups: list[_Group]
     noted: dict[Node, Gradients] = field(default_factory=dict)
 
     def run(self) -> None:
-        """Adds the gradients of the weights to their ``grad``."""
         for group in self.groups:
             edges, values = [], []
             for end in group.ends:
@@ -84,7 +83,7 @@ def backward_of_inputs(
     inputs: Sequence[Tensor],
     weights: Sequence[nn.Parameter],
 ) -> WeightBackward:
-    """Accumulates gradients of inputs, but not of weights."""
+    """Runs the first part of backward: accumulates gradients of the inputs only."""
     given = [torch.ones_like(outputs[0])] if gradients is None else list(gradients)
     roots = [get_gradient_edge(output) for output in outputs]
     above = _above([root.node for root in roots])
@@ -107,7 +106,6 @@ def backward_of_inputs(
 
 
 def _above(roots: Sequence[Node]) -> dict[Node, list[Node]]:
-    """Returns the parents of each node of a graph; roots have none."""
     above: dict[Node, list[Node]] = {root: [] for root in roots}
     waiting = list(above)
     while waiting:
@@ -125,7 +123,7 @@ def _above(roots: Sequence[Node]) -> dict[Node, list[Node]]:
 def _climb(
     starts: Sequence[Node], above: dict[Node, list[Node]], until: set[Node]
 ) -> tuple[set[Node], set[Node]]:
-    """Returns all ancestors of some nodes up to those in `until`, and the ones of `until` found."""
+    """Returns the ancestors of nodes up to those in `until`, and the reached nodes of `until`."""
     seen, met = {node for node in starts if node in above}, set()
     waiting = list(seen)
     while waiting:
@@ -205,7 +203,7 @@ _DTYPES = (
 # on GPUs the order is that of torch's schedules, which is the same at both ends.
 @dataclass(frozen=True)
 class Meta:
-    """Shape, dtype and requires_grad of a tensor to be received."""
+    """Shape, dtype and requires_grad of a message's tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -216,7 +214,6 @@ class Meta:
         return Meta(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
     def empty(self, device: torch.device) -> Tensor:
-        """Allocates a tensor to receive into."""
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
 
@@ -244,7 +241,7 @@ def _decode(header: Tensor) -> tuple[Meta, ...]:
 
 
 class StageMessages:
-    """Messages of one stage with the stages before and after it."""
+    """Messages between a stage and its neighbors."""
 
     def __init__(
         self, rank_group: RankGroup, stage: int, places: Sequence[int], micro_batches: int
@@ -256,11 +253,11 @@ class StageMessages:
         self._packed: dict[tuple[int, int], PackedTensors] = {}
 
     def metas(self, cut: int, kind: str) -> tuple[Meta, ...] | None:
-        """Returns the metadata of the tensors sent to stage `cut`, if known."""
+        """Returns the metadata of tensors sent to stage `cut`, if known."""
         return self._known.get((cut, kind))
 
     def know(self, kind: str, tensors: Sequence[Tensor], micro: int) -> tuple[Meta, ...]:
-        """Sends the metadata of outgoing tensors to the next stage, if new; returns it."""
+        """Returns the metadata of outgoing tensors; the first time, sends it to the next stage."""
         found = tuple(Meta.of(t) for t in tensors)
         known = self.metas(self.stage + 1, kind)
         if known is None:
@@ -291,7 +288,7 @@ class StageMessages:
         return known
 
     def hand_over_local(self, kind: str, tensors: Sequence[Tensor]) -> None:
-        """Records tensors passed by the previous stage on this rank."""
+        """Records the metadata of tensors from the previous stage, if it is on this rank."""
         self._known[self.stage, kind] = tuple(Meta.of(t) for t in tensors)
 
     def _announce(self, metas: Sequence[Meta], micro: int) -> None:
@@ -301,16 +298,13 @@ class StageMessages:
         self._headers.append(post([], [(peer, _encode(metas))], self.rank_group.process_group, tag))
 
     def finish(self) -> None:
-        """Waits for headers that are still in flight."""
         while self._headers:
             self._headers.pop().wait()
 
     def sends(self, cut: int, tensors: Sequence[Tensor | None], micro: int) -> list[dist.P2POp]:
-        """Returns operations that send over the boundary before stage `cut`."""
         return self._operations(True, cut, tensors, micro)
 
     def receives(self, cut: int, tensors: Sequence[Tensor | None], micro: int) -> list[dist.P2POp]:
-        """Returns operations that receive over the boundary before stage `cut`."""
         return self._operations(False, cut, tensors, micro)
 
     def _operations(
@@ -336,13 +330,11 @@ class StageMessages:
         return found
 
     def arrived(self, cut: int, micro: int) -> None:
-        """Unpacks tensors received over the boundary before stage `cut`."""
         packed = self._packed.pop((cut, micro), None)
         if packed is not None:
             packed.unpack()
 
     def _peer(self, stage: int) -> int | None:
-        """Rank of a neighbouring stage; None if it is this rank."""
         place = self.places[stage]
         return None if place == self.rank_group.rank else self.rank_group.ranks[place]
 
@@ -363,7 +355,7 @@ class StageMessages:
 
 @dataclass
 class PipelineRun:
-    """The batch that the stages of one rank work on."""
+    """A batch in the pipeline."""
 
     micros: Sequence[MicroBatch]
     kinds: Sequence[str]  # Kind of each micro-batch; those of one kind send tensors of equal shapes
@@ -378,7 +370,6 @@ class PipelineRun:
     weights: list[nn.Parameter] = field(default_factory=list)  # Parameters that want gradients
 
     def arguments(self, micro: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Returns the model's arguments for a micro-batch before its forward."""
         if self.before is not None:
             self.before(micro)
         return self.micros[micro].args, {**self.micros[micro].kwargs, **self.added}
@@ -386,7 +377,7 @@ class PipelineRun:
 
 @dataclass
 class _KeptTensors:
-    """Tensors of a micro-batch kept between forward and backward."""
+    """Tensors of a micro-batch that backward needs."""
 
     outputs: Carry
     carry: Carry
@@ -441,12 +432,10 @@ class StageRunner:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the first stage."""
         return self.stage_index == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether this is the last stage, which computes losses."""
         return self.stage_index == self.num_stages - 1
 
     # What a schedule asks before and after.
@@ -461,21 +450,18 @@ class StageRunner:
         return None
 
     def clear_runtime_states(self) -> None:
-        """Drops the state of the previous run."""
         for kept in (self._received, self._kept, self._gradients, self._to_send, self._later):
             kept.clear()
         self.losses.clear()
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """Does nothing: losses are weighted, so gradients are not scaled."""
+        """Does nothing: the losses are already weighted."""
 
-    def scale_grads(self, grad_scale_factor: int) -> None:
-        """Does nothing, like `perform_reduce_grad`; called by multi-stage schedules."""
+    def scale_grads(self, grad_scale_factor: int) -> None: ...
 
     # Forward.
 
     def get_fwd_recv_ops(self, micro: int) -> list[dist.P2POp]:
-        """Returns operations that receive a micro-batch from the previous stage."""
         if self.is_first:
             return []
         metas = self.messages.expect(self._run.kinds[micro], micro)
@@ -484,7 +470,6 @@ class StageRunner:
         return self.messages.receives(self.stage_index, carry, micro)
 
     def get_fwd_send_ops(self, micro: int) -> list[dist.P2POp]:
-        """Returns operations that send a micro-batch to the next stage."""
         if self.is_last:
             return []
         outputs = tuple(t.detach().contiguous() for t in self._kept[micro].outputs)
@@ -493,7 +478,7 @@ class StageRunner:
         return self.messages.sends(self.stage_index + 1, outputs, micro)
 
     def set_local_fwd_input(self, outputs: Any, micro: int) -> None:
-        """Sets a micro-batch's input from the previous stage on this rank."""
+        """Passes a micro-batch's input from the previous stage on this rank."""
         self.messages.hand_over_local(self._run.kinds[micro], outputs)
         self._received[micro] = tuple(t.detach() for t in outputs)
 
@@ -504,7 +489,6 @@ class StageRunner:
         kwargs: Any = None,
         save_forward_output: bool = True,
     ) -> Any:
-        """Runs a micro-batch through the stage."""
         run, kind = self._run, self._run.kinds[micro]
         self.messages.arrived(self.stage_index, micro)
         carry = self._received.pop(micro, ())
@@ -532,7 +516,6 @@ class StageRunner:
     # Backward.
 
     def get_bwd_recv_ops(self, micro: int) -> list[dist.P2POp]:
-        """Returns operations that receive the gradients of sent tensors."""
         if self.is_last or not self.has_backward:
             return []
         metas = self.messages.metas(self.stage_index + 1, self._run.kinds[micro])
@@ -542,7 +525,6 @@ class StageRunner:
         return self.messages.receives(self.stage_index + 1, buffers, micro)
 
     def get_bwd_send_ops(self, micro: int) -> list[dist.P2POp]:
-        """Returns operations that send gradients to the previous stage."""
         if self.is_first or not self.has_backward:
             return []
         gradients = self._to_send.pop(micro)
@@ -550,11 +532,9 @@ class StageRunner:
         return self.messages.sends(self.stage_index, sent, micro)
 
     def get_local_bwd_output(self, micro: int) -> tuple[Tensor | None, ...]:
-        """Returns gradients for the previous stage on this rank."""
         return self._to_send.pop(micro, ())
 
     def set_local_bwd_input(self, gradients: tuple[Tensor | None, ...], micro: int) -> None:
-        """Sets gradients from the next stage on this rank."""
         self._gradients[micro] = gradients
 
     def backward_one_chunk(
@@ -564,7 +544,7 @@ class StageRunner:
         full_backward: bool = True,
         last_backward: bool = False,
     ) -> None:
-        """Runs a micro-batch's backward, only for its inputs unless `full_backward`."""
+        """Runs a micro-batch's backward; without `full_backward`, only for its inputs."""
         if not self.has_backward:
             return
         self.messages.arrived(self.stage_index + 1, micro)
@@ -585,14 +565,13 @@ class StageRunner:
         self._to_send[micro] = tuple(_gradient(t, passing) for t in kept.carry)
 
     def backward_weight_one_chunk(self, micro: int, last_backward: bool = False) -> None:
-        """Runs the rest of a micro-batch's backward."""
         if self.has_backward:
             self._later.pop(micro, _nothing)()
 
     def _roots(
         self, kept: _KeptTensors, loss: Tensor | None, gradients: Sequence[Tensor | None]
     ) -> tuple[list[Tensor], list[Tensor] | None, dict[Tensor, Tensor]]:
-        """Returns the roots of backward, their gradients, and gradients passed through."""
+        """Returns backward's roots and their gradients, and gradients of tensors passed through."""
         # A tensor that the stage hands on as it came, as the encoder's output, is no root: autograd
         # has nothing to do for it.
         if self.is_last:
@@ -624,7 +603,7 @@ def _full(roots: list[Tensor], gradients: list[Tensor] | None) -> Callable[[], N
 
 
 def _gradient(tensor: Tensor, passing: dict[Tensor, Tensor]) -> Tensor | None:
-    """Returns the gradient of a received tensor; None if not required."""
+    """Returns the gradient of a received tensor; None if it requires none."""
     if not tensor.requires_grad:
         return None
     found, tensor.grad = tensor.grad, None
@@ -633,5 +612,4 @@ def _gradient(tensor: Tensor, passing: dict[Tensor, Tensor]) -> Tensor | None:
     return torch.zeros_like(tensor) if found is None else found
 
 
-def _nothing() -> None:
-    """Does nothing, as the micro-batch's backward is done."""
+def _nothing() -> None: ...

@@ -1,9 +1,9 @@
-"""Schedules by name, with the placement of their stages and their requirements.
+"""Schedules by name, with the assignment of stages to ranks and supported micro-batch counts.
 
 | name | source |
 |---|---|
 | gpipe | Huang et al., 2019 (arXiv 1811.06965): all forwards, then all backwards |
-| 1f1b | Narayanan et al., 2021 (arXiv 2006.09503): activations of few micro-batches are kept |
+| 1f1b | Narayanan et al., 2021 (arXiv 2006.09503): activations of few micro-batches in memory |
 | interleaved | Narayanan et al., 2021 (arXiv 2104.04473): several stages on each rank |
 | zero_bubble, zbv | Qi et al., 2024 (arXiv 2401.10241): gradients of weights fill the bubble |
 | dualpipev | DeepSeek-V3, 2024 (arXiv 2412.19437), folded into a V |
@@ -26,7 +26,7 @@ from gulliver.solve.timeline import BACKWARD, FORWARD, INPUTS, WEIGHTS, Predicti
 
 @dataclass(frozen=True)
 class Style:
-    """A schedule of the forwards and backwards of micro-batches."""
+    """A pipeline schedule."""
 
     schedule: str  # Name of torch's class
     chunks: int = 1  # Stages on each rank, unless the user says otherwise
@@ -62,10 +62,10 @@ def style_of(name: str, chunks: int | None = None) -> Style:
 
 
 def stages_by_rank(name: str, ranks: int, chunks: int | None = None) -> tuple[tuple[int, ...], ...]:
-    """Returns the indices of the stages that each of `ranks` ranks holds.
+    """Returns the indices of the stages on each rank.
 
-    In a folded schedule each rank has one stage of each half, so that the last rank passes the
-    middle to itself, and the first rank also computes the loss.
+    In a folded schedule each rank has one stage of each half, so the two middle stages are on the
+    last rank, and the first rank computes the loss.
     """
     style = style_of(name, chunks)
     count = chunks or style.chunks
@@ -75,7 +75,6 @@ def stages_by_rank(name: str, ranks: int, chunks: int | None = None) -> tuple[tu
 
 
 def check_counts(name: str, stages: int, ranks: int, micro_batches: int) -> None:
-    """Rejects micro-batch counts that a schedule does not support."""
     least = 1
     if name == "1f1b":
         least = ranks
@@ -96,7 +95,6 @@ def check_counts(name: str, stages: int, ranks: int, micro_batches: int) -> None
 
 
 def fits(name: str, stages: int, ranks: int, micro_batches: int) -> bool:
-    """Whether a schedule supports a number of micro-batches."""
     try:
         check_counts(name, stages, ranks, micro_batches)
     except GulliverError:
@@ -107,7 +105,6 @@ def fits(name: str, stages: int, ranks: int, micro_batches: int) -> bool:
 def make_schedule(
     name: str, runners: Sequence[Any], micro_batches: int, loss: Callable[[Any, Tensor], Tensor]
 ) -> Any:
-    """Creates torch's schedule over this rank's stages."""
     style = style_of(name, None if STYLES[name].fixed else len(runners))
     made = getattr(schedules, style.schedule)
     single = issubclass(made, schedules.PipelineScheduleSingle)
@@ -129,7 +126,7 @@ def predict(
     backward: Sequence[float] | None = None,
     link: float = 0.0,
 ) -> Prediction:
-    """Predicts the seconds of a step and the idle share."""
+    """Predicts the seconds per step and the idle share."""
     stages = len(forward)
     numbers = stages_by_rank(style, ranks, stages // ranks)
     assert sum(map(len, numbers)) == stages, "stages are evenly on the ranks"
@@ -146,7 +143,7 @@ def predict(
 def computations(
     style: str, place: int, numbers: Sequence[Sequence[int]], micro_batches: int
 ) -> Iterator[tuple[str, int, int]]:
-    """Yields this rank's computations in order, as (kind, stage, micro-batch)."""
+    """Yields a rank's computations in order, as (kind, stage, micro-batch)."""
     count = sum(map(len, numbers))
     if style == "1f1b":
         # What torch 2.13 says of its own order is wrong for the last rank.

@@ -1,10 +1,9 @@
 """Finds the blocks of a model that a pipeline splits into stages, and the modules around them.
 
-A model is modules before its blocks, the blocks, run in sequence with the hidden state as their
-first argument and first output, and modules after. Some families differ: an encoder-decoder has two
-lists of blocks, the second of which reads the output of the first. This is described in the
-family's record (`gulliver.families.Blocks`); other models are searched for their longest list of
-equal blocks (`stack_of`).
+A model runs some modules, then its blocks in sequence, then other modules. The hidden state is each
+block's first argument and first output. An encoder-decoder has two lists of blocks. Known families
+are described by `gulliver.families.Blocks`; in other models, `stack_of` searches for the longest
+list of equal blocks.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from gulliver.solve.partition import chain_times, partition_chain
 
 @dataclass(frozen=True)
 class Stack:
-    """The blocks of a model, in the order in which they run."""
+    """The blocks of a model, in execution order."""
 
     blocks: tuple[str, ...]
     lists: tuple[str, ...]  # Paths of the lists that hold them
@@ -44,7 +43,6 @@ class Stack:
     family: str | None = None
 
     def place(self) -> dict[str, int]:
-        """Index of each block, by path."""
         return {path: number for number, path in enumerate(self.blocks)}
 
 
@@ -61,10 +59,10 @@ def stack_of(
     Args:
         model: full model; its parameters may be on meta.
         path: path of its list of blocks; None searches for it.
-        extra: entries that a block returns after the hidden state; None for a plain tensor; -1 to
-            detect them.
-        after: paths of modules that run after the blocks although they are registered before.
-        everywhere: paths of modules whose results go into every block.
+        extra: number of entries after the hidden state in a block's output; None for a plain
+            tensor, -1 to detect it.
+        after: paths of modules that run after the blocks but are registered before.
+        everywhere: paths of modules whose results every block uses.
 
     Returns:
         The blocks.
@@ -100,7 +98,6 @@ def stack_of(
 
 
 def _of_record(model: nn.Module, paths: dict[str, nn.Module], family: str, known: Blocks) -> Stack:
-    """The blocks that a family's record describes."""
     _check_record(model, known)
     # A part of an encoder-decoder may be its own model.
     lists = [found for end in known.lists if (found := _ending(paths, end)) is not None]
@@ -122,7 +119,6 @@ def _of_record(model: nn.Module, paths: dict[str, nn.Module], family: str, known
 
 
 def _check_record(model: nn.Module, known: Blocks) -> None:
-    """Rejects models that cannot run in stages."""
     if known.refused:
         raise GulliverError(
             f"{type_of(model)} does not support pipelines: {known.refused}; use tp_size instead of "
@@ -131,13 +127,12 @@ def _check_record(model: nn.Module, known: Blocks) -> None:
     biases = {getattr(m, "has_relative_attention_bias", None) for m in model.modules()}
     if known.first_only is None and len(biases) > 2:
         raise GulliverError(
-            f"{type(model).__name__} has blocks that use a bias which the first one computes: "
+            f"{type(model).__name__} has blocks that share a bias computed by the first one: "
             "pipelines do not support it; use tp_size instead of pp_size"
         )
 
 
 def _encoder_and_decoder(model: nn.Module, paths: dict[str, nn.Module], known: Blocks) -> list[str]:
-    """The two lists of blocks of an encoder-decoder model."""
     both = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
     if not known.encoders or not both:
         return []
@@ -158,7 +153,7 @@ def _ending(paths: dict[str, nn.Module], end: str) -> str | None:
 def _all_ending(
     paths: dict[str, nn.Module], ends: Sequence[str], lists: Sequence[str]
 ) -> Iterator[str]:
-    """Paths with given suffixes outside some lists, in the order of suffixes."""
+    """Yields paths outside of block lists that end with one of `ends`, in the order of `ends`."""
     inside = tuple(f"{path}." for path in lists)
     for end in ends:
         for path in paths:
@@ -167,7 +162,6 @@ def _all_ending(
 
 
 def _longest(paths: dict[str, nn.Module]) -> str:
-    """The longest list of blocks of one class with parameters; the outermost of equals."""
     best, length = None, 1
     for path, module in paths.items():
         if not isinstance(module, nn.ModuleList | nn.Sequential) or len(module) <= length:
@@ -188,7 +182,7 @@ def _longest(paths: dict[str, nn.Module]) -> str:
 
 
 LISTS = ("layers", "layer", "h", "blocks", "block")
-"""Names of lists of blocks."""
+"""Attribute names of lists of blocks."""
 
 
 def _many(module: nn.Module) -> bool:
@@ -203,7 +197,7 @@ def _join(path: str, child: str) -> str:
 
 @dataclass(frozen=True)
 class Unit:
-    """A module with parameters around the blocks, kept or replaced as a unit."""
+    """A module around the blocks that is kept or replaced as a unit."""
 
     path: str
     home: int | None  # Number of the block whose stage it goes to; None: every stage keeps it
@@ -229,7 +223,7 @@ class _Walk:
             self.visit(_join(path, name), child)
 
     def _home(self, path: str) -> int | None:
-        """Returns the block that a module belongs to, by registration order."""
+        """Returns the block that a module is assigned to, by registration order."""
         # Modules before a list of blocks go with its first block, those after it with its last.
         stack, last = self.stack, len(self.stack.blocks) - 1
         if any(path == p or _inside(path, p) for p in stack.everywhere):
@@ -247,14 +241,13 @@ class _Walk:
 
 
 def units_of(model: nn.Module, stack: Stack) -> list[Unit]:
-    """Modules with parameters around the blocks, with the blocks they belong to."""
+    """Returns the modules with parameters around the blocks, and their assigned blocks."""
     walk = _Walk(model, stack)
     walk.visit("", model)
     return walk.units
 
 
 def around(model: nn.Module, stack: Stack) -> list[str]:
-    """Paths of the modules around the blocks."""
     found = (path for path, _ in model.named_modules())
     return [p for p in found if p in stack.lists or any(_inside(i, p) for i in stack.lists)]
 
@@ -264,7 +257,6 @@ def _inside(path: str, outer: str) -> bool:
 
 
 def _plain_container(module: nn.Module) -> bool:
-    """Whether a module is a container that is never called."""
     return isinstance(module, nn.ModuleDict | nn.ModuleList)
 
 
@@ -279,7 +271,7 @@ def _plain_container(module: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class Cut:
-    """An assignment of a model's blocks to stages."""
+    """An assignment of blocks to stages."""
 
     # Stage k has the blocks from ``bounds[k]`` up to, without, ``bounds[k + 1]``.
     bounds: tuple[int, ...]
@@ -305,7 +297,7 @@ class Cut:
 
 
 def block_costs(model: nn.Module, stack: Stack) -> list[float]:
-    """Forward FLOPs of each block per token, including modules that belong to it."""
+    """Returns forward FLOPs per token of each block, including its assigned modules."""
     paths = dict(model.named_modules())
     costs = [_work(paths[path]) for path in stack.blocks]
     for unit in units_of(model, stack):
@@ -338,13 +330,13 @@ def cut(
         model: full model; its parameters may be on meta.
         stack: blocks of the model.
         stages: number of stages: ranks of the pipeline times stages per rank.
-        at: number of blocks of each stage, first to last, instead of the best split; or the index
-            of the first block of each stage except the first.
+        at: number of blocks of each stage, or the index of the first block of each stage except the
+            first; None for the fastest split.
         costs: cost of each block, in any unit; None predicts them.
         speeds: relative speed of each stage's device; None for equal speeds.
 
     Returns:
-        The cut.
+        The assignment.
 
     Raises:
         GulliverError: fewer blocks than stages, or an `at` that does not cover all blocks.
@@ -353,7 +345,7 @@ def cut(
     if count < stages:
         raise GulliverError(
             f"the model has {count} blocks ({', '.join(stack.lists) or 'its own'}), too few for "
-            f"{stages} stages: at most {count} stages"
+            f"{stages} stages: use at most {count}"
         )
     known = list(costs) if costs is not None else block_costs(model, stack)
     if len(known) != count:
@@ -374,6 +366,6 @@ def _bounds(at: list[int], stages: int, count: int) -> tuple[int, ...]:
         raise GulliverError(
             f"cut={at} does not split {count} blocks into {stages} stages: give the blocks of each "
             f"stage ({stages} numbers of at least 1 that add up to {count}), or the first block of "
-            "each stage but the first"
+            "each stage except the first"
         )
     return tuple(given)

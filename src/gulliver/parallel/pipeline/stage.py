@@ -1,9 +1,9 @@
 """Creates a stage of a model, in place: modules of other stages become placeholders.
 
-`make_stage` decides from the full model, equally on every rank, which stage keeps which module,
-then replaces all others. Kept modules stay the same objects at the same paths, with their
-parameters; placeholders have none. A weight that several stages keep, because it is tied or needed
-everywhere, is listed in `Stage.tied`; its gradient is the sum over its copies (`Stage.sum_tied`).
+`make_stage` assigns the full model's modules to stages, equally on every rank, then replaces
+modules of other ranks. Kept modules stay the same objects at the same paths, with their parameters;
+placeholders have none. `Stage.tied` lists weights that several stages keep, because they are tied
+or needed everywhere; their gradient is the sum over the copies (`Stage.sum_tied`).
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from gulliver.parallel.pipeline.stage_forward import (
 
 @dataclass(frozen=True, eq=False)
 class Stage:
-    """The part of a model that is on one rank: one stage, or several of a looped pipeline.
+    """The part of a model on one rank: one stage, or several of a looped pipeline.
 
     Attributes:
         model: model with placeholders for other ranks' modules.
         stack: blocks of the full model.
         cut: assignment of the full model's blocks to stages.
         rank_group: rank group of the pipeline.
-        numbers: indices of the stages on each of these ranks.
-        stage_forward: stage forward that runs the model's blocks.
-        tied: ranks in the group that hold each shared parameter, by its first name in the full
+        numbers: indices of the stages on each rank of the group.
+        stage_forward: object that runs the blocks.
+        tied: ranks in the group with a copy of each shared parameter, by its first name in the full
             model.
         aliases: first name of every parameter of the full model, by each of its names.
     """
@@ -56,23 +56,20 @@ class Stage:
 
     @property
     def own(self) -> tuple[int, ...]:
-        """Indices of this rank's stages."""
         return self.numbers[self.rank_group.rank]
 
     @property
     def last_stage_rank(self) -> int:
-        """Rank in the group that holds the last stage."""
         return next(p for p, held in enumerate(self.numbers) if self.cut.stages - 1 in held)
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
-        """Returns this rank's parameters by the full model's first names."""
         found: dict[str, nn.Parameter] = {}
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             found.setdefault(self.aliases.get(name, name), parameter)
         return found
 
     def copies(self) -> dict[str, RankGroup]:
-        """Returns the ranks that hold each of this rank's tied parameters."""
+        """Returns the ranks with a copy of each of this rank's tied parameters."""
         place = self.rank_group.rank
         return {
             name: RankGroup(tuple(self.rank_group.ranks[p] for p in places), places.index(place))
@@ -81,28 +78,27 @@ class Stage:
         }
 
     def sum_tied(self, gradients: Mapping[str, Tensor]) -> None:
-        """Sums the gradients of tied parameters over the stages that hold them, in place.
+        """Sums the gradients of tied parameters over their copies on other stages, in place.
 
         Every rank of the pipeline calls it once after the schedule, before gradients are averaged
-        over replicas, with all tied parameters that it holds and trains. In one process the copies
-        are one parameter, whose gradient is the sum over its uses.
+        over replicas, with all its trained tied parameters.
 
         Args:
-            gradients: gradients by name as in `tied`; zeros if a stage has none.
+            gradients: gradients by name as in `tied`; zeros for those that do not exist.
 
         Raises:
-            GulliverError: one is missing.
+            GulliverError: a gradient is missing.
         """
         mine = {name: p for name, p in self.named_parameters().items() if name in self.tied}
         for name in self.tied:
             if name in mine and mine[name].requires_grad and name not in gradients:
-                raise GulliverError(f"the gradient of tied parameter {name!r} was not given")
+                raise GulliverError(f"the gradient of tied parameter {name!r} is missing")
         for name, places in self.tied.items():
             if name in gradients and name in mine:
                 _sum(gradients[name], places, self.rank_group)
 
     def share_tied(self) -> None:
-        """Copies the first stage's values to all copies of tied parameters."""
+        """Broadcasts tied parameters from the first stage that has them."""
         mine = self.named_parameters()
         with torch.no_grad():
             for name, places in self.tied.items():
@@ -127,13 +123,13 @@ def make_stage(
         stack: blocks of the model.
         cut: assignment of the blocks to stages.
         rank_group: rank group of the pipeline.
-        numbers: indices of the stages that each rank holds.
+        numbers: indices of the stages on each rank.
 
     Returns:
         The stage.
 
     Raises:
-        GulliverError: blocks that are not run in every forward, or that are recomputed already.
+        GulliverError: the model skips blocks at random, or already uses activation checkpointing.
     """
     check_stages(model, stack)
     stage_forward = StageForward(stack, cut.bounds)
@@ -146,9 +142,9 @@ def make_stage(
 
 
 def checkpoint_blocks(stage: Stage, paths: Collection[str] | None = None) -> None:
-    """Recomputes blocks of the stage in backward instead of keeping activations.
+    """Enables activation checkpointing of the stage's blocks.
 
-    The result is bitwise identical, including random draws.
+    Results are bitwise identical, including random numbers.
 
     Args:
         stage: stage of this rank.
@@ -159,7 +155,6 @@ def checkpoint_blocks(stage: Stage, paths: Collection[str] | None = None) -> Non
 
 
 def check_stages(model: nn.Module, stack: Stack) -> None:
-    """Rejects models whose blocks would run differently in a pipeline."""
     for path, module in model.named_modules():
         if getattr(module, "layerdrop", 0.0) and model.training:
             raise GulliverError(
@@ -168,14 +163,13 @@ def check_stages(model: nn.Module, stack: Stack) -> None:
             )
         if getattr(module, "gradient_checkpointing", False) is True:
             raise GulliverError(
-                f"{path!r} recomputes its activations by itself: call "
+                f"{path!r} already recomputes its activations: call "
                 "model.gradient_checkpointing_disable() and pass checkpoint_activations=True "
-                "(without a plugin checkpoint_blocks(stage))"
+                "(without a plugin, call checkpoint_blocks(stage))"
             )
 
 
 def _kept(model: nn.Module, stack: Stack, cut: Cut, numbers: Sequence[int]) -> frozenset[str]:
-    """Returns the paths of blocks and surrounding modules that a rank keeps."""
     blocks = {b for n in numbers for b in range(cut.bounds[n], cut.bounds[n + 1])}
     kept = {stack.blocks[b] for b in blocks}
     kept |= {u.path for u in units_of(model, stack) if u.home is None or u.home in blocks}
@@ -188,7 +182,6 @@ def _kept(model: nn.Module, stack: Stack, cut: Cut, numbers: Sequence[int]) -> f
 def names_held(
     model: nn.Module, stack: Stack, cut: Cut, numbers: Sequence[Sequence[int]], place: int
 ) -> dict[str, nn.Parameter]:
-    """Returns the parameters that a rank will hold, by the full model's first names."""
     known = dict(model.named_parameters())
     found = uses_held(model, stack, cut, numbers, place).values()
     return {name: known[name] for name in found}
@@ -197,7 +190,7 @@ def names_held(
 def uses_held(
     model: nn.Module, stack: Stack, cut: Cut, numbers: Sequence[Sequence[int]], place: int
 ) -> dict[str, str]:
-    """Returns all names of a rank's parameters, with each one's first name."""
+    """Returns the first name of each parameter on a rank, by all of its names."""
     paths, roots = _kept(model, stack, cut, numbers[place]), set(around(model, stack))
     first: dict[nn.Parameter, str] = {}
     found: dict[str, str] = {}
@@ -209,7 +202,6 @@ def uses_held(
 
 
 def _rows(stack: Stack) -> list[tuple[int, range]]:
-    """Returns the first block of each consecutively run list, with all of its blocks."""
     borders = [0, stack.border, len(stack.blocks)] if stack.border else [0, len(stack.blocks)]
     return [(a, range(a, b)) for a, b in itertools.pairwise(borders)]
 
@@ -217,7 +209,6 @@ def _rows(stack: Stack) -> list[tuple[int, range]]:
 def _tied(
     model: nn.Module, stack: Stack, kept: Sequence[frozenset[str]]
 ) -> tuple[dict[str, str], dict[str, tuple[int, ...]]]:
-    """Returns first names of all parameters, and the ranks of shared ones."""
     first: dict[nn.Parameter, str] = {}
     aliases: dict[str, str] = {}
     places: dict[str, set[int]] = {}
@@ -231,7 +222,6 @@ def _tied(
 
 
 def _holds(paths: frozenset[str], name: str) -> bool:
-    """Whether a parameter is in one of the modules."""
     path = name.rpartition(".")[0]
     while path:
         if path in paths:
@@ -276,7 +266,7 @@ def _graft(placeholder: nn.Module, path: str, module: nn.Module) -> None:
 
 
 class _Lent:
-    """Calls the module at a path without registering it again."""
+    """Calls a module without registering it as a submodule."""
 
     def __init__(self, model: nn.Module, path: str) -> None:
         self._model, self._path = model, path
@@ -289,7 +279,7 @@ class _Lent:
 
 
 def _share_position_bias(model: nn.Module, stack: Stack, first: int, blocks: Sequence[int]) -> None:
-    """Gives blocks the module that computes the position bias in the first of them."""
+    """Gives all blocks access to the first block's position bias module."""
     # They do so only when they are handed none, as the first block of a stage is.
     inner, _, name = (stack.first_only or "").rpartition(".")
     lent = _Lent(model, f"{stack.blocks[first]}.{stack.first_only}")
@@ -300,7 +290,6 @@ def _share_position_bias(model: nn.Module, stack: Stack, first: int, blocks: Seq
 
 
 def _sum(value: Tensor, places: Sequence[int], rank_group: RankGroup) -> None:
-    """Sums a tensor over some ranks of a group in rank order."""
     # Point to point: a process group for each set of stages that share a weight would have to be
     # made by all ranks.
     if len(places) == rank_group.size:
@@ -324,7 +313,6 @@ def _sum(value: Tensor, places: Sequence[int], rank_group: RankGroup) -> None:
 
 
 def _send_first(value: Tensor, places: Sequence[int], rank_group: RankGroup) -> None:
-    """Sends the first rank's value to the others."""
     if rank_group.rank == places[0]:
         post(
             [], [(rank_group.ranks[p], value) for p in places[1:]], rank_group.process_group, 0

@@ -1,4 +1,4 @@
-"""Runs one rank's stages of a model; infers the shapes of placeholders on meta."""
+"""Runs the forward of one rank's stages; infers the shapes of placeholders on meta."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from gulliver.parallel.pipeline.stack import Stack
 
 
 def to_meta(module: nn.Module) -> nn.Module:
-    """Returns a copy of a module on meta."""
     memo: dict[int, Any] = {}
     for tensor in [*module.parameters(), *module.buffers()]:
         empty: Tensor = torch.empty_like(tensor, device="meta")
@@ -29,13 +28,12 @@ def to_meta(module: nn.Module) -> nn.Module:
 
 
 def run_on_meta(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Runs a module on meta for tensors of these shapes."""
     with torch.no_grad():
         return module(*map_tensors(args, _empty), **map_tensors(kwargs, _empty))
 
 
 def run_filled(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Runs a copy of a meta module with arbitrary values, which are discarded."""
+    """Runs a copy of a meta module with arbitrary values; only the output's shape is meaningful."""
     device = device_of(args, kwargs)
     real = copy.deepcopy(module).to_empty(device=device)
     with torch.no_grad():
@@ -47,7 +45,7 @@ def run_filled(module: nn.Module, args: Any, kwargs: Any) -> Any:
 
 
 def find_form(module: nn.Module, path: str, args: Any, kwargs: Any) -> int | None:
-    """Returns how many entries follow a block's hidden state; None for a plain tensor."""
+    """Returns the number of entries after a block's hidden state; None for a plain tensor."""
     try:
         found = run_on_meta(module, args, kwargs)
     except Exception:
@@ -70,34 +68,28 @@ def find_form(module: nn.Module, path: str, args: Any, kwargs: Any) -> int | Non
 
 
 def _read_later(entry: Any) -> bool:
-    """Whether a later block may read an entry; attention weights are only collected.
-
-    A block that still reads it gets None and fails.
-    """
+    """Whether a later block may read an entry; attention weights are only collected."""
     if isinstance(entry, tuple | list):
         return any(map(_read_later, entry))
     return isinstance(entry, Tensor) and entry.dim() != SCORES
 
 
 SCORES = 4
-"""Dims of attention's weights: batch, heads, queries, keys."""
+"""Number of dims of attention weights: batch, heads, queries, keys."""
 
 
 def fill(tensor: Tensor, device: torch.device) -> Tensor:
-    """Returns a tensor of the same shape and dtype, of NaN if possible, otherwise zeros."""
     value = float("nan") if tensor.is_floating_point() else 0
     return torch.full(tensor.shape, value, dtype=tensor.dtype, device=device)
 
 
 def device_of(*values: Any) -> torch.device:
-    """Returns the device of the first tensor in nested values; the CPU without one."""
     found: list[Tensor] = []
     map_tensors(values, found.append)
     return found[0].device if found else torch.device("cpu")
 
 
 def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
-    """Applies a function to the tensors in nested lists, tuples and mappings."""
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, Mapping):
@@ -110,7 +102,6 @@ def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
 
 
 def _like(value: Mapping[str, Any], made: dict[str, Any]) -> Any:
-    """Creates a mapping of the same class, such as Hugging Face outputs."""
     try:
         return type(value)(**made)
     except TypeError:
@@ -129,7 +120,7 @@ def _empty(tensor: Tensor) -> Tensor:
 
 
 Carry = tuple[Tensor, ...]
-"""Values that one stage hands to the next."""
+"""Tensors that one stage sends to the next."""
 
 
 # [Note: the model's own forward] Tracing or rewriting a model into stages fails where its forward
@@ -153,7 +144,7 @@ Carry = tuple[Tensor, ...]
 #     (memory,) between the lists
 #     (hidden, memory) inside the second list
 class StageEnd(Exception):
-    """Ends the forward of a stage that is not the last."""
+    """Ends the forward of a stage before the last, with the tensors to send."""
 
     def __init__(self, carry: Carry) -> None:
         super().__init__("the stage's forward has ended")
@@ -162,7 +153,7 @@ class StageEnd(Exception):
 
 @dataclass
 class ForwardState:
-    """The state of a running forward."""
+    """State of the forward that is running."""
 
     start: int  # Number of the stage's first block
     stop: int  # Number of its last block, plus one
@@ -177,7 +168,7 @@ class ForwardState:
 
 
 class StageForward:
-    """Controls what a model's blocks do on one rank."""
+    """Runs a model's forward with only the blocks of one stage."""
 
     def __init__(self, stack: Stack, bounds: tuple[int, ...]) -> None:
         self.stack, self.bounds = stack, bounds
@@ -187,7 +178,6 @@ class StageForward:
 
     @property
     def stages(self) -> int:
-        """Number of stages of the whole pipeline."""
         return len(self.bounds) - 1
 
     def forward(
@@ -199,7 +189,6 @@ class StageForward:
         kwargs: Mapping[str, Any],
         look: bool = False,
     ) -> Any:
-        """Runs one micro-batch through one stage."""
         self.state = state = self._new_state(stage, carry, look)
         try:
             output = call(*args, **kwargs)
@@ -229,7 +218,6 @@ class StageForward:
         return ForwardState(start, stop, last, hidden, memory, stage == 0, look)
 
     def running(self, name: str) -> ForwardState:
-        """Returns the state of the running forward."""
         if self.state is None:
             raise GulliverError(
                 f"the model was called directly, but {name!r} and others are on other pipeline "
@@ -240,7 +228,6 @@ class StageForward:
     def block(
         self, number: int, block: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
-        """Runs block `number`; `call` is its own forward."""
         if self.state is None and self.stages == 1:
             return self._run(number, call, args, kwargs)
         state = self.running(self.stack.blocks[number])
@@ -261,7 +248,6 @@ class StageForward:
     def _enter(
         self, state: ForwardState, block: nn.Module, args: Any, kwargs: Any
     ) -> tuple[Any, Any]:
-        """Replaces the output of placeholders by the received hidden state."""
         state.live = True
         if state.hidden is None:
             return args, kwargs
@@ -273,7 +259,7 @@ class StageForward:
         return checkpoint(call, *args, use_reentrant=False, **kwargs)
 
     def skip_block(self, block: nn.Module, path: str, args: Any, kwargs: Any) -> Any:
-        """Returns a skipped block's hidden state in the form of its output."""
+        """Passes the hidden state through a skipped block, in the form of the block's output."""
         if self.extra == -1:
             self.extra = find_form(to_meta(block), path, args, kwargs)
         hidden = hidden_of(block, args, kwargs)
@@ -288,7 +274,7 @@ class StageForward:
             )
 
     def around_memory(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Runs the module around the first list of blocks, or returns its finished output."""
+        """Runs the encoder, or returns its output if an earlier stage computed it."""
         if self.state is None and self.stages == 1:
             return call(*args, **kwargs)
         state = self.running(self.stack.memory or "")
@@ -303,7 +289,7 @@ class StageForward:
         return output
 
     def _refuse_leak_behind(self, state: ForwardState, output: Any) -> None:
-        """Rejects NaN outputs caused by placeholders of other stages' modules."""
+        """Raises if the model's output is NaN because of a placeholder."""
         # They are no more than suspects: a NaN that came with the hidden state is none of theirs.
         came = [t for t in (state.hidden, state.memory) if t is not None]
         if not state.elsewhere or any(_has_nan(t) for t in came):
@@ -340,26 +326,23 @@ def _form(extra: int | None) -> str:
 
 
 def _finished(memory: Tensor) -> Any:
-    """Wraps a finished encoder's output for Hugging Face models."""
     from transformers.modeling_outputs import BaseModelOutput
 
     return BaseModelOutput(last_hidden_state=memory)  # pyright: ignore[reportArgumentType]
 
 
 def first_of(output: Any) -> Tensor:
-    """Returns the hidden state from a block's or encoder's output."""
     return output if isinstance(output, Tensor) else output[0]
 
 
 def hidden_of(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-    """Returns the hidden state from a block's arguments: the first one."""
+    """Returns the hidden state in a block's arguments, which is the first one."""
     return args[0] if args else kwargs[_first_name(block)]
 
 
 def with_hidden(
     block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], hidden: Tensor
 ) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-    """Replaces the hidden state in a block's arguments."""
     if args:
         return (hidden, *args[1:]), kwargs
     return args, {**kwargs, _first_name(block): hidden}
@@ -397,7 +380,7 @@ def _tensors(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
 # should reach a block by another way all the same, zeros would train silently on nonsense; NaN is
 # seen in the block's arguments, and rejected by the argument's name (`StageForward._refuse_leaks`).
 class _OnMeta:
-    """Holds a meta module without registering its parameters in `nn.Module`."""
+    """Refers to a meta module without registering it as a submodule."""
 
     def __init__(self, module: nn.Module) -> None:
         found = next((p.device for p in module.parameters()), torch.device("cpu"))
@@ -406,7 +389,7 @@ class _OnMeta:
 
 
 class EmptyModule(nn.Module):
-    """A module without tensors that replaces one with tensors."""
+    """Replaces a module with tensors; has none."""
 
     def __init__(self, stage_forward: StageForward, path: str, module: nn.Module) -> None:
         super().__init__()
@@ -425,19 +408,16 @@ class EmptyModule(nn.Module):
         return fill(found, self._original.device) if isinstance(found, Tensor) else found
 
     def get_parameter(self, target: str) -> nn.Parameter:
-        """Returns a meta parameter of the replaced module."""
         return self._original.module.get_parameter(target)
 
     def extra_repr(self) -> str:
-        """Returns the class of the replaced module."""
         return f"in place of {type(self._original.module).__name__}"
 
 
 class Placeholder(EmptyModule):
-    """Placeholder of a module around the blocks."""
+    """Replaces a module around the blocks."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns NaN in the shape of the module's output."""
         state = self._stage_forward.running(self._path)
         if state.live:
             raise GulliverError(
@@ -459,25 +439,22 @@ class Placeholder(EmptyModule):
 
 
 class PlaceholderBlock(EmptyModule):
-    """Placeholder of a block."""
+    """Replaces a block."""
 
     def __init__(self, stage_forward: StageForward, number: int, block: nn.Module) -> None:
         super().__init__(stage_forward, stage_forward.stack.blocks[number], block)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the hidden state in the form of the block's output."""
         self._stage_forward.running(self._path)
         return self._stage_forward.skip_block(self._original.module, self._path, args, kwargs)
 
 
 def own(stage_forward: StageForward, number: int, block: nn.Module) -> None:
-    """Routes a block's calls through the `StageForward`."""
     vars(block)["_stage_forward"], vars(block)["_number"] = stage_forward, number
     block.__class__ = _asking(type(block))
 
 
 def own_memory(stage_forward: StageForward, module: nn.Module) -> None:
-    """Routes calls of the module around the first list of blocks through the `StageForward`."""
     vars(module)["_stage_forward"] = stage_forward
     module.__class__ = _remembering(type(module))
 

@@ -4,12 +4,11 @@
     x = shard(embedded, groups)                                # [batch, local length, hidden]
     out = attention(q, k, v, groups, mask=Mask(causal=True))   # [batch, heads, local length, dim]
 
-`layout` determines which rank holds which positions, `mask` which tiles of two ranks' tokens are
-computed; `kernels` compute and merge blocks, `ring` and `heads` exchange them, and `attend`
-combines these.
+`layout` assigns positions to ranks, `mask` finds the blocks to compute, `kernels` compute and merge
+them, `ring` and `heads` exchange tensors, and `attend` combines these.
 
-A *ring rank* is a position in the ring: one rank, or with Ulysses the group of ranks that hold the
-tokens of that position together.
+A *ring rank* is a position in the ring: one rank, or with Ulysses the group of ranks that share the
+tokens at that position.
 """
 
 from typing import TYPE_CHECKING

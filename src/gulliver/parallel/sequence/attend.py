@@ -1,10 +1,10 @@
-"""Attention over a sequence that is sharded over several ranks: the function that models call.
+"""The `attention` function, for sequences that are sharded over several ranks.
 
     groups = make_groups(SequencePlan(ulysses=2, inner=2, layout="zigzag"))
     out = attention(q, k, v, groups, mask=Mask(causal=True))
 
-Ulysses first exchanges tokens for heads within the group, the ring then circulates the groups' keys
-and values, and Ulysses exchanges the output back. Nothing is kept between calls.
+Ulysses first exchanges tokens for heads within its group, then the ring circulates keys and values
+between groups, and Ulysses exchanges the output back. No state is kept between calls.
 """
 
 from __future__ import annotations
@@ -54,21 +54,19 @@ def attention(
 ) -> Tensor:
     """Computes exact softmax attention for any layout (collective over the sequence).
 
-    With `length`, ranks skip checks; without it, they first compare shapes and masks, which costs a
-    small message each and a synchronization on GPUs. Gradients are those of the sum of all ranks'
-    losses.
+    Without `length`, ranks first compare shapes and masks, which costs small messages and a GPU
+    synchronization. Gradients are those of the sum of all ranks' losses.
 
-    Under autocast q, k and v are cast as for torch's own attention.
+    Autocast applies to q, k and v as in torch's own attention.
 
     Args:
         q: this rank's queries, ``[batch, heads, local length, head dim]``.
-        k: this rank's keys, ``[batch, KV heads, local key length, head dim]``; the KV heads divide
-            the heads.
+        k: this rank's keys, ``[batch, KV heads, local key length, head dim]``; their number divides
+            that of the heads.
         v: this rank's values, ``[batch, KV heads, local key length, value dim]``.
-        groups: rank groups of the plan; queries and keys are sharded as the plan's layout shards
-            their lengths.
-        mask: rule for which keys each query sees, in positions of the full sequence; None for no
-            mask. A query that sees no keys gives zeros, and zero gradients.
+        groups: rank groups of the plan; queries and keys have to be sharded in the plan's layout.
+        mask: visible keys of each query, by positions in the full sequence; None for all. A query
+            without visible keys outputs zeros and has zero gradients.
         scale: factor of the logits; None is ``1 / sqrt(head dim)``.
         length: tokens of the full sequence; None gathers it from all ranks.
         key_length: tokens of a cross-attention's keys; None for `length`, if given.
@@ -140,7 +138,6 @@ def _apply(q: Tensor, k: Tensor, v: Tensor, call: RingCall) -> Tensor:
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Casts like torch's attention under autocast."""
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
         return tensors
@@ -151,7 +148,7 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 def _check_arguments(q: Tensor, k: Tensor, v: Tensor, mask: object, dropout: float) -> None:
     if dropout:
         raise GulliverError(
-            f"attention dropout of {dropout} is not supported over several ranks: set it to 0 "
+            f"attention dropout {dropout} is not supported over several ranks: set it to 0 "
             "(other dropout may stay)"
         )
     if not (mask is None or isinstance(mask, Mask)):
@@ -167,12 +164,13 @@ def _check_arguments(q: Tensor, k: Tensor, v: Tensor, mask: object, dropout: flo
     if not (q.dtype == k.dtype == v.dtype and q.dtype in DTYPES):
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
         raise GulliverError(
-            f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}: make all the same, one of {names}"
+            f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}: use the same dtype for all, one "
+            f"of {names}"
         )
     if k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
         raise GulliverError(
-            f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not fit: all have "
-            "one batch, q and k one head dim, k and v the same heads and length"
+            f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not match: all "
+            "need the same batch size, q and k the same head dim, k and v the same heads and length"
         )
 
 
@@ -185,7 +183,6 @@ def _layouts(
     length: int | None,
     key_length: int | None,
 ) -> tuple[Layout, Layout]:
-    """Returns the layouts of queries and keys, checked against the ranks' lengths."""
     own = {groups.rank: (q.shape[2], k.shape[2])}
     if length is None:
         held = dict(enumerate(_compare_lengths(q, k, v, groups, mask)))
@@ -203,7 +200,7 @@ def _layouts(
                 raise GulliverError(
                     f"rank {rank} holds {lengths[number]} tokens of {name}: the "
                     f"{groups.plan.layout} layout of {layouts[number].length} gives the ranks "
-                    f"{_short(wanted)}; cut sequences with shard"
+                    f"{_short(wanted)}; shard sequences with shard()"
                 )
     return layouts
 
@@ -223,8 +220,8 @@ def _compare_lengths(
         if len(set(found)) > 1:
             shown = "differ" if name in ("mask", "dtype") else f"are {_short(found)}"
             raise GulliverError(
-                f"ranks of one sequence differ: {name} {shown}; pass each its part of the same "
-                "batch"
+                f"ranks of one sequence differ: {name} {shown}; pass each rank its part of the "
+                "same batch"
             )
     return [(values[0], values[1]) for values in ranks]
 
@@ -235,7 +232,6 @@ def _short(values: list[int]) -> str:
 
 
 def _kinds(mask: Mask, queries: Layout) -> tuple[Literal["plain", "causal", "masked"], ...]:
-    """Returns the kinds of tiles of a mask."""
     contents = (mask.documents, mask.key_lengths, mask.query_lengths, mask.keys)
     if mask.window is not None or any(part is not None for part in contents):
         return ("plain", "causal", "masked") if mask.causal else ("plain", "masked")
@@ -243,7 +239,6 @@ def _kinds(mask: Mask, queries: Layout) -> tuple[Literal["plain", "causal", "mas
 
 
 def _swap(heads: Heads, groups: SequenceGroups, queries: Layout, keys: Layout) -> Swap:
-    """Describes the exchange of q, k and v in this rank's Ulysses group."""
     first = groups.place * groups.plan.ulysses
     of_q, of_k = (
         tuple(layout.sizes()[first : first + groups.plan.ulysses]) for layout in (queries, keys)

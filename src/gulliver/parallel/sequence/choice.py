@@ -1,4 +1,4 @@
-"""Chooses Ulysses x outer x inner by predicted cost."""
+"""Chooses the sizes of Ulysses, outer ring and inner ring by predicted cost."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class SplitPrediction:
 
 @dataclass(frozen=True)
 class Chosen:
-    """The plan with the lowest predicted time, and the others."""
+    """The plan with the lowest predicted time, and the alternatives."""
 
     plan: SequencePlan
     # Predictions of all plans that were considered, the best first.
@@ -37,7 +37,6 @@ class Chosen:
 
     @property
     def reason(self) -> str:
-        """Short reason for the choice."""
         best, *others = self.predicted
         shown = [f"{p.plan}: {1e3 * p.seconds:.3g} ms" for p in others[:1]]
         return " against ".join([f"{best.plan}: {1e3 * best.seconds:.3g} ms", *shown])
@@ -60,17 +59,17 @@ def choose(
     layout: LayoutName | None = None,
     stride: int = 1,
 ) -> Chosen:
-    """Considers every factorisation of a degree.
+    """Returns the fastest factorization of a degree, by prediction.
 
     Args:
         cluster: links and device, measured or described.
-        shape: sizes of the attention.
-        degree: ranks per sequence; None for the whole cluster.
+        shape: shape of the attention.
+        degree: ranks per sequence; None for all ranks.
         layout: name of the layout; None for zigzag if the shape is causal, otherwise contiguous.
         stride: distance between the ranks of a sequence; the ranks in between share its tensors.
 
     Raises:
-        GulliverError: no degree of at least 1; the device has no rate for the dtype.
+        GulliverError: the degree is below 1, or the device has no rate for the dtype.
     """
     degree = cluster.size if degree is None else degree
     layout = layout or ("zigzag" if shape.causal else "contiguous")
@@ -93,12 +92,10 @@ def predict(cluster: Cluster, shape: Shape, plan: SequencePlan, stride: int = 1)
 
 
 def volume(plan: SequencePlan, shape: Shape) -> Volume:
-    """Returns the bytes that each rank sends in one attention, by formula."""
     return split_attention_bytes(_split(plan, shape), shape)
 
 
 def _split(plan: SequencePlan, shape: Shape) -> SequenceSplit:
-    """Converts a plan for the formulas of `gulliver.hardware`."""
     keys = deal_heads(shape.heads, shape.kv_heads, plan.ulysses).keys
     sent = sum(last - first for first, last in keys)
     return SequenceSplit(plan.ulysses, plan.outer, plan.inner, sent, plan.layout == "zigzag")

@@ -1,8 +1,8 @@
 """Ulysses: the ranks of a group exchange parts of the sequence for heads, and back.
 
-Before, a rank has all heads of its tokens; after `to_heads` it has some heads of all the group's
-tokens, and heads attend independently of each other. Queries, keys and values travel in one
-exchange. Source: Jacobs et al., DeepSpeed Ulysses, 2023 (arXiv 2309.14509).
+A rank starts with all heads of its own tokens; `to_heads` gives it some heads of all the group's
+tokens. Queries, keys and values share one all-to-all. Source: Jacobs et al., DeepSpeed Ulysses,
+2023 (arXiv 2309.14509).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from gulliver.errors import GulliverError, once_differentiable
 from gulliver.layout.even import Interval, intervals, split_evenly
 
 Run = tuple[slice, slice]
-"""Query heads, and the KV heads that serve them in equal numbers."""
+"""Query heads and their KV heads; each KV head serves equally many query heads."""
 
 
 # [Note: grouped queries] KV heads are not expanded. Where the ranks divide them, each rank gets its
@@ -30,7 +30,7 @@ Run = tuple[slice, slice]
 # those of the queries would make all numbers divide, at `group` times the bytes.
 @dataclass(frozen=True)
 class Heads:
-    """The heads that each rank of a Ulysses group works on."""
+    """The heads that each rank of a Ulysses group computes."""
 
     queries: tuple[Interval, ...]  # Interval of query heads of each rank
     # Interval of KV heads of each rank; intervals overlap where a head is needed twice.
@@ -59,7 +59,6 @@ class Heads:
 
 
 def deal_heads(heads: int, kv_heads: int, ranks: int) -> Heads:
-    """Distributes heads over the ranks of a Ulysses group."""
     if kv_heads < 1 or heads % kv_heads:
         raise GulliverError(
             f"{kv_heads} KV heads do not divide {heads} heads evenly: choose a divisor of {heads}"
@@ -80,7 +79,7 @@ def deal_heads(heads: int, kv_heads: int, ranks: int) -> Heads:
 
 @dataclass(frozen=True)
 class Swap:
-    """The sharding of some tensors before and after an exchange."""
+    """Layouts of tensors before and after an exchange of tokens for heads."""
 
     rank_group: RankGroup
     heads: tuple[tuple[Interval, ...], ...]  # Interval of heads of each rank, for each tensor
@@ -88,7 +87,6 @@ class Swap:
     totals: tuple[int, ...]  # Number of heads of each tensor
 
     def to_heads(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Exchanges all heads of some tokens for some heads of all tokens."""
         ranks, me = range(self.rank_group.size), self.rank_group.rank
         outgoing = [
             [t[:, slice(*of[r])] for t, of in zip(tensors, self.heads, strict=True)] for r in ranks
@@ -104,7 +102,7 @@ class Swap:
         return [torch.cat(parts, 2) for parts in zip(*arrived, strict=True)]
 
     def to_sequence(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Inverts `to_heads`; heads held by several ranks are summed."""
+        """Inverts `to_heads`; sums heads that several ranks hold."""
         ranks, me = range(self.rank_group.size), self.rank_group.rank
         cuts = [t.split(lengths, 2) for t, lengths in zip(tensors, self.lengths, strict=True)]
         shapes = [
@@ -127,37 +125,32 @@ class ToHeads(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, swap: Swap, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Returns the tensors by heads."""
         ctx.swap = swap
         return tuple(swap.to_heads(tensors))
 
     @staticmethod
     @once_differentiable("sequence_parallelism_mode='all_to_all'", linear=True)
     def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore
-        """Returns their gradients by tokens."""
         return None, *ctx.swap.to_sequence(grads)
 
 
 class ToSequence(torch.autograd.Function):
-    """Differentiable `Swap.to_sequence` of heads without copies."""
+    """Differentiable `Swap.to_sequence`, for heads that only one rank holds."""
 
     @staticmethod
     def forward(ctx: Any, swap: Swap, tensor: Tensor) -> Tensor:
-        """Returns the tensor by tokens."""
         ctx.swap = swap
         return swap.to_sequence([tensor])[0]
 
     @staticmethod
     @once_differentiable("sequence_parallelism_mode='all_to_all'", linear=True)
     def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore
-        """Returns its gradient by heads."""
         return None, ctx.swap.to_heads([grad])[0]
 
 
 def _exchange(
     rank_group: RankGroup, outgoing: list[list[Tensor]], shapes: list[list[tuple[int, ...]]]
 ) -> list[list[Tensor]]:
-    """Exchanges lists of tensors between ranks, one message each."""
     flat = [torch.cat([t.reshape(-1) for t in tensors]) for tensors in outgoing]
     counts = [[torch.Size(shape).numel() for shape in from_rank] for from_rank in shapes]
     arrived = exchange(rank_group, flat, [sum(c) for c in counts], rank_group.wire)
@@ -168,7 +161,6 @@ def _exchange(
 
 
 def _placed(parts: list[Tensor], heads: tuple[Interval, ...], total: int) -> Tensor:
-    """Joins parts of a tensor along heads, adding overlapping ones."""
     if sum(b - a for a, b in heads) == total:
         return torch.cat(parts, 1)
     batch, _, length, size = parts[0].shape

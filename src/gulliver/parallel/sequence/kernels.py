@@ -39,7 +39,7 @@ DTYPES = (torch.float64, torch.float32, *HALVES)
 # run yet.
 @dataclass(frozen=True)
 class KernelRequirements:
-    """The requirements that a kernel has to meet."""
+    """Properties of a call that a kernel has to support."""
 
     device: str  # Type of the tensors' device, "cpu" or "cuda"
     dtype: torch.dtype
@@ -52,7 +52,7 @@ class KernelRequirements:
 
 @dataclass(frozen=True)
 class AttentionBlock:
-    """A block of attention: tensors of one dtype; KV heads divide the heads.
+    """Input of a kernel: tensors of one dtype. The number of KV heads divides that of heads.
 
     Attributes:
         q: queries ``[batch, heads, queries, head dim]``.
@@ -60,9 +60,9 @@ class AttentionBlock:
         v: values ``[batch, KV heads, keys, value dim]``.
         scale: factor of the logits.
         causal: whether query i sees only keys j <= i; requires as many keys as queries.
-        bias: values added to the logits, 0 or minus infinity, ``[rows, 1, queries, keys]`` of q's
+        bias: mask added to the logits, 0 or minus infinity, ``[rows, 1, queries, keys]`` in q's
             dtype.
-        deterministic: whether results must be bitwise reproducible.
+        deterministic: require bitwise reproducible results.
     """
 
     q: Tensor
@@ -76,7 +76,7 @@ class AttentionBlock:
 
 @dataclass(frozen=True)
 class Kernel:
-    """Computes blocks of attention."""
+    """An implementation of attention over a block."""
 
     name: str
     # Function of a block that returns its output and log-sum-exp ``[batch, heads, queries]``, the
@@ -90,17 +90,16 @@ class Kernel:
 
 
 def precise(dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype of partial results: float32, or float64 for float64."""
+    """Returns the accumulation dtype: float32, or float64 for float64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def readable(tensor: Tensor) -> Tensor:
-    """Makes rows contiguous, which kernels assume unchecked."""
+    """Makes the last dim contiguous; kernels do not check it."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def select(asked: KernelRequirements, name: str | None = None) -> Kernel:
-    """Returns the named kernel, or the first that meets the requirements."""
     if asked.dtype not in DTYPES:
         known = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
         raise GulliverError(f"attention in {asked.dtype} is not supported: choose from {known}")
@@ -119,7 +118,6 @@ def select(asked: KernelRequirements, name: str | None = None) -> Kernel:
 def requirements_of(
     q: Tensor, v: Tensor, kind: Kind = "plain", deterministic: bool = False
 ) -> KernelRequirements:
-    """Returns the requirements that follow from tensors."""
     arch = torch.cuda.get_device_capability(q.device) if q.is_cuda else (0, 0)
     return KernelRequirements(
         q.device.type, q.dtype, q.shape[-1], v.shape[-1], kind, deterministic, arch
@@ -149,7 +147,7 @@ def _reference_backward(
 
 
 def _grouped(block: AttentionBlock) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns q, k, v as ``[batch, KV heads, queries of each, length, dim]`` in `precise`."""
+    """Returns q, k and v as ``[batch, KV heads, queries per KV head, length, dim]``."""
     dtype = precise(block.q.dtype)
     q = block.q.to(dtype).unflatten(1, (block.k.shape[1], -1))
     return q, block.k.to(dtype).unsqueeze(2), block.v.to(dtype).unsqueeze(2)
@@ -219,7 +217,6 @@ def _efficient_backward(
 
 
 def _repeated(block: AttentionBlock) -> tuple[Tensor, Tensor]:
-    """Repeats keys and values to the number of query heads."""
     times = block.q.shape[1] // block.k.shape[1]
     if times == 1:
         return block.k, block.v
@@ -227,7 +224,6 @@ def _repeated(block: AttentionBlock) -> tuple[Tensor, Tensor]:
 
 
 def _aligned(block: AttentionBlock) -> Tensor | None:
-    """Returns the bias for every head, with rows aligned to 16 elements."""
     if block.bias is None:
         return None
     keys = block.bias.shape[-1]
@@ -250,7 +246,7 @@ def _unequal(asked: KernelRequirements) -> str | None:
 def _cuda_lacks(
     asked: KernelRequirements, op: str, dtypes: tuple[torch.dtype, ...], largest: int, masks: bool
 ) -> str | None:
-    """Returns the requirement that a CUDA kernel does not meet; None if it meets all."""
+    """Returns the reason why a CUDA kernel does not support a call; None if it does."""
     if asked.device != "cuda":
         return f"it supports CUDA, not {asked.device}"
     if _compat_attention.attention_op(op) is None:
@@ -302,7 +298,7 @@ KERNELS = {kernel.name: kernel for kernel in ORDER}
 # infinity) has no weight. Source: Milakov and Gimelshein, 2018 (arXiv 1805.02867).
 @dataclass(frozen=True)
 class BlockArguments:
-    """The options that all blocks of a call share."""
+    """Options that all blocks of a call share."""
 
     scale: float
     rules: Rules  # Rules of the pairs that are allowed
@@ -313,14 +309,13 @@ class BlockArguments:
 
 @dataclass(frozen=True)
 class Partial:
-    """Attention over the keys seen so far."""
+    """Attention over the keys processed up to now."""
 
     out: Tensor  # Output ``[batch, heads, queries, value dim]``, in the precise dtype
     lse: Tensor  # Log-sum-exp of the logits, ``[batch, heads, queries]``
 
     @classmethod
     def empty(cls, q: Tensor, value_dim: int) -> Partial:
-        """Returns attention over no keys: zeros, and a log-sum-exp of minus infinity."""
         dtype = precise(q.dtype)
         return cls(
             q.new_zeros((*q.shape[:3], value_dim), dtype=dtype),
@@ -328,7 +323,7 @@ class Partial:
         )
 
     def merge(self, out: Tensor, lse: Tensor, heads: slice, rows: Interval) -> None:
-        """Merges attention over other keys, for some heads and rows, in place."""
+        """Merges attention over further keys into some heads and rows, in place."""
         own_out = self.out[:, heads, rows[0] : rows[1]]
         own_lse = self.lse[:, heads, rows[0] : rows[1]]
         # -inf - -inf is NaN: neither part has a key, so the other gets no weight. By the value of
@@ -341,7 +336,7 @@ class Partial:
 def attend(
     into: Partial, q: Tensor, k: Tensor, v: Tensor, found: Iterable[Tile], how: BlockArguments
 ) -> None:
-    """Merges the attention of local queries to a block of keys."""
+    """Computes attention of local queries to a block of keys and merges it into `into`."""
     for tile in found:
         kernel = select(requirements_of(q, v, tile.kind, how.deterministic), how.kernel)
         bias, unseen = _bias(tile, q, how.rules)
@@ -357,7 +352,7 @@ def attend(
 
 @dataclass(frozen=True)
 class Rows:
-    """Full rows of queries for backward (see `kernels.py`)."""
+    """Queries with the output, its gradient and the log-sum-exp, for backward."""
 
     q: Tensor  # Queries ``[batch, heads, queries, head dim]``
     grad: Tensor
@@ -369,7 +364,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Gradients:
-    """Sums of the gradients of q, k and v, in the precise dtype."""
+    """Accumulated gradients of q, k and v, in the dtype of `precise`."""
 
     q: Tensor
     k: Tensor
@@ -379,7 +374,6 @@ class Gradients:
 def attend_backward(
     into: Gradients, rows: Rows, k: Tensor, v: Tensor, found: Iterable[Tile], how: BlockArguments
 ) -> None:
-    """Adds the gradients of `attend`."""
     for tile in found:
         kernel = select(requirements_of(rows.q, v, tile.kind, how.deterministic), how.kernel)
         bias, _ = _bias(tile, rows.q, how.rules)
@@ -420,7 +414,7 @@ def _block(
 
 
 def _bias(tile: Tile, q: Tensor, rules: Rules) -> tuple[Tensor | None, Tensor | None]:
-    """Returns the dense mask as an additive bias, and the rows that see no key."""
+    """Returns the mask as an additive bias, and the rows without visible keys."""
     if tile.kind != "masked":
         return None, None
     allowed = tile.allowed(rules).to(q.device)

@@ -1,10 +1,10 @@
-"""Layouts of a sequence: the positions that each rank holds.
+"""Layouts of a sequence: assign token positions to ranks.
 
 A layout first shards the sequence over the ring ranks, then each ring rank's tokens over its
-Ulysses group, in order: an all-to-all within the group yields its tokens in that order.
+Ulysses group, in order, so an all-to-all within the group restores that order.
 
 - *contiguous*: ring rank r of n holds part r of n.
-- *zigzag*: of 2 n parts, ring rank r holds parts r and 2 n - 1 - r.
+- *zigzag*: the sequence has 2 n parts; ring rank r holds parts r and 2 n - 1 - r.
 """
 
 from __future__ import annotations
@@ -49,47 +49,41 @@ class Layout:
         return self.ring * self.ulysses
 
     def of_place(self, place: int) -> tuple[Interval, ...]:
-        """Returns the positions of a ring rank, in local order."""
+        """Returns the positions that a ring rank holds, in local order."""
         if self.name == "contiguous":
             return _joined([intervals(split_evenly(self.length, self.ring))[place]])
         parts = intervals(split_evenly(self.length, 2 * self.ring))
         return _joined([parts[place], parts[2 * self.ring - 1 - place]])
 
     def of_rank(self, rank: int) -> tuple[Interval, ...]:
-        """Returns the positions of a rank; ranks of a Ulysses group are consecutive."""
+        """Returns the positions that a rank holds; ranks of a Ulysses group are consecutive."""
         place, member = divmod(rank, self.ulysses)
         held = self.of_place(place)
         return part_of(held, *intervals(split_evenly(size_of(held), self.ulysses))[member])
 
     def sizes(self) -> list[int]:
-        """Returns the number of tokens of each rank."""
         return [size_of(self.of_rank(rank)) for rank in range(self.degree)]
 
     def place_sizes(self) -> list[int]:
-        """Returns the number of tokens of each ring rank."""
         return [size_of(self.of_place(place)) for place in range(self.ring)]
 
     def positions(self, rank: int) -> Tensor:
-        """Returns the positions of a rank, ``[local length]``, int64."""
         return positions_of(self.of_rank(rank))
 
     def order(self) -> Tensor:
-        """Returns the positions of all ranks' tokens, rank by rank, ``[length]``, int64."""
+        """Returns the positions of all tokens, rank by rank, ``[length]`` int64."""
         return torch.cat([self.positions(rank) for rank in range(self.degree)])
 
 
 def size_of(held: tuple[Interval, ...]) -> int:
-    """Returns the number of positions in intervals."""
     return sum(stop - start for start, stop in held)
 
 
 def positions_of(held: tuple[Interval, ...]) -> Tensor:
-    """Returns the positions in intervals, int64."""
     return torch.cat([torch.empty(0, dtype=torch.int64), *(torch.arange(*i) for i in held)])
 
 
 def _joined(parts: list[Interval]) -> tuple[Interval, ...]:
-    """Drops empty intervals and joins neighbours."""
     joined: list[Interval] = []
     for start, stop in parts:
         if start == stop:
@@ -102,7 +96,7 @@ def _joined(parts: list[Interval]) -> tuple[Interval, ...]:
 
 
 def part_of(held: tuple[Interval, ...], first: int, last: int) -> tuple[Interval, ...]:
-    """Returns the positions of local tokens from `first` to `last` (exclusive)."""
+    """Returns the positions of the local tokens ``first:last``."""
     found, at = [], 0
     for start, stop in held:
         low, high = max(first - at, 0), min(last - at, stop - start)
@@ -114,7 +108,7 @@ def part_of(held: tuple[Interval, ...], first: int, last: int) -> tuple[Interval
 
 @dataclass(frozen=True)
 class Tail:
-    """The sharding of the last tokens of a sequence, numbered from the first of them."""
+    """The sharding of the last `count` tokens of a sequence, which are numbered from 0."""
 
     whole: Layout
     count: int  # Number of the tokens, at most its length
@@ -128,22 +122,18 @@ class Tail:
         return self.count
 
     def of_rank(self, rank: int) -> tuple[tuple[int, int], ...]:
-        """Returns the intervals of tail tokens that a rank holds."""
         first = self.whole.length - self.count
         held = ((max(a, first), b) for a, b in self.whole.of_rank(rank) if b > first)
         return tuple((a - first, b - first) for a, b in held)
 
     def sizes(self) -> list[int]:
-        """Returns the number of tail tokens on each rank."""
         return [sum(b - a for a, b in self.of_rank(rank)) for rank in range(self.degree)]
 
     def order(self) -> Tensor:
-        """Returns the tail tokens' numbers, rank by rank."""
         runs = [torch.arange(a, b) for rank in range(self.degree) for a, b in self.of_rank(rank)]
         return torch.cat(runs)
 
     def local(self, rank: int) -> Tensor:
-        """Returns the local indices of the tail tokens on a rank."""
         positions = self.whole.positions(rank)
         return (positions >= self.whole.length - self.count).nonzero().squeeze(1)
 
@@ -161,12 +151,12 @@ class Tail:
 
 @dataclass(frozen=True)
 class SequencePlan:
-    """Ulysses inside, a two-level ring outside; sizes of at least 1, whose product is the degree.
+    """Sizes of Ulysses groups and a two-level ring, whose product is the degree.
 
     Attributes:
-        ulysses: ranks that exchange sequence for heads (Jacobs et al., DeepSpeed Ulysses, 2023).
-        outer: size of the outer, slow ring of inner rings.
-        inner: size of each inner ring; a ring of one level is ``inner=N``.
+        ulysses: ranks of a Ulysses group, which exchange tokens for heads (Jacobs et al., 2023).
+        outer: size of the outer ring, which uses the slower links.
+        inner: size of each inner ring; use ``inner=N`` for a single-level ring.
         layout: name of the layout, contiguous or zigzag.
         wire: wire format of queries, keys, values, outputs and gradients.
     """
@@ -187,16 +177,13 @@ class SequencePlan:
 
     @property
     def ring(self) -> int:
-        """Size of the ring, outer and inner together."""
         return self.outer * self.inner
 
     @property
     def degree(self) -> int:
-        """Number of ranks that share a sequence."""
         return self.ring * self.ulysses
 
     def lay(self, length: int) -> Layout:
-        """Returns the layout of a sequence of this length."""
         return Layout(length, self.ring, self.ulysses, self.layout)
 
     def __str__(self) -> str:
@@ -208,7 +195,7 @@ class SequencePlan:
 
 @dataclass(frozen=True, eq=False)
 class SequenceGroups:
-    """The rank groups that this process belongs to."""
+    """The process groups of this rank."""
 
     plan: SequencePlan
     all: RankGroup = ALONE  # Group of all ranks of the sequence
@@ -219,12 +206,11 @@ class SequenceGroups:
 
     @property
     def rank(self) -> int:
-        """Rank of this process in the sequence."""
         return self.all.rank
 
     @property
     def place(self) -> int:
-        """Ring rank of this process: its position in the ring."""
+        """Position of this process in the ring."""
         return self.outer.rank * self.inner.size + self.inner.rank
 
 
@@ -234,20 +220,20 @@ def make_groups(
     """Creates the process groups of a plan once (collective over the world).
 
     Args:
-        plan: plan of each sequence.
+        plan: plan that applies to each sequence.
         sequences: world ranks that share each sequence, in the plan's order; None for consecutive
             ranks.
 
     Raises:
-        GulliverError: the plan's degree does not divide the world, or the sequences do not contain
-            each rank exactly once.
+        GulliverError: the plan's degree does not divide the world size, or the sequences do not
+            contain each rank exactly once.
     """
     world = dist.get_world_size() if dist.is_initialized() else 1
     members = [list(ranks) for ranks in sequences] if sequences is not None else None
     if members is None:
         if world % plan.degree:
             raise GulliverError(
-                f"{plan} does not divide the world of {world}: ulysses x outer x inner must be "
+                f"{plan} does not divide the world size {world}: ulysses x outer x inner must be "
                 f"one of {', '.join(str(n) for n in range(1, world + 1) if world % n == 0)}"
             )
         members = [list(range(n, n + plan.degree)) for n in range(0, world, plan.degree)]
@@ -281,7 +267,6 @@ def make_mixed_groups(
 
 
 def _axes(ranks: list[int], plan: SequencePlan) -> list[tuple[str, list[int]]]:
-    """Returns all rank groups of a sequence with the names of their axes."""
     u, inner, ring = plan.ulysses, plan.inner, plan.ring
     lines = [("all", ranks)]
     lines += [("ulysses", ranks[p * u : (p + 1) * u]) for p in range(ring)]

@@ -4,11 +4,12 @@
     Mask.packed(cu_seqlens, causal=True)         # packed documents
     Mask(key_lengths=lengths)                    # padding at the end of the keys
 
-All parts of a mask have to allow a pair. A query that sees no keys gives zeros, and zero gradients.
+A pair is visible if all conditions allow it. A query without visible keys outputs zeros and has
+zero gradients.
 
-`Mask` is the user's rule, over positions of the full sequence. `Rules` is a mask prepared for one
-call: `classify` returns whether a rectangle of positions is allowed in full, in part or not at all,
-without checking every pair; `dense` checks every pair.
+`Mask` describes conditions on positions in the full sequence. `Rules` is a mask prepared for one
+call: `classify` returns whether all, some or none of the pairs in a block are visible, without
+checking every pair; `dense` checks every pair.
 
 A dense mask would be quadratic in the length, and a rank whose tokens are not consecutive (see
 `layout.py`) could not use a kernel's own causal mask, which uses local indices.
@@ -34,7 +35,7 @@ FAR = 1 << 60
 
 
 class Verdict(enum.Enum):
-    """How much of a rectangle of queries and keys is allowed."""
+    """How many query-key pairs of a block are visible."""
 
     NOTHING = 0
     SOMETHING = 1
@@ -49,17 +50,17 @@ class Mask:
     synchronization.
 
     Attributes:
-        causal: whether keys after the query are hidden.
-        window: numbers of keys before and after its own position that a query sees; None for all. A
-            sliding window of w tokens, the last w, is ``causal=True, window=(w - 1, None)``.
-        documents: integer ids of the tokens' documents, ``[length]`` or ``[batch, length]``;
-            queries see keys of their own document. Tokens with a negative id neither see nor are
-            seen.
-        key_documents: ids of the documents of a cross-attention's keys; None for `documents`.
+        causal: hide keys after the query.
+        window: maximum distance of visible keys before and after the query; None for no limit. The
+            last w tokens: ``causal=True, window=(w - 1, None)``.
+        documents: document id of each token, ``[length]`` or ``[batch, length]``; queries see only
+            keys of their own document. Tokens with a negative id are masked, as queries and as
+            keys.
+        key_documents: document ids of the keys, for cross-attention; None for `documents`.
         key_lengths: number of keys of each batch row without padding, ``[batch]``.
-        query_lengths: number of queries of each row without padding, ``[batch]``; the others give
+        query_lengths: number of queries of each row without padding, ``[batch]``; padding outputs
             zeros.
-        keys: visible keys, ``[batch, key length]`` bool, for padding anywhere.
+        keys: whether a key is visible, ``[batch, key length]`` bool, for padding anywhere.
         offset: distance between a query's index and its position among the keys, for `causal` and
             `window`: query i is at position i + offset.
     """
@@ -85,8 +86,8 @@ class Mask:
         Args:
             cu_seqlens: start of each document, and the end of the last, ``[documents + 1]``: 0, 3,
                 7.
-            causal: whether keys after the query are hidden.
-            window: numbers of keys before and after the query, as in `Mask`.
+            causal: hide keys after the query.
+            window: maximum distances of visible keys, as in `Mask`.
 
         Raises:
             GulliverError: `cu_seqlens` does not begin with 0, or decreases.
@@ -94,7 +95,7 @@ class Mask:
         ends = cu_seqlens.detach().cpu().long()
         counts = ends.diff()
         if ends.dim() != 1 or len(ends) < 2 or int(ends[0]) != 0 or int(counts.min()) < 0:
-            raise GulliverError("cu_seqlens must begin with 0 and never fall, as in [0, 3, 7]")
+            raise GulliverError("cu_seqlens must begin with 0 and never decrease, as in [0, 3, 7]")
         ids = torch.repeat_interleave(torch.arange(len(counts)), counts)
         return cls(causal=causal, window=window, documents=ids)
 
@@ -107,7 +108,7 @@ class Mask:
             key_length: keys of the full sequence.
 
         Raises:
-            GulliverError: a part of the mask has another shape.
+            GulliverError: a tensor of the mask has the wrong shape.
         """
         before, after = self._band()
         key_documents = self.documents if self.key_documents is None else self.key_documents
@@ -127,7 +128,7 @@ class Mask:
         )
 
     def digest(self) -> int:
-        """Returns a checksum that identifies a mask."""
+        """Returns a checksum of the mask, to compare it between ranks."""
         total = 0
         for item in fields(self):
             value = getattr(self, item.name)
@@ -140,14 +141,17 @@ class Mask:
         before, after = self.window if self.window is not None else (None, None)
         for size in (before, after):
             if size is not None and size < 0:
-                raise GulliverError(f"window {self.window} must not be negative: (0, 0) is itself")
+                raise GulliverError(
+                    f"window {self.window} must not be negative; (0, 0) lets each position "
+                    "attend only to itself"
+                )
         reach = FAR if after is None else after
         return FAR if before is None else before, 0 if self.causal else reach
 
 
 @dataclass(frozen=True)
 class Rules:
-    """A mask for one call; one row for each of the batch or for all of it; None allows all."""
+    """A mask prepared for one call; None allows all."""
 
     before: int = FAR  # Number of keys that a query sees before its position
     after: int = FAR  # Number of keys that a query sees after its position; 0 is causal
@@ -161,7 +165,7 @@ class Rules:
     )
 
     def classify(self, queries: Interval, keys: Interval) -> Verdict:
-        """Classifies a rectangle; "something" may also be returned for all or nothing."""
+        """Classifies a block; may return "something" where the exact answer is all or nothing."""
         # That costs a dense mask for a tile, but is never wrong.
         verdicts = {self.judge_band(queries, keys), self.judge_contents(queries, keys)}
         for verdict in (Verdict.NOTHING, Verdict.SOMETHING):
@@ -178,7 +182,7 @@ class Rules:
         return Verdict.ALL if least >= -self.before and most <= self.after else Verdict.SOMETHING
 
     def judge_contents(self, queries: Interval, keys: Interval) -> Verdict:
-        """Classifies a block of the attention mask by documents and padding."""
+        """Classifies a block of the attention mask by documents and padding; may be inexact."""
         found = [self._kept(0, self.queries, queries), self._kept(1, self.keys, keys)]
         if self.documents is not None and self.key_documents is not None:
             low, high = self._span(2, self.documents, queries)
@@ -192,11 +196,10 @@ class Rules:
         return Verdict.SOMETHING if Verdict.SOMETHING in found else Verdict.ALL
 
     def is_causal(self) -> bool:
-        """Whether the band is that of a plain causal mask."""
         return self.after == 0 and self.before >= FAR
 
     def dense(self, q: Tensor, k: Tensor) -> Tensor:
-        """Returns whether each pair of positions is allowed: ``[rows, queries, keys]``."""
+        """Returns the visibility of each query-key pair, ``[rows, queries, keys]`` bool."""
         distance = k - (q.unsqueeze(1) + self.offset)
         allowed = ((distance >= -self.before) & (distance <= self.after)).unsqueeze(0)
         if self.documents is not None and self.key_documents is not None:
@@ -215,7 +218,6 @@ class Rules:
         return Verdict.NOTHING if not high else Verdict.ALL if low else Verdict.SOMETHING
 
     def _span(self, which: int, values: Tensor, interval: Interval) -> tuple[int, int]:
-        """Returns minimum and maximum in an interval of all rows."""
         key = (which, interval)
         if key not in self._spans:
             part = values[:, interval[0] : interval[1]]
@@ -230,7 +232,7 @@ def _rows(name: str, values: Tensor | None, batch: int, length: int) -> Tensor:
     rows = rows.unsqueeze(0) if rows.dim() == 1 else rows
     if rows.dim() != 2 or rows.shape[1] != length or rows.shape[0] not in (1, batch):
         raise GulliverError(
-            f"{name} has shape {tuple(values.shape)}: it must describe the whole sequence: "
+            f"{name} has shape {tuple(values.shape)}, but must cover the full sequence: "
             f"[{length}] or [{batch}, {length}]"
         )
     return rows
@@ -260,7 +262,7 @@ def _both(first: Tensor | None, second: Tensor | None = None) -> Tensor | None:
 
 Kind = Literal["plain", "causal", "masked"]
 LEAF = 512
-"""Queries and keys of the largest rectangle with a dense mask."""
+"""Maximum number of queries and of keys in a block with a dense mask."""
 
 
 # [Note: tiles, not masks] One call with a dense mask would compute the pairs that are masked out as
@@ -268,7 +270,7 @@ LEAF = 512
 # are a few runs of consecutive positions, so that most of a rectangle can be judged by its corners.
 @dataclass(frozen=True)
 class Tile:
-    """A rectangle of local tokens of consecutive positions."""
+    """A block of the attention mask: local queries and keys with consecutive positions."""
 
     q: Interval
     k: Interval
@@ -279,7 +281,6 @@ class Tile:
     kind: Kind
 
     def allowed(self, rules: Rules) -> Tensor:
-        """Returns the dense mask, ``[rows, queries, keys]`` bool."""
         return rules.dense(
             torch.arange(self.q_at, self.q_at + self.q[1] - self.q[0]),
             torch.arange(self.k_at, self.k_at + self.k[1] - self.k[0]),
@@ -293,7 +294,7 @@ def tiles(
     rows: Interval | None = None,
     leaf: int | None = None,
 ) -> tuple[Tile, ...]:
-    """Returns the tiles to compute between two ranks' tokens."""
+    """Returns the blocks to compute for one rank's queries and one rank's keys."""
     leaf = LEAF if leaf is None else leaf
     found = [
         tile
@@ -307,7 +308,7 @@ def tiles(
 def _pieces(
     held: tuple[Interval, ...], rows: Interval | None = None
 ) -> Iterator[tuple[Interval, int]]:
-    """Yields runs of consecutive positions: local tokens, and the first position."""
+    """Yields intervals of local tokens with consecutive positions, and their first position."""
     at = 0
     for start, stop in held:
         end = at + stop - start
@@ -339,7 +340,7 @@ def _cut(tile: Tile, rules: Rules, leaf: int) -> Iterator[Tile]:
 
 
 def _cut_causal(tile: Tile, rules: Rules, leaf: int) -> Iterator[Tile]:
-    """Splits a rectangle on the diagonal into the square on it and the rest."""
+    """Splits a block on the diagonal into the square around the diagonal and the rest."""
     q, k = tile.q[1] - tile.q[0], tile.k[1] - tile.k[0]
     # Keys before the first query's position; where negative, queries before the first key's.
     ahead = tile.q_at + rules.offset - tile.k_at
@@ -376,7 +377,7 @@ def _at_column(tile: Tile, column: int) -> tuple[Tile, Tile]:
 
 
 def _merged(found: list[Tile]) -> list[Tile]:
-    """Joins plain rectangles that are adjacent in local order, for fewer kernel calls."""
+    """Joins fully visible blocks that are adjacent locally, to reduce kernel calls."""
     # Their positions need not follow each other: without a mask no kernel asks for them.
     rest = [tile for tile in found if tile.kind != "plain"]
     plain = sorted((t for t in found if t.kind == "plain"), key=lambda t: (t.q, t.k))

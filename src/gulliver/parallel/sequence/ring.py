@@ -1,12 +1,12 @@
-"""Ring exchange of one or two levels.
+"""Ring exchange with one or two levels.
 
 Rank (o, i) starts with its own block. In step (a, b) it has the block of rank (o - a, i - b): the
 inner ring makes a full turn for each hop of the outer ring, while the block of the next hop is in
-flight, so each block crosses the slow links once per outer hop. This is the double ring of
+flight, so a block crosses the slow links only once per outer hop. This is the double ring of
 LoongTrain (Gu et al., 2024, arXiv 2406.18485) for any two sizes.
 
-`turn` circulates the blocks. `round_trip` also returns the sums for each block to its owner (the
-gradients of keys and values in backward).
+`turn` circulates the blocks. `round_trip` also accumulates a sum for each block and returns it to
+the block's owner (the gradients of keys and values).
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from gulliver.precision.wire.formats import IDENTITY, WireFormat, packed_bytes
 from gulliver.precision.wire.packing import pack, unpack
 
 BLOCK_TAG, GATHERED_TAG = 100, 200
-"""Message tags of rotating blocks and of gradients, plus the piece number."""
+"""Base message tags of rotating blocks and of their sums; the chunk number is added."""
 Count = Callable[[int, int], int]
-"""Returns the number of elements of a message, by ring rank and piece."""
+"""Returns the number of elements of a message, by ring rank and chunk."""
 
 
 # [Note: gradients go round] Every rank has a share of the gradient of every block of keys and
@@ -64,7 +64,7 @@ Count = Callable[[int, int], int]
 # nothing can hide is that of one piece. What is sent is the same.
 @dataclass(frozen=True)
 class Visit:
-    """A piece of a block that has arrived."""
+    """A chunk of a block that has arrived."""
 
     place: int  # Ring rank that the block belongs to
     piece: int
@@ -73,7 +73,7 @@ class Visit:
 
 
 class _RingChannel:
-    """One ring's hops of one piece, double-buffered."""
+    """Double-buffered transfers of one chunk around one ring."""
 
     def __init__(self, rank_group: RankGroup, piece: int, largest: int) -> None:
         self._rank_group, self._piece, self._largest = rank_group, piece, largest
@@ -81,7 +81,6 @@ class _RingChannel:
         self._hops = 0
 
     def send_on(self, block: Tensor, count: int) -> Messages:
-        """Starts sending a block to the next rank and receiving one of `count` elements."""
         # The buffer of two hops ago is free: its block was waited for, and so was sending it on.
         which = self._hops % 2
         buffer = self._buffers[which]
@@ -93,7 +92,7 @@ class _RingChannel:
 
 
 class _TwoLevelRing:
-    """Both levels of the ring, for one piece of each block."""
+    """Both levels of the ring, for one chunk of each block."""
 
     def __init__(self, groups: SequenceGroups, piece: int, count: Count) -> None:
         self._groups, self._piece, self._count = groups, piece, count
@@ -102,12 +101,11 @@ class _TwoLevelRing:
         self._fast = _RingChannel(groups.inner, piece, largest)
 
     def origin(self, a: int, b: int) -> int:
-        """Returns the ring rank whose block is here in step (a, b)."""
+        """Returns the ring rank whose block is present in step (a, b)."""
         outer, inner = self._groups.outer, self._groups.inner
         return (outer.rank - a) % outer.size * inner.size + (inner.rank - b) % inner.size
 
     def visit(self, a: int, b: int, block: Tensor, half: int | None = None) -> Visit:
-        """Returns the visit of step (a, b)."""
         return Visit(self.origin(a, b), self._piece, block, half)
 
     def outwards(self, a: int, held: Tensor) -> Messages | None:
@@ -124,7 +122,7 @@ class _TwoLevelRing:
 
 
 def turn(own: Sequence[Tensor], count: Count, groups: SequenceGroups) -> Iterator[Visit]:
-    """Yields the blocks of all ring ranks piece by piece, starting with this rank's."""
+    """Yields the blocks of all ring ranks chunk by chunk, starting with the local block."""
     pieces = [_turn(_TwoLevelRing(groups, p, count), block, groups) for p, block in enumerate(own)]
     # So that a generator alone holds its block, and frees it when it has left.
     del own
@@ -134,7 +132,6 @@ def turn(own: Sequence[Tensor], count: Count, groups: SequenceGroups) -> Iterato
 
 
 def _turn(ring: _TwoLevelRing, own: Tensor, groups: SequenceGroups) -> Iterator[Visit]:
-    """Yields one piece of each block, waiting when the piece is needed."""
     # So the other pieces' computation is between posting a hop and waiting for it.
     ahead: Messages | None = Messages([], arriving=own)
     del own
@@ -156,7 +153,7 @@ def round_trip(
     groups: SequenceGroups,
     compute: Callable[[Visit], Tensor],
 ) -> list[Tensor]:
-    """Sends every block around the ring; returns the ranks' sums for this rank's pieces."""
+    """Sends every block around the ring; returns the sums over ranks for the local block."""
     trips = [
         _Trip(_TwoLevelRing(groups, p, count), p, gathered_count, groups).steps(block)
         for p, block in enumerate(own)
@@ -176,13 +173,11 @@ def round_trip(
 
 
 _Steps = Generator[Visit | None, Tensor, Tensor]
-"""Yields a visit and receives its part, then yields None to let others run."""
+"""Yields a visit and receives its result, then yields None to let other chunks run."""
 
 
 @dataclass
 class _Trip:
-    """The round trip of one piece."""
-
     # A generator, so that the pieces take turns in one thread without a state machine by hand.
 
     ring: _TwoLevelRing
@@ -191,7 +186,6 @@ class _Trip:
     groups: SequenceGroups
 
     def steps(self, own: Tensor) -> _Steps:
-        """Runs both rings; returns the sum for this rank's block."""
         if self.groups.plan.ring == 1:
             return (yield self.ring.visit(0, 0, own))
         ring, outer = self.ring, self.groups.outer
@@ -222,7 +216,7 @@ class _Trip:
     def _inner_turn(
         self, a: int, held: Tensor
     ) -> Generator[Visit | None, Tensor, tuple[Tensor, Messages | None]]:
-        """Returns the first half for the held block, and the pending sum of the others."""
+        """Returns the held block's first half and the pending sum of the other blocks."""
         ring, inner, block = self.ring, self.groups.inner, held
         del held
         following = ring.inwards(a, 0, block)
@@ -243,12 +237,12 @@ class _Trip:
     def _rest(
         self, visit: Visit, first: Tensor, arriving: Messages | None
     ) -> Generator[Visit | None, Tensor, Tensor]:
-        """Adds the second half for the held block, and the received sum."""
+        """Adds the second half of the held block's result, and the received sum."""
         total = first.add_((yield visit))
         return total if arriving is None else total.add_(arriving.wait())
 
     def _send_sum(self, rank_group: RankGroup, gathered: Tensor, origin: int) -> Messages:
-        """Sends a sum after its block, and receives that of the next block."""
+        """Sends a block's sum after the block, and receives the next block's sum."""
         incoming = gathered.new_empty(self.gathered_count(origin, self.piece))
         return shift(
             rank_group, gathered, incoming, GATHERED_TAG + self.piece, self.groups.all.wire
@@ -269,12 +263,12 @@ class _Trip:
 
 
 LEAST_PIECE, MOST_PIECES = 1024, 4
-"""Minimum tokens of a piece, as kernels slow down below it, and maximum pieces of a block."""
+"""Minimum tokens of a chunk (kernels slow down below it), and maximum chunks of a block."""
 
 
 @dataclass(frozen=True)
 class RingCall:
-    """One call of the ring."""
+    """Arguments of one ring attention call."""
 
     groups: SequenceGroups
     queries: Layout
@@ -282,13 +276,12 @@ class RingCall:
     how: BlockArguments
 
     def tiles(self, visit: Visit, cuts: _Cuts) -> tuple[Tile, ...]:
-        """Returns the tiles to compute for a received piece."""
         own = self.queries.of_place(self.groups.place)
         return tiles(own, cuts.held(visit), self.how.rules, _half(size_of(own), visit.half))
 
 
 class _Cuts:
-    """The pieces of a layout's blocks, equal on all ranks."""
+    """Boundaries of the chunks of each block, equal on all ranks."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout, self._sizes = layout, layout.place_sizes()
@@ -296,26 +289,22 @@ class _Cuts:
         self.pieces = min(most, max(1, max(self._sizes) // LEAST_PIECE))
 
     def range(self, place: int, piece: int) -> Interval:
-        """Returns the local token range of a piece."""
         edges = [self._sizes[place] * p // self.pieces for p in range(self.pieces + 1)]
         return edges[piece], edges[piece + 1]
 
     def size(self, place: int, piece: int) -> int:
-        """Returns the number of tokens of a piece."""
         first, last = self.range(place, piece)
         return last - first
 
     def held(self, visit: Visit) -> tuple[Interval, ...]:
-        """Returns the global positions of a piece."""
         return part_of(self._layout.of_place(visit.place), *self.range(visit.place, visit.piece))
 
 
 class RingAttention(torch.autograd.Function):
-    """Ring attention with its gradient; see the top of the file."""
+    """Ring attention as an autograd function."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: RingCall) -> Tensor:
-        """Returns the output, ``[batch, heads, own queries, value dim]`` of q's dtype."""
         # `attention` has cast q, k and v as autocast would. Inside, partial results are float32 on
         # purpose: under autocast their products would be cast down again, block by block.
         with torch.autocast(q.device.type, enabled=False):
@@ -330,7 +319,6 @@ class RingAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable("sequence_parallelism_mode='ring_attn'")
     def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore
-        """Returns the gradients of q, k and v."""
         q, k, v, out, lse = ctx.saved_tensors
         # A gradient may be any view, even one number expanded; messages need plain memory.
         rows = Rows(q, grad.contiguous(), out, lse.masked_fill(lse == -torch.inf, 0.0))
@@ -341,7 +329,6 @@ class RingAttention(torch.autograd.Function):
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, call: RingCall) -> Partial:
-    """Attends to the blocks of the ring."""
     pack = _Pack([k, v], call)
     partial = Partial.empty(q, v.shape[3])
     for visit in turn(pack.own(), pack.bytes, call.groups):
@@ -351,7 +338,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, call: RingCall) -> Partial:
 
 
 def _backward(rows: Rows, k: Tensor, v: Tensor, call: RingCall) -> Gradients:
-    """Runs backward with rotating keys and values, followed by their gradients."""
+    """Circulates keys and values again; their gradients follow them and return to the owner."""
     pack = _Pack([k, v], call)
     dtype = precise(k.dtype)
     dq = torch.zeros(rows.q.shape, dtype=dtype, device=k.device)
@@ -370,10 +357,10 @@ def _backward(rows: Rows, k: Tensor, v: Tensor, call: RingCall) -> Gradients:
 
 
 class _Pack:
-    """Packs a ring rank's tensors ``[batch, heads, length, ...]`` into one message per piece.
+    """Packs a ring rank's tensors ``[batch, heads, length, ...]`` into one message per chunk.
 
-    Each message costs a latency. In a wire format the owner packs once, and each rank that forwards
-    the message unpacks a copy.
+    One message instead of several saves latency. With a wire format, the owner compresses once;
+    other ranks forward the compressed message and decompress a copy.
     """
 
     def __init__(self, tensors: Sequence[Tensor], call: RingCall) -> None:
@@ -382,7 +369,6 @@ class _Pack:
         self._place, self._alone = call.groups.place, call.groups.plan.ring == 1
 
     def own(self) -> list[Tensor]:
-        """Returns this rank's messages in bytes; empty in a ring of one."""
         if self._alone:
             return [self._tensors[0].new_empty(0)]
         return [
@@ -391,19 +377,16 @@ class _Pack:
         ]
 
     def _held(self, piece: int) -> list[Tensor]:
-        """Returns a piece of this rank's tensors, as views."""
         return [t[:, :, slice(*self.cuts.range(self._place, piece))] for t in self._tensors]
 
     def bytes(self, place: int, piece: int) -> int:
-        """Returns the bytes of a message."""
         return sum(self._sizes(place, piece, each_byte=True))
 
     def numel(self, place: int, piece: int) -> int:
-        """Returns the elements of a piece of all tensors."""
         return sum(self._sizes(place, piece))
 
     def open(self, visit: Visit) -> list[Tensor]:
-        """Returns the tensors of a message, as views of it."""
+        """Returns the tensors of a message; views if it is not compressed."""
         if visit.place == self._place:
             return self._held(visit.piece)
         parts = visit.block.split(self._sizes(visit.place, visit.piece, each_byte=True))
@@ -412,13 +395,11 @@ class _Pack:
         return [_opened(part, t, shape, self._wire) for part, t, shape in rows]
 
     def split(self, flat: Tensor, visit: Visit) -> list[Tensor]:
-        """Splits flat elements into views of the tensors' shapes."""
         parts = flat.split(self._sizes(visit.place, visit.piece))
         shapes = self._shapes(visit.place, visit.piece)
         return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
     def joined(self, totals: list[Tensor]) -> list[Tensor]:
-        """Joins the results of all pieces into this rank's tensors."""
         pieces = [self.split(t, Visit(self._place, n, t)) for n, t in enumerate(totals)]
         return [torch.cat(parts, 2) for parts in zip(*pieces, strict=True)]
 
@@ -436,7 +417,6 @@ class _Pack:
 
 
 def _opened(part: Tensor, like: Tensor, shape: torch.Size, wire: WireFormat) -> Tensor:
-    """Unpacks one tensor of a message; a view if it is not packed."""
     wire = wire.of(like, shape.numel())
     if wire is IDENTITY:
         return part.view(like.dtype).view(shape)
@@ -444,5 +424,4 @@ def _opened(part: Tensor, like: Tensor, shape: torch.Size, wire: WireFormat) -> 
 
 
 def _half(length: int, half: int | None) -> Interval | None:
-    """Returns the local rows of half of the work; None for all."""
     return None if half is None else [(0, length // 2), (length // 2, length)][half]

@@ -45,11 +45,11 @@ def shard(
         x: full tensor: activations, ids, labels, position ids, rotary tables.
         groups: rank groups of the plan.
         dim: dimension of the sequence.
-        gradient: "gather" gives all ranks the full gradient, "mean" divides it by the number of
-            ranks, "own" gives the gradient of the local tokens; see the top of the file.
+        gradient: "gather" returns the full gradient on all ranks, "mean" divides it by the number
+            of ranks, "own" returns the gradient of local tokens; see [Note: gradients].
 
     Raises:
-        GulliverError: the gradient is unknown.
+        GulliverError: unknown `gradient`.
     """
     _check(gradient, get_args(ShardGradient))
     layout = groups.plan.lay(x.shape[dim])
@@ -70,11 +70,11 @@ def unshard(
         groups: rank groups of the plan.
         dim: dimension of the sequence.
         length: tokens of the full sequence; None gathers it from the ranks.
-        gradient: "own" takes this rank's tokens of its gradient, "alike" multiplies them by the
-            number of ranks; see the top of the file.
+        gradient: "own" propagates the gradient of this rank's tokens, "alike" multiplies it by the
+            number of ranks; see [Note: gradients].
 
     Raises:
-        GulliverError: the shards do not match the plan's layout; the gradient is unknown.
+        GulliverError: the shards do not match the plan's layout, or `gradient` is unknown.
     """
     _check(gradient, get_args(UnshardGradient))
     layout = checked_layout(x, groups, dim, length)
@@ -93,8 +93,7 @@ def shard_labels(labels: Tensor, groups: SequenceGroups, ignore_index: int = -10
     """Returns this rank's shard of next-token labels, shifted before sharding.
 
     The label of a token is the next token's id, which may be on another rank; a model that shifts
-    labels itself would lose one at each shard boundary. Compare these with logits position by
-    position.
+    labels locally would lose one at each shard boundary. The result needs no further shift.
 
     Args:
         labels: unshifted labels of the full sequence, ``[batch, length]``.
@@ -111,7 +110,7 @@ def position_ids(groups: SequenceGroups, length: int, documents: Tensor | None =
     Args:
         groups: rank groups of the plan.
         length: tokens of the full sequence.
-        documents: document ids as in `Mask`; positions then restart with each document.
+        documents: document ids as in `Mask`; positions then restart at each document.
 
     Returns:
         Positions ``[local length]``, or ``[batch, local length]`` for batched documents; int64, on
@@ -135,10 +134,10 @@ def mean_loss(losses: Tensor, groups: SequenceGroups, counted: Tensor | None = N
     Args:
         losses: losses of this rank's tokens, any shape.
         groups: rank groups of the plan.
-        counted: whether each of them counts, bool of the same shape; None for all.
+        counted: whether each loss counts, bool of the same shape; None for all.
 
     Returns:
-        The same number on every rank. Its gradient on a rank is that of its own tokens: sum the
+        The same scalar on every rank. Backward on a rank covers only its own tokens, so sum the
         gradients of parameters over the ranks of a sequence.
     """
     kept = losses if counted is None else torch.where(counted, losses, 0.0)
@@ -153,19 +152,18 @@ def mean_loss(losses: Tensor, groups: SequenceGroups, counted: Tensor | None = N
 
 
 def show(share: Tensor, whole: Tensor, alike: int = 1) -> Tensor:
-    """Returns a global value with the gradient of this rank's share."""
     return _Show.apply(share, whole, alike)
 
 
 def sum_of_equal(gradient: Tensor, ranks: int) -> Tensor:
-    """Sums equal gradients of all ranks by one multiplication."""
+    """Sums a gradient that is equal on all ranks, by multiplication."""
     # The one place where a gradient is multiplied by a number of ranks; the top of the file says
     # why.
     return gradient if ranks == 1 else gradient * ranks
 
 
 def checked_layout(x: Tensor, groups: SequenceGroups, dim: int, length: int | None) -> Layout:
-    """Returns a sharded tensor's layout, checked against the shards' lengths."""
+    """Returns a tensor's layout; raises an error if the shards have other lengths."""
     held = {groups.rank: x.shape[dim]}
     if length is None:
         gathered = gather_integers(groups.all, [x.shape[dim]], x.device)
@@ -221,7 +219,7 @@ class _Unshard(torch.autograd.Function):
 
 
 class _Show(torch.autograd.Function):
-    """Returns one value with the gradient of another, even if either is not finite."""
+    """Returns `whole`, but passes the gradient to `share`; safe for non-finite values."""
 
     @staticmethod
     def forward(ctx: Any, share: Tensor, whole: Tensor, alike: int) -> Tensor:
@@ -235,14 +233,12 @@ class _Show(torch.autograd.Function):
 
 
 def take(x: Tensor, layout: Layout, rank: int, dim: int) -> Tensor:
-    """Returns a copy of a rank's shard along a dim."""
     # A copy even where a view would do: gloo reads a view's storage from its beginning.
     pieces = [x.narrow(dim, start, stop - start) for start, stop in layout.of_rank(rank)]
     return torch.cat(pieces or [x.narrow(dim, 0, 0)], dim)
 
 
 def natural(parts: list[Tensor], layout: Layout, dim: int) -> Tensor:
-    """Joins all ranks' shards along a dim in order of positions."""
     whole = torch.cat(parts, dim)
     order = layout.order()
     if bool((order.diff() == 1).all()):
@@ -282,7 +278,7 @@ def swap_sharded_dim(
     Args:
         x: this rank's shard, unsharded along `to_dim`.
         from_dim: sharded dimension; unsharded afterwards, in the order of positions.
-        to_dim: dimension that is sharded afterwards; sizes need not be divisible.
+        to_dim: dimension that is sharded afterwards; its size need not be divisible.
         groups: rank groups of the plan, whose layout applies to both dims.
         from_size: full size along `from_dim`; None gathers it from the ranks.
 
@@ -294,7 +290,7 @@ def swap_sharded_dim(
     """
     from_dim, to_dim = from_dim % x.dim(), to_dim % x.dim()
     if from_dim == to_dim:
-        raise GulliverError(f"dim {from_dim} is sharded already: name another to swap it with")
+        raise GulliverError(f"dim {from_dim} is already sharded; choose another to_dim")
     before = checked_layout(x, groups, from_dim, from_size)
     after = groups.plan.lay(x.shape[to_dim])
     return _SwapDim.apply(x, (from_dim, before), (to_dim, after), groups)

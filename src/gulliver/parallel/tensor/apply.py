@@ -1,12 +1,11 @@
 """Shards a model in place, with hooks where inputs enter and where the sequence is sharded.
 
 *Sites* are modules whose input goes into several column layers, such as attention and gated MLPs:
-with a sharded sequence, `enter_once` lets all of them share one entry. *Stacks* are lists of
+with a sharded sequence, `enter_once` gathers the input once for all of them. *Stacks* are lists of
 blocks: `guard_stack` shards the sequence before the first block, gathers it after the last, and
-publishes its length inside. A block of another pipeline stage does neither; its neighbours receive
-shards.
+publishes its length in between. At a boundary between pipeline stages, the sequence stays sharded.
 
-Hooks instead of subclasses keep the model's own classes, which its code may check.
+Hooks keep the model's own classes, which its code may check.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ from gulliver.precision.fp8.conversion import is_transposed
 
 
 def enter_once(site: nn.Module, shared: SharedSequence) -> None:
-    """Enters a module's hidden states once for all its column layers, which see the full shape."""
+    """Gathers a module's hidden states once for all its column layers."""
 
     def entered(value: Any) -> Any:
         if shared.inside or not isinstance(value, Tensor) or isinstance(value, GatheringTensor):
@@ -73,7 +72,6 @@ def enter_once(site: nn.Module, shared: SharedSequence) -> None:
 
 
 def expect_whole(path: str, module: nn.Module, shared: SharedSequence) -> None:
-    """Rejects sharded inputs of a module that needs the full sequence."""
     # Such a module stands past gathered columns, so its gradients are not summed over the ranks.
 
     def before(module: nn.Module, args: Any) -> None:
@@ -90,7 +88,7 @@ def expect_whole(path: str, module: nn.Module, shared: SharedSequence) -> None:
 
 
 def guard_stack(path: str, stack: nn.Module, shared: SharedSequence, known: bool) -> None:
-    """Shards the sequence at the first block, and gathers it after the last."""
+    """Shards the sequence before the first block, and gathers it after the last."""
     blocks = list(stack.children())
     for number, block in enumerate(blocks):
         if not any(True for _ in block.parameters()):
@@ -102,7 +100,7 @@ def guard_stack(path: str, stack: nn.Module, shared: SharedSequence, known: bool
 
 
 def gather_outputs(module: nn.Module, rank_group: RankGroup) -> None:
-    """Gathers hidden states in a module's outputs, such as ``output_hidden_states``."""
+    """Gathers the hidden states in a module's outputs, such as ``output_hidden_states``."""
 
     def whole(value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -125,37 +123,33 @@ def gather_outputs(module: nn.Module, rank_group: RankGroup) -> None:
 
 
 def refuse_outputs(model: nn.Module, shared: bool) -> None:
-    """Rejects outputs of which each rank has only a shard."""
-
     def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         config = getattr(module, "config", None)
         for name in ("output_attentions", "output_router_logits")[: 1 + shared]:
             given = kwargs.get(name)
             if getattr(config, name, False) if given is None else given:
                 raise GulliverError(
-                    f"{name}=True needs outputs that are sharded over the tensor ranks: leave it "
-                    "out"
+                    f"{name}=True requests outputs that are sharded over the tensor ranks: set it "
+                    "to False"
                 )
 
     model.register_forward_pre_hook(before, with_kwargs=True)
 
 
 class _Guard:
-    """The hooks at the entry and the exit of one block."""
-
     first = last = False
 
     def __init__(self, path: str, shared: SharedSequence, known: bool) -> None:
         self.path, self.shared, self.known = path, shared, known
 
     def before(self, block: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Shards hidden states at the first block, or reads how they are sharded."""
+        """Shards hidden states before the first block, or reads how they are sharded."""
         name = next((n for n in HIDDEN if n in kwargs), None)
         hidden = kwargs[name] if name else args[0] if args else None
         if not isinstance(hidden, Tensor) or hidden.dim() != 3:
             raise GulliverError(
                 f"{self.path} does not get hidden states of shape [batch, length, width] as its "
-                "first argument: its sequence cannot be cut; use sequence_parallelism_mode=None"
+                "first argument: its sequence cannot be sharded; use sequence_parallelism_mode=None"
             )
         if not self.known:
             self._check_others([v for v in (*args, *kwargs.values()) if v is not hidden])
@@ -182,7 +176,7 @@ class _Guard:
         return hidden
 
     def after(self, block: nn.Module, args: Any, output: Any) -> Any:
-        """Gathers hidden states at the last block, or records their sharding on them."""
+        """Gathers hidden states after the last block, or records how they are sharded."""
         shared, lengths = self.shared, self.shared.lengths
         shared.lengths = None
         if output is None or lengths is None:
@@ -196,7 +190,8 @@ class _Guard:
     def _check_others(self, values: list[Any]) -> None:
         if any(isinstance(v, Tensor) and v.requires_grad for v in values):
             raise GulliverError(
-                f"{self.path} gets a differentiable tensor besides its hidden states; its gradient "
+                f"{self.path} gets a differentiable tensor in addition to its hidden states; its "
+                "gradient "
                 "would be partial on each rank: use sequence_parallelism_mode=None"
             )
 
@@ -218,21 +213,22 @@ MODES = ("split_gather", "ring")
 def apply_tensor(
     model: nn.Module, plan: TensorPlan, rank_group: RankGroup, sequence: SequenceMode | None = None
 ) -> None:
-    """Shards a model over a rank group in place (collective).
+    """Shards a model over ranks, in place (collective).
 
     Args:
-        model: model that the plan was made for, the same on all ranks.
-        plan: plan that `plan_tensor` made.
-        rank_group: rank group of as many ranks as the plan; with one rank nothing is changed.
-        sequence: how the sequence is sharded between blocks, over the same ranks; None for not at
-            all.
+        model: model of the plan, the same on all ranks.
+        plan: plan from `plan_tensor`.
+        rank_group: ranks to shard over, as many as in the plan; with one rank, nothing is changed.
+        sequence: sharding mode of the sequence between blocks; None for no sharding.
 
     Raises:
         GulliverError: the group has another size, the mode is unknown, or the model has no blocks
             that take hidden states of shape ``[batch, length, width]``.
     """
     if rank_group.size != plan.size:
-        raise GulliverError(f"the plan is for {plan.size} ranks, the line has {rank_group.size}")
+        raise GulliverError(
+            f"the plan is for {plan.size} ranks, but the rank group has {rank_group.size}"
+        )
     if sequence is not None and sequence not in MODES:
         raise GulliverError(f"unknown mode {sequence!r}: {nearest(sequence, MODES)}")
     if rank_group.size > 1:
@@ -240,7 +236,6 @@ def apply_tensor(
 
 
 def check_mode(model: nn.Module, plan: TensorPlan, sequence: str | None) -> None:
-    """Rejects a sequence mode that a model does not support."""
     if sequence is None:
         return
     family = family_of(model)
@@ -251,15 +246,15 @@ def check_mode(model: nn.Module, plan: TensorPlan, sequence: str | None) -> None
         )
     if family.blocks is not None and family.blocks.parts:
         raise GulliverError(
-            f"sequence_parallelism_mode={sequence!r} needs blocks, and the layers of "
-            f"{type_of(model)} are lists of parts: use None"
+            f"sequence_parallelism_mode={sequence!r} needs modules as blocks, but the blocks of "
+            f"{type_of(model)} are lists of modules: use None"
         )
     if plan.whole:
         more = f" and {len(plan.whole) - 3} more" if len(plan.whole) > 3 else ""
         raise GulliverError(
             f"sequence_parallelism_mode={sequence!r} would pass shards of a sequence to "
             f"{', '.join(plan.whole[:3])}{more}, which may mix tokens (experts, mixers, attention "
-            "cut without heads): use None"
+            "not sharded by heads): use None"
         )
     known = family.sequences
     if known is not None and sequence not in known.modes:
@@ -307,7 +302,6 @@ class _Applied:
         self._hook(shared)
 
     def _cut_inside(self, path: str, module: nn.Module, placed: ShardedModule) -> None:
-        """Shards the parameters of a module in place."""
         if id(module) in self.replaced:
             return
         self.replaced[id(module)] = module
@@ -365,7 +359,6 @@ class _Applied:
     def _part(
         self, whole: Any, dim: int | None, runs: tuple[Interval, ...], copies: int = 1
     ) -> nn.Parameter:
-        """Returns this rank's shard of a parameter, the same object for tied ones."""
         if dim is None:
             return whole
         if id(whole) not in self.local:
@@ -374,7 +367,6 @@ class _Applied:
         return self.local[id(whole)]
 
     def _tie(self) -> None:
-        """Gives modules that share another module's parameter its shard."""
         for module in self.model.modules():
             for name, parameter in list(module._parameters.items()):
                 if parameter is not None and id(parameter) in self.local:
@@ -417,7 +409,7 @@ class _Applied:
         sum_gradients(self.model, inside + summed_up + copied, rank_group)
 
     def _in_site(self, path: str) -> bool:
-        """Whether a module inside a site uses the full sequence, bypassing its column layers."""
+        """Whether a module inside a site reads the full sequence itself."""
         # The second factor of an adapter of a row layer does not: it adds to what the rows have
         # scattered.
         layer, factor = layer_of(path)
@@ -429,7 +421,7 @@ class _Applied:
 
 
 def _above(stack: str) -> list[str]:
-    """Returns the paths of the modules around a list of blocks, innermost first."""
+    """Returns the paths of modules around a list of blocks, innermost first."""
     parts = stack.split(".")
     return [".".join(parts[:count]) for count in range(len(parts) - 1, -1, -1)]
 
@@ -441,7 +433,6 @@ def _stack_of(path: str, shared: Mapping[str, SharedSequence]) -> SharedSequence
 def cut_parameter(
     whole: nn.Parameter, dim: int, runs: tuple[Interval, ...], copies: int
 ) -> nn.Parameter:
-    """Returns a new parameter for a region that `copies` ranks hold."""
     region = Region(tuple(whole.shape), dim, runs, copies)
     with torch.no_grad():
         part = torch.cat([whole.narrow(dim, start, stop - start) for start, stop in runs], dim)
@@ -451,7 +442,7 @@ def cut_parameter(
 
 
 def scale_heads(attention: nn.Module, rank_group: RankGroup, groups: int) -> None:
-    """Scales an attention module's head counts to this rank's share, for its reshapes."""
+    """Divides an attention module's head counts by its ranks, for its reshapes."""
     copied = rank_group.size > groups
     local, of = (
         (1, rank_group.size)
@@ -467,7 +458,7 @@ def scale_heads(attention: nn.Module, rank_group: RankGroup, groups: int) -> Non
 
 
 def slice_heads(module: nn.Module, names: tuple[str, ...], groups: int, own: Interval) -> None:
-    """Hooks a module to slice arguments ``[batch * heads, ...]`` by heads."""
+    """Hooks a module to slice its arguments ``[batch * heads, ...]`` by heads."""
 
     def cut(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         for name in names:
@@ -481,7 +472,6 @@ def slice_heads(module: nn.Module, names: tuple[str, ...], groups: int, own: Int
 
 
 def sum_gradients(model: nn.Module, modules: list[nn.Module], rank_group: RankGroup) -> None:
-    """Sums gradients of replicated parameters of some modules over the ranks."""
     # Of a region that several ranks hold, each of these has the sum of their gradients.
     #
     # [Note: summed at use] A norm between blocks sees this rank's tokens only, one of queries or
@@ -526,7 +516,6 @@ def sum_gradients(model: nn.Module, modules: list[nn.Module], rank_group: RankGr
 
 
 def _trained(module: nn.Module, names: Iterable[str]) -> list[tuple[str, nn.Parameter]]:
-    """Returns a module's own trained parameters."""
     found = ((name, module._parameters[name]) for name in names)
     return [(name, p) for name, p in found if p is not None and p.requires_grad]
 
@@ -536,7 +525,7 @@ def _summed_once(parameter: nn.Parameter, rank_group: RankGroup, grad: Tensor) -
 
 
 def materialize(model: nn.Module, device: torch.device | str) -> None:
-    """Allocates meta parameters in place, uninitialized."""
+    """Allocates uninitialized memory for meta parameters, in place."""
     made: dict[int, nn.Parameter] = {}  # Ties and regions stay. Buffers on meta are left alone
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):

@@ -2,8 +2,8 @@
 
 Units are distributed as evenly as possible, the first ranks getting one more. A unit may have
 several features: an attention head is never split, and grouped heads form a unit of a key-value
-head with its query heads. Nothing is padded: padded features would change norms, parameter counts
-and checkpoints.
+head with its query heads. Features are not padded, which would change norms, parameter counts and
+checkpoints.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from gulliver.precision.wire.formats import IDENTITY, WireFormat
 
 
 def share(total: int, units: int, size: int, place: int, blocks: int = 1) -> tuple[Interval, ...]:
-    """Returns one rank's part of features in blocks of equal units."""
+    """Returns one rank's intervals of features that consist of blocks of equal units."""
     # A fused projection ``[q; k; v]`` is three blocks: cut as one, a rank would get queries without
     # their keys, so each block is dealt by itself.
     width, block = total // (units * blocks), total // blocks
@@ -48,15 +48,14 @@ def share(total: int, units: int, size: int, place: int, blocks: int = 1) -> tup
 
 
 RING_TAG, PIECE_TAG, SIZE_TAG = 500, 600, 700
-"""Message tags: of pieces that go round and of those that go to their owner, plus the step; of
-sizes."""
+"""Base message tags: of ring pieces, of pieces sent to their owner, and of sizes."""
 
 Wait = Callable[[], Tensor]
 """Waits for a collective and returns its result."""
 
 
 def start_gather(own: Tensor, dim: int, lengths: Sequence[int], rank_group: RankGroup) -> Wait:
-    """Starts gathering the pieces of all ranks."""
+    """Starts an all-gather of pieces of any lengths along a dim."""
     longest, size, slots = max(lengths), rank_group.size, _slots(rank_group)
     padded = _padded(own, dim, longest)
     flat = padded.new_empty(size * padded.numel())
@@ -81,7 +80,7 @@ def start_gather(own: Tensor, dim: int, lengths: Sequence[int], rank_group: Rank
 
 
 def start_reduce(whole: Tensor, dim: int, lengths: Sequence[int], rank_group: RankGroup) -> Wait:
-    """Starts a reduce-scatter of a tensor; arguments as for `start_gather`."""
+    """Starts a reduce-scatter into pieces of any lengths; arguments as for `start_gather`."""
     longest = max(lengths)
     parts = whole.detach().split(list(lengths), dim)
     stacked = torch.stack(
@@ -110,7 +109,7 @@ def start_reduce(whole: Tensor, dim: int, lengths: Sequence[int], rank_group: Ra
 def ring_gather(
     own: Tensor, dim: int, lengths: Sequence[int], rank_group: RankGroup
 ) -> Iterator[tuple[int, Tensor]]:
-    """Yields every rank and its piece, this rank's first, with one piece in flight."""
+    """Yields each rank with its piece, this rank's first; one transfer is in flight."""
     # Every piece is passed on to the next rank, so each link carries one piece at a time.
     place, piece = rank_group.rank, own.detach().contiguous()
     after, before = (rank_group.ranks[(place + step) % rank_group.size] for step in (1, -1))
@@ -135,7 +134,7 @@ def ring_gather(
 
 
 class Reduction:
-    """A reduce-scatter of a tensor whose pieces are computed one by one."""
+    """A reduce-scatter of a tensor whose pieces are computed one at a time."""
 
     # Call `send` for every rank of `order`, then `finish` with the own piece.
 
@@ -158,12 +157,12 @@ class Reduction:
 
     @property
     def order(self) -> list[int]:
-        """Order of pieces in which ranks always send to different peers."""
+        """Order of pieces in which all ranks send to different peers."""
         place, size = self._rank_group.rank, self._rank_group.size
         return [(place + step) % size for step in range(1, size)]
 
     def send(self, place: int, piece: Tensor) -> None:
-        """Sends another rank's piece, and starts receiving one."""
+        """Sends another rank's piece, and starts receiving a term of this rank's piece."""
         rank_group, piece = self._rank_group, piece.detach().contiguous()
         step = (place - rank_group.rank) % rank_group.size
         source = (rank_group.rank - step) % rank_group.size
@@ -174,7 +173,7 @@ class Reduction:
         )
 
     def finish(self, own: Tensor) -> Tensor:
-        """Returns the sum of all ranks' pieces for this rank, in rank order."""
+        """Adds the terms of all ranks to this rank's piece, in rank order."""
         while self._messages:
             self._messages.pop(0).wait()
         wide = own.dtype if own.dtype.itemsize > 2 else torch.float32
@@ -187,7 +186,6 @@ class Reduction:
 
 
 def gather_sizes(size: int, rank_group: RankGroup, device: torch.device) -> tuple[int, ...]:
-    """Gathers one number from every rank."""
     own = torch.tensor([size], device=device)
     sizes = own.new_empty(rank_group.size)
     all_gather(sizes, own, group=rank_group.process_group)
@@ -196,7 +194,7 @@ def gather_sizes(size: int, rank_group: RankGroup, device: torch.device) -> tupl
 
 
 def _slots(rank_group: RankGroup) -> list[int]:
-    """Returns the position of each rank's piece in the group's collectives."""
+    """Returns the positions of the ranks' pieces in the group's collectives."""
     order = rank_group.group_order()
     return [order.index(place) for place in range(rank_group.size)]
 
@@ -238,25 +236,25 @@ def _padded(piece: Tensor, dim: int, length: int) -> Tensor:
 # g-bar of Korthikanti et al., 2022 (arXiv 2205.05198).
 @uncompiled
 def copy(x: Tensor, rank_group: RankGroup) -> Tensor:
-    """Identity; the gradient is summed over the ranks."""
+    """Identity in forward; sums the gradient over the ranks."""
     return x if rank_group.size == 1 else _CopyIn.apply(x, rank_group)
 
 
 @uncompiled
 def copy_region(x: Tensor, rank_group: RankGroup, region: Region) -> Tensor:
-    """Identity; the gradient is summed over ranks with the same region."""
+    """Identity in forward; sums the gradient over ranks with the same region."""
     return _CopyRegion.apply(x, rank_group, region)
 
 
 @uncompiled
 def reduce(x: Tensor, rank_group: RankGroup) -> Tensor:
-    """Returns the sum over the ranks; gradients pass unchanged."""
+    """Sums over the ranks; gradients pass unchanged."""
     return x if rank_group.size == 1 else _Reduce.apply(x, rank_group)
 
 
 @uncompiled
 def gather(x: Tensor, dim: int, lengths: Sequence[int], rank_group: RankGroup) -> Tensor:
-    """Gathers a sharded tensor; each rank keeps its piece of the gradient."""
+    """Gathers a sharded tensor; the gradient is this rank's piece."""
     return _along("gather", x, dim, lengths, rank_group)
 
 
@@ -268,13 +266,13 @@ def split(x: Tensor, dim: int, lengths: Sequence[int], rank_group: RankGroup) ->
 
 @uncompiled
 def gather_partial(x: Tensor, dim: int, lengths: Sequence[int], rank_group: RankGroup) -> Tensor:
-    """Gathers a sharded tensor; gradients are reduce-scattered."""
+    """Gathers a sharded tensor; reduce-scatters the gradient."""
     return _along("gather_partial", x, dim, lengths, rank_group)
 
 
 @uncompiled
 def reduce_split(x: Tensor, dim: int, lengths: Sequence[int], rank_group: RankGroup) -> Tensor:
-    """Returns this rank's piece of the sum over the ranks; gathers the gradient."""
+    """Reduce-scatters a partial sum; gathers the gradient."""
     return _along("reduce_split", x, dim, lengths, rank_group)
 
 
@@ -285,7 +283,7 @@ def _along(move: str, x: Tensor, dim: int, lengths: Sequence[int], rank_group: R
 
 
 def summed(x: Tensor, rank_group: RankGroup, wire: WireFormat = IDENTITY) -> Tensor:
-    """Returns the sum over the ranks in a new tensor; not differentiable."""
+    """Returns the sum over the ranks as a new tensor; not differentiable."""
     total = x.detach().clone().contiguous()
     all_reduce(total, group=rank_group.process_group, any_order=True, wire=wire)
     return total
@@ -332,7 +330,7 @@ class _Reduce(Function):
 
 
 class _Along(Function):
-    """A collective along a dim with its adjoint."""
+    """A collective along a dim, with its adjoint as backward."""
 
     @staticmethod
     def forward(

@@ -1,7 +1,7 @@
-"""Inputs of column layers: gathers in forward, gradients in backward, and the linear products.
+"""Inputs of column layers: gathers them in forward, reduces their gradients in backward.
 
-A weight is ``[outputs, inputs]``, or ``[inputs, outputs]`` if it is *transposed*, as in GPT-2's
-Conv1D. Tensors have any number of leading dims, which the shapes below flatten to rows.
+A weight is ``[outputs, inputs]``, or ``[inputs, outputs]`` if *transposed*, as in GPT-2's Conv1D.
+Shapes below flatten all leading dims to rows.
 """
 
 from __future__ import annotations
@@ -33,14 +33,13 @@ from gulliver.parallel.tensor.collectives import (
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
-    """Returns ``x @ weight.T + bias``: [rows, outputs]."""
     return F.linear(x, weight.t() if transposed else weight, bias)
 
 
 def input_gradient(
     grad: Tensor, weight: Tensor, transposed: bool, into: Tensor | None = None
 ) -> Tensor:
-    """Returns ``grad @ weight``: [rows, inputs]; accumulates in `into` if given."""
+    """Returns ``grad @ weight``, ``[rows, inputs]``; accumulates into `into` if given."""
     matrix = weight.t() if transposed else weight
     if into is None:
         return grad @ matrix
@@ -49,22 +48,19 @@ def input_gradient(
 
 
 def weight_gradient(grad: Tensor, x: Tensor, transposed: bool) -> Tensor:
-    """Returns ``grad.T @ x`` in the weight's layout."""
     return rows(x).t() @ rows(grad) if transposed else rows(grad).t() @ rows(x)
 
 
 def bias_gradient(grad: Tensor) -> Tensor:
-    """Returns the sum of the rows: [outputs]."""
     return rows(grad).sum(0)
 
 
 def rows(x: Tensor) -> Tensor:
-    """Flattens all dims but the last into one."""
     return x.reshape(-1, x.shape[-1])
 
 
 class Sum:
-    """A sum of terms in float32 or wider, so that partial sums are not rounded to 16 bits."""
+    """Accumulates terms in float32 or wider."""
 
     def __init__(self) -> None:
         self._total: Tensor | None = None
@@ -76,7 +72,6 @@ class Sum:
             self._total.add_(term)
 
     def value(self, dtype: torch.dtype) -> Tensor:
-        """Returns the sum in a dtype; at least one term was added."""
         assert self._total is not None
         return self._total.to(dtype)
 
@@ -120,12 +115,11 @@ class SequenceCut:
         return sum(self.lengths)
 
     def pieces(self, x: Tensor) -> list[Tensor]:
-        """Returns views of the pieces of a full tensor, by rank."""
         return list(x.split(list(self.lengths), self.dim))
 
 
 def enter(x: Tensor, rank_group: RankGroup, cut: SequenceCut | None) -> Tensor:
-    """Starts communicating the input of column layers; pass the result to all of them."""
+    """Starts the communication of an input; pass the result to all of its column layers."""
     x = autocast(x)
     entry = Entry(rank_group, cut)
     token = _Enter.apply(x, entry)
@@ -139,7 +133,7 @@ def enter(x: Tensor, rank_group: RankGroup, cut: SequenceCut | None) -> Tensor:
 
 
 def enter_whole(x: Tensor, rank_group: RankGroup) -> Tensor:
-    """Enters a full tensor once for all column layers that get the same object."""
+    """Enters a full tensor, once for all column layers with this input."""
     # Noted on the tensor, as nothing tells a column which others read its input.
     before = vars(x).get("_entered")
     recorded = x.requires_grad and torch.is_grad_enabled()
@@ -156,19 +150,18 @@ def enter_whole(x: Tensor, rank_group: RankGroup) -> Tensor:
 
 
 def autocast(x: Tensor) -> Tensor:
-    """Casts an input like autocast, so that messages have that dtype too."""
+    """Casts an input as autocast would, so that messages have this dtype too."""
     if x.is_floating_point() and torch.is_autocast_enabled(x.device.type):
         return x.to(torch.get_autocast_dtype(x.device.type))
     return x
 
 
 def arrival_of(x: Tensor) -> Arrival | None:
-    """Returns the `Arrival` that `enter` attached to a tensor, if any."""
     return vars(x).get("_arrival")
 
 
 class Arrival:
-    """The gathered input in forward, freed when the called module returns."""
+    """A gathered input in forward; freed when the called module returns."""
 
     def __init__(self, entry: Entry, own: Tensor) -> None:
         self.entry, self.own = entry, own
@@ -184,7 +177,6 @@ class Arrival:
             self._wait = start_gather(own, cut.dim, cut.lengths, rank_group)
 
     def data(self) -> Tensor:
-        """Waits for the full tensor and returns it."""
         if self._wait is not None:
             self._data, self._wait = self._wait(), None
         if self._ring is not None:
@@ -194,7 +186,7 @@ class Arrival:
         return self._data
 
     def pieces(self) -> Iterator[tuple[int, Tensor]]:
-        """Yields each rank and its piece on arrival; afterwards `data` has them all."""
+        """Yields each rank with its piece on arrival; afterwards `data` is complete."""
         ring, self._ring = self._ring, None
         assert ring is not None
         cut, own = self.entry.cut, self.own
@@ -208,7 +200,7 @@ class Arrival:
             yield place, piece
 
     def multiply(self, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
-        """Multiplies with a weight piece by piece on arrival."""
+        """Multiplies by a weight, each piece on arrival."""
         if self._ring is None:
             return product(self.data(), weight, bias, transposed)
         cut = self.entry.cut
@@ -218,7 +210,7 @@ class Arrival:
 
 
 class Entry:
-    """The gradient of one input, shared by its column layers in backward."""
+    """Backward of one input, shared by its column layers."""
 
     # Each column calls `begin`, `add`, `weight_gradient` and `leave`, as far as it needs them.
 
@@ -236,11 +228,10 @@ class Entry:
         self._ring: Iterator[tuple[int, Tensor]] | None = None
 
     def join(self) -> None:
-        """Counts a column layer that will have a gradient."""
         self._columns += 1
 
     def begin(self, own: Tensor) -> None:
-        """Starts gathering the input again, unless another column layer did."""
+        """Starts gathering the input again, unless another column layer already did."""
         # Keeping the gathered input from the forward would cost the memory that cutting the
         # sequence saves; gathering it twice costs an all-gather that the input gradient's product
         # hides.
@@ -254,7 +245,7 @@ class Entry:
                 self._wait = start_gather(own, cut.dim, cut.lengths, self.rank_group)
 
     def add(self, grad: Tensor, weight: Tensor, transposed: bool) -> None:
-        """Adds a column layer's input gradient; the last one starts the sum over ranks."""
+        """Adds a column layer's input gradient; the last layer starts the reduction over ranks."""
         last = self._done + 1 == self._columns
         if last and self.cut is not None and self.cut.ring:
             self._add_in_pieces(grad, weight, transposed)
@@ -283,7 +274,6 @@ class Entry:
         self._reduced = lambda: reduction.finish(own)
 
     def weight_gradient(self, grad: Tensor, own: Tensor, transposed: bool) -> Tensor:
-        """Returns a column layer's weight gradient, after `begin`."""
         if self._ring is None:
             if self._wait is not None:
                 self._again, self._wait = self._wait(), None
@@ -301,13 +291,12 @@ class Entry:
         return total.value(grad.dtype)
 
     def leave(self) -> None:
-        """Counts finished column layers; the last one frees the gathered input."""
+        """Ends a column layer's backward; the last one frees the gathered input."""
         self._done += 1
         if self._done >= self._columns:
             self._again, self._done = None, 0
 
     def end(self) -> Tensor | None:
-        """Returns the input gradient of all differentiated column layers."""
         found = self._reduced() if self._reduced is not None else None
         # What is left where some columns had no gradient, so that none was the last.
         if self._sum is not None:
@@ -338,7 +327,6 @@ class Entry:
 
 
 def _begun(ring: Iterator[tuple[int, Tensor]]) -> Iterator[tuple[int, Tensor]]:
-    """Returns the same pieces, with the first hop in flight."""
     # A generator does nothing until it is asked: without this the hop would begin with the product
     # that is meant to hide it.
     first = next(ring)
@@ -377,7 +365,7 @@ class _Enter(Function):
 
 
 class _Look(Function):
-    """Returns the gathered tensor for operations other than column layers."""
+    """Passes the gathered tensor to operations other than column layers."""
 
     @staticmethod
     def forward(ctx: Any, piece: Tensor, arrival: Arrival) -> Tensor:
@@ -404,29 +392,27 @@ SHAPES = (
     Tensor.is_floating_point,
     Tensor.__len__,
 )
-"""Attributes that an input has before it is gathered."""
+"""Attributes that are available before a tensor is gathered."""
 
 
 class GatheringTensor(Tensor):
-    """A tensor that is being gathered; everything but its `SHAPES` waits for it."""
+    """A tensor whose gather is in flight; all operations but `SHAPES` wait for it."""
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Calls `func` with plain tensors."""
         look = token_of if func in SHAPES else _gathered_view
         given = {name: _plain(value, look) for name, value in (kwargs or {}).items()}
         return func(*(_plain(value, look) for value in args), **given)
 
 
 def token_of(x: Tensor) -> Tensor:
-    """Returns an entered tensor as autograd knows it."""
     return vars(x).get("_token", x)
 
 
 def source_of(x: Tensor) -> Tensor:
-    """Returns the entered tensor known to autograd: this rank's shard, or the full tensor."""
+    """Returns the tensor that was entered: this rank's shard, or the full tensor."""
     return vars(x).get("_piece", x)
 
 
@@ -456,11 +442,11 @@ def _plain(value: Any, look: Any) -> Any:
 
 
 UNCUT: tuple[int, ...] = ()
-"""Lengths for an unsharded sequence with fewer tokens than ranks."""
+"""Shard lengths of a sequence that has fewer tokens than ranks and stays unsharded."""
 
 
 class SharedSequence:
-    """The sharding of the sequence between the blocks of a stack."""
+    """The sharding of the sequence between the blocks of a model."""
 
     def __init__(self, rank_group: RankGroup, ring: bool) -> None:
         self.rank_group, self.ring = rank_group, ring
@@ -475,23 +461,21 @@ class SharedSequence:
         return memo.setdefault(id(self), SharedSequence(self.rank_group, self.ring))
 
     def piece_lengths(self, length: int, training: bool) -> tuple[int, ...]:
-        """Returns the lengths of a sequence's shards; `UNCUT` if it is too short."""
+        """Returns the lengths of a sequence's shards; `UNCUT` if the sequence is too short."""
         if length >= self.rank_group.size:
             return split_evenly(length, self.rank_group.size)
         if training:
             size = self.rank_group.size
             raise GulliverError(
                 f"a sequence of {length} tokens cannot be sharded over {size} tensor ranks: use at "
-                f"least {size} tokens, or without sequence_parallelism_mode"
+                f"least {size} tokens, or disable sequence_parallelism_mode"
             )
         return UNCUT
 
     def gather_lengths(self, piece: Tensor) -> tuple[int, ...]:
-        """Gathers the lengths of all ranks' shards in one small all-gather."""
         return gather_sizes(piece.shape[1], self.rank_group, piece.device)
 
     def cut_of(self, piece: Tensor) -> SequenceCut | None:
-        """Returns the sharding of a sharded tensor."""
         lengths = self.lengths
         if lengths == UNCUT:
             return None
@@ -506,7 +490,6 @@ class SharedSequence:
         return SequenceCut(dim, lengths, self.ring)
 
     def cut_for(self, whole: Tensor) -> SequenceCut | None:
-        """Returns the sharding that a full tensor will get."""
         if self.lengths == UNCUT:
             return None
         if whole.dim() > 2:

@@ -1,12 +1,11 @@
 """Checks that the features of column layers match those of the next row layers.
 
-A style does not describe a module's neighbours, and shapes often match although features do not:
-wrong blocks permute a row layer's inputs, and full gradients are summed if they are declared
-partial. So before any change, column layers are paired with the row layers that take their outputs,
-and the intervals of each rank are compared.
+Wrong styles can fit in shape and still give wrong results: blocks may be permuted, and complete
+gradients may be summed. So before any change, column layers are paired with the row layers that
+take their outputs, and each rank's intervals of features are compared.
 
-The order in which modules run is unknown. Column layers are paired with row layers of the smallest
-module that has both; layers outside of blocks are left to the loss, or to the user.
+The order in which modules run is unknown. Column layers are paired with the row layers of the
+smallest module that has both. Layers outside of blocks are not checked.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from gulliver.precision.fp8.conversion import is_transposed
 
 @dataclass(frozen=True)
 class Choices:
-    """A plan's decisions so far, and facts about the model."""
+    """The styles chosen up to now, and properties of the model."""
 
     modules: Mapping[str, nn.Module]
     placed: Mapping[str, ShardedModule]  # Path to its sharding
@@ -38,17 +37,15 @@ class Choices:
     attention: Callable[[str], str]  # Path to that of the attention module whose heads these are
 
     def shown(self, path: str) -> str:
-        """Names a module with its style and size, for errors."""
         one = self.placed[path]
         ends = "inputs" if one.how.kind == "row" else "outputs"
         return f"{path} ({one.style!r}, {one.total} {ends})"
 
     def width(self, path: str) -> int:
-        """Returns the number of features in each block."""
         return self.placed[path].total // self.placed[path].how.blocks
 
     def block_of(self, path: str) -> str:
-        """Returns the path of the block that contains a module; empty outside of blocks."""
+        """Returns the path of the block around a module; empty outside of blocks."""
         for stack in self.stacks:
             if path.startswith(f"{stack}."):
                 number, _, inner = path[len(stack) + 1 :].partition(".")
@@ -57,7 +54,7 @@ class Choices:
 
 
 def check_fitting(choices: Choices) -> None:
-    """Rejects styles whose result would differ from that of one process."""
+    """Rejects styles whose result would differ from that of the unsharded model."""
     layers = {path: one for path, one in choices.placed.items() if not layer_of(path)[1]}
     columns = [p for p, one in layers.items() if one.how.kind == "column" and not one.how.gather]
     rows = [p for p, one in layers.items() if one.how.kind == "row" and not one.how.split]
@@ -83,14 +80,14 @@ def check_fitting(choices: Choices) -> None:
 
 @dataclass(frozen=True)
 class _Site:
-    """Column layers and the row layers that take their outputs."""
+    """Column layers, and the row layers that take their outputs."""
 
     above: str
     columns: tuple[str, ...]
     rows: tuple[str, ...]
 
     def parts(self, choices: Choices) -> list[_Site]:
-        """Separates layers sharded by heads, if a module has row layers of both kinds."""
+        """Separates layers that are sharded by heads from others."""
         by_kind = [[], []]
         for row in self.rows:
             by_kind[choices.placed[row].how.heads].append(row)
@@ -106,7 +103,6 @@ class _Site:
         ]
 
     def check(self, choices: Choices) -> None:
-        """Compares each rank's column outputs with the row inputs."""
         members, placed = (*self.columns, *self.rows), choices.placed
         above = choices.modules[self.above]
         counted = "Attention" in type(above).__name__ and head_groups(above) > 0
@@ -126,7 +122,7 @@ class _Site:
             kind = "row" if one.how.kind == "row" else "column"
             raise GulliverError(
                 f"{choices.shown(path)} would be split within heads, next to "
-                f"{self._others(choices, path)}: give it '{kind} by heads'"
+                f"{self._others(choices, path)}: use '{kind} by heads'"
             )
         others = [column for column in self.columns if column != path]
         row = choices.placed[self.rows[0]].total
@@ -171,7 +167,7 @@ class _Site:
 
 
 def _paired(choices: Choices, columns: list[str], rows: list[str]) -> Iterator[_Site]:
-    """Pairs column with row layers in the smallest modules that have both, within a block."""
+    """Pairs column and row layers in the smallest modules of a block that have both."""
     beneath: dict[str, list[str]] = {}
     for path in (*columns, *rows):
         above, block = path, choices.block_of(path)
@@ -188,7 +184,7 @@ def _paired(choices: Choices, columns: list[str], rows: list[str]) -> Iterator[_
 
 
 def _check_alone(choices: Choices, columns: list[str], rows: list[str]) -> None:
-    """Rejects column layers without row layers, and vice versa, in blocks."""
+    """Rejects column layers without row layers in a block, and vice versa."""
     in_blocks = [path for path in columns if choices.block_of(path)]
     past_blocks = [path for path in rows if not choices.block_of(path)]
     # Rows past a list may take what the members of the list leave.
@@ -197,7 +193,7 @@ def _check_alone(choices: Choices, columns: list[str], rows: list[str]) -> None:
         if choices.placed[path].how.blocks > 1 or (path in in_blocks and not apart):
             raise GulliverError(
                 f"{choices.shown(path)} has sharded outputs, but no row layer takes them: use "
-                "'column, gathered', or the layer after it 'row'"
+                "'column, gathered', or make the next layer 'row'"
             )
     for path in rows:
         if not (apart and path in past_blocks):
@@ -207,12 +203,12 @@ def _check_alone(choices: Choices, columns: list[str], rows: list[str]) -> None:
 def _refuse_row(choices: Choices, row: str) -> NoReturn:
     raise GulliverError(
         f"{choices.shown(row)} takes sharded inputs, but no column layer provides them: use 'row, "
-        "split', or the layer before it 'column'"
+        "split', or make the previous layer 'column'"
     )
 
 
 def _check_whole(choices: Choices, path: str, beside: str | None) -> None:
-    """Rejects full outputs that a known model combines with those of column layers."""
+    """Rejects full outputs that a known model combines with sharded ones."""
     how, known = choices.placed[path].how, STYLES[choices.known(path) or "replicate"]
     if beside and (how.gather or how.split) and known.kind == "column" and not known.gather:
         raise GulliverError(
@@ -222,7 +218,7 @@ def _check_whole(choices: Choices, path: str, beside: str | None) -> None:
 
 
 def _check_known(choices: Choices, path: str) -> None:
-    """Rejects a style with local outputs other than the one that a known model requires."""
+    """Rejects a style with sharded outputs that differs from the one that a known model needs."""
     name, one = choices.known(path), choices.placed[path]
     known = STYLES[name or "replicate"]
     if known.kind not in ("column", "row") or known.gather or known.split:
@@ -236,7 +232,7 @@ def _check_known(choices: Choices, path: str) -> None:
 
 
 def _check_summed(choices: Choices, path: str, columns: Iterable[str]) -> None:
-    """Rejects summing gradients that are complete on every rank."""
+    """Rejects the style 'summed' for gradients that are complete on every rank."""
     known = choices.known(path) or "replicate"
     if known == "summed":
         return
@@ -258,7 +254,6 @@ def _check_summed(choices: Choices, path: str, columns: Iterable[str]) -> None:
 
 
 def _site_of(path: str) -> str:
-    """Returns the common prefix of the paths of a layer and its siblings."""
     parent = layer_of(path)[0].rpartition(".")[0]
     return f"{parent}." if parent else ""
 

@@ -46,7 +46,7 @@ from gulliver.precision import fp8
 
 
 class OnLine(nn.Module):
-    """A module that holds one rank's shard of a layer."""
+    """A module with one rank's shard of a layer."""
 
     def __init__(self, rank_group: RankGroup = ALONE) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class OnLine(nn.Module):
 # Parameters are plain, hold the rank's shard, and keep the names of the layer they replace. Read
 # `ColumnLinear`, `RowLinear`, then the two functions.
 class _Sharded(OnLine):
-    """A linear layer of which this rank holds a shard."""
+    """A linear layer with one rank's shard of the weight."""
 
     weight: nn.Parameter  # Shard ``[outputs, inputs]``, or the other way round where `transposed`
     bias: nn.Parameter | None  # Bias, or None
@@ -97,12 +97,10 @@ class _Sharded(OnLine):
 
     @property
     def out_features(self) -> int:
-        """Number of outputs on this rank."""
         return self.weight.shape[1 if self.transposed else 0]
 
     @property
     def in_features(self) -> int:
-        """Number of inputs on this rank."""
         return self.weight.shape[0 if self.transposed else 1]
 
     def extra_repr(self) -> str:
@@ -133,13 +131,12 @@ class ColumnLinear(_Sharded):
 
     @property
     def columns(self) -> Interval:
-        """Range of this rank's outputs in a layer that is not fused."""
+        """Interval of this rank's outputs, in a layer that is not fused."""
         (run,) = self.runs
         return run
 
     @uncompiled
     def forward(self, x: Tensor) -> Tensor:
-        """Returns this rank's outputs, ``[..., outputs]``, or all."""
         state = fp8.state_of(self)
         if state is not None:
             x = _copied(x, self.rank_group)
@@ -186,7 +183,6 @@ class RowLinear(_Sharded):
 
     @uncompiled
     def forward(self, x: Tensor) -> Tensor:
-        """Returns the full output, or this rank's shard of the sequence."""
         weight, bias = _autocast(x, self.weight, self.bias)
         x, state = autocast(x), fp8.state_of(self)
         if self.rank_group.size == 1 and state is None:
@@ -204,7 +200,6 @@ class RowLinear(_Sharded):
 
 
 def _copied(x: Tensor, rank_group: RankGroup) -> Tensor:
-    """Returns a full input whose gradient is summed over ranks once for all columns."""
     # FP8 layers hand gradients to autograd, which adds those of all columns up before they are
     # sent; the sum is not overlapped with the last weight's gradient, as an `Entry` does it.
     if rank_group.size == 1 or not (x.requires_grad and torch.is_grad_enabled()):
@@ -222,7 +217,7 @@ def _autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, T
 
 
 class _Column(Function):
-    """The product of a column layer, whose input gradient goes to the `Entry`."""
+    """The matmul of a column layer; passes the input gradient to the `Entry`."""
 
     # [Note: what is kept] This rank's piece and the weight are saved, never the gathered input.
     #
@@ -274,7 +269,6 @@ class _Column(Function):
 
 
 def _gathered(source: Tensor, entry: Entry) -> Tensor:
-    """Returns the full input, for higher-order gradients."""
     cut = entry.cut
     return source if cut is None else gather_partial(source, cut.dim, cut.lengths, entry.rank_group)
 
@@ -327,7 +321,7 @@ class _Row(Function):
 def _reduced_in_pieces(
     x: Tensor, weight: Tensor, rank_group: RankGroup, cut: SequenceCut, transposed: bool
 ) -> Tensor:
-    """Returns this rank's piece of the output, sending pieces as they are computed."""
+    """Computes the output piece by piece, sending pieces while others are computed."""
     pieces = cut.pieces(x)
     shape = (*pieces[rank_group.rank].shape[:-1], weight.shape[1 if transposed else 0])
     reduction = Reduction(shape, cut.dim, cut.lengths, rank_group, x)
@@ -344,7 +338,7 @@ def _gradients_in_pieces(
     cut: SequenceCut,
     transposed: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Returns the gradients of input and weight, from pieces of the output gradient."""
+    """Computes the gradients of input and weight from gathered pieces of the output gradient."""
     parts: dict[int, Tensor] = {}
     inputs = cut.pieces(x) if x is not None else []
     total = Sum()
@@ -361,11 +355,11 @@ def _gradients_in_pieces(
 
 
 class UnknownTokenError(GulliverError, IndexError):
-    """Raised for a token id outside of the vocabulary."""
+    """A token id is outside of the vocabulary."""
 
 
 class _Embedding(OnLine):
-    """A sharded embedding; unsupported options keep their defaults, for adapters."""
+    """A sharded embedding; unsupported options have defaults, which adapters read."""
 
     weight: nn.Parameter
     max_norm: None = None
@@ -387,7 +381,7 @@ class _Embedding(OnLine):
 
 
 class VocabularyEmbedding(_Embedding):
-    """An embedding with this rank's rows; all ranks get full vectors."""
+    """An embedding with this rank's rows; the ranks' lookups are summed."""
 
     # Each id is in one rank's rows; the others contribute zeros to a sum, which is therefore exact.
 
@@ -404,7 +398,6 @@ class VocabularyEmbedding(_Embedding):
         self.total, self.padding_idx = total or weight.shape[0], padding_idx
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Looks up the vectors of ids, ``[...]`` to ``[..., width]``."""
         (start, stop), padding = self.rows, self.padding_idx
         if padding is not None:
             padding = padding - start if start <= padding < stop else None
@@ -412,8 +405,7 @@ class VocabularyEmbedding(_Embedding):
         nowhere = (ids < 0) | (ids >= self.total)
         if ids.device.type == "cpu" and bool(nowhere.any()):
             raise UnknownTokenError(
-                f"token {int(ids[nowhere][0])} is not in the vocabulary, which has {self.total} "
-                f"(0 to {self.total - 1})"
+                f"token {int(ids[nowhere][0])} is not in the vocabulary of {self.total} tokens"
             )
         # On a GPU a check would have to wait for it: an id that no rank has stays out of range, so
         # that the kernel's own assertion finds it.
@@ -423,7 +415,7 @@ class VocabularyEmbedding(_Embedding):
 
 
 class ColumnEmbedding(_Embedding):
-    """An embedding with this rank's columns of every row."""
+    """An embedding with this rank's columns of all rows."""
 
     def __init__(
         self,
@@ -440,7 +432,7 @@ class ColumnEmbedding(_Embedding):
         self.gather_output = gather_output
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Looks up the vectors of ids, ``[...]`` to ``[..., columns]``, and gathers them if set."""
+        """Maps ids ``[...]`` to vectors ``[..., columns]``; gathers the columns if configured."""
         vectors = F.embedding(ids, self.weight, self.padding_idx)
         if not self.gather_output:
             return vectors

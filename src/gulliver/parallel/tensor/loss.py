@@ -1,7 +1,7 @@
 """Vocabulary-parallel cross-entropy: each rank has some columns of the logits.
 
-With ``m`` the largest logit of a token and ``s`` the sum of ``exp(logit - m)``, both taken over all
-ranks, the loss is ``m + log(s) - target``. Source: Megatron-LM, Shoeybi et al., 2019, section 3.
+For a token, let ``m`` be the largest logit and ``s`` the sum of ``exp(logit - m)``, both over all
+ranks. Its loss is ``m + log(s) - target``. Source: Megatron-LM, Shoeybi et al., 2019, section 3.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ def cross_entropy(
     Args:
         logits: this rank's columns, ``[..., stop - start]``.
         labels: token ids in the full vocabulary, ``[...]``, the same on all ranks.
-        rank_group: rank group that the vocabulary is sharded over.
-        vocabulary: first of this rank's columns and one past the last.
+        rank_group: ranks that the vocabulary is sharded over.
+        vocabulary: interval ``(start, stop)`` of this rank's columns.
         ignore_index: label whose loss and gradient are 0.
 
     Returns:
         Losses ``[...]`` in float32 (float64 for float64).
 
     Raises:
-        GulliverError: shapes do not match; a label is in no rank's columns. The latter is only
-            checked on the CPU; on a GPU, where a check would synchronize, the token's loss is NaN.
+        GulliverError: shapes do not match, or a label is not in the vocabulary. Labels are only
+            checked on the CPU; on a GPU, the token's loss is NaN.
     """
     start, stop = vocabulary
     if logits.shape != (*labels.shape, stop - start):
         raise GulliverError(
-            f"logits of shape {tuple(logits.shape)} do not fit labels {tuple(labels.shape)} and "
+            f"logits of shape {tuple(logits.shape)} do not match labels {tuple(labels.shape)} and "
             f"columns {start} to {stop}: expected {(*labels.shape, stop - start)}"
         )
     return _CrossEntropy.apply(logits, labels, rank_group, start, ignore_index)
@@ -85,9 +85,7 @@ class _CrossEntropy(Function):
         # The sums are the same on all ranks: so all of them raise.
         lost = (found == 0) & ~ignored if labels.device.type == "cpu" else None
         if lost is not None and bool(lost.any()):
-            raise GulliverError(
-                f"label {int(labels[lost][0])} is not in the vocabulary: no rank has its column"
-            )
+            raise GulliverError(f"label {int(labels[lost][0])} is not in the vocabulary")
         loss = (log_total - target).masked_fill(found == 0, torch.nan).masked_fill(ignored, 0)
         ctx.save_for_backward(logits, labels, log_total)
         ctx.start, ctx.ignored, ctx.rank_group = start, ignore_index, rank_group
@@ -113,7 +111,7 @@ class _CrossEntropy(Function):
 
 
 def _own(labels: Tensor, start: int, count: int) -> tuple[Tensor, Tensor]:
-    """Returns whether each label is in this rank's columns, and its column (else 0)."""
+    """Returns whether each label is in this rank's columns, and its column or 0."""
     column = labels - start
     here = (column >= 0) & (column < count)
     return here, column.masked_fill(~here, 0)

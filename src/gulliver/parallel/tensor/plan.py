@@ -1,9 +1,9 @@
-"""Decides how each module is sharded: by the model's own plan, its family's rules, or the user's.
+"""Chooses each module's sharding style from the user's rules, the model family or the model's plan.
 
     plan = plan_tensor(model, 4)
     print(plan)
 
-Planning only reads modules and shapes. Unknown modules are rejected by name.
+Planning only reads modules and shapes. Unknown modules raise an error.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from gulliver.parallel.tensor.styles import (
 )
 
 ROUTERS = ("gate", "router", "gate_proj_router", "wg")
-"""Path suffixes of small linear layers that route to experts, which stay replicated."""
+"""Path suffixes of linear layers that route tokens to experts; they are replicated."""
 
 
 def plan_tensor(
@@ -49,24 +49,23 @@ def plan_tensor(
     replicate_rest: bool = False,
     allow_dropout: bool = False,
 ) -> TensorPlan:
-    """Decides how a model is sharded.
+    """Plans the sharding of a model.
 
     Args:
         model: unsharded model, which may be on meta; modules without parameters are unchanged.
-        size: ranks.
-        rules: style by pattern of module paths, with precedence over built-in plans; a pattern is
-            the last parts of a path, ``*`` for one part. See `STYLES`.
+        size: number of ranks.
+        rules: style by module path pattern, which overrides built-in plans. A pattern is the end of
+            a path, with ``*`` for any one part. See `STYLES`.
         replicate_rest: replicate modules that no rule matches.
-        allow_dropout: see below.
+        allow_dropout: accept models with dropout. The caller must give all tensor ranks the same
+            random state; heads of different ranks then draw the same masks.
 
     Returns:
         The plan.
 
     Raises:
-        GulliverError: unknown modules, sizes that cannot be distributed, an unknown style, or
-            dropout: masks would differ from those of one process, and between ranks even for
-            replicated tensors. With `allow_dropout` the caller gives all tensor ranks the same
-            random state, and the heads of each rank draw the same masks.
+        GulliverError: unknown modules or styles, sizes that cannot be distributed, or dropout,
+            whose masks would differ between ranks and from those of one process.
     """
     return _Planner(model, size, rules or {}, replicate_rest, allow_dropout).plan()
 
@@ -127,7 +126,7 @@ class _Planner:
         if unknown:
             raise GulliverError(
                 f"no rule shards {_listed(unknown)}: pass rules={{pattern: style}} (tensor_rules "
-                "of the plugin), or replicate_rest=True to keep them whole on all ranks"
+                "of the plugin), or replicate_rest=True to replicate them on all ranks"
             )
         replicated = [path for path in replicated if not self._tied(path, cut)]
         self._check_ties(placed)
@@ -158,7 +157,7 @@ class _Planner:
     def _whole(
         self, placed: dict[str, ShardedModule], replicated: list[str], stacks: tuple[str, ...]
     ) -> tuple[str, ...]:
-        """Modules that need the full sequence instead of a shard."""
+        """Returns modules that need the full sequence instead of a shard."""
         found = [path for path, one in placed.items() if one.how.kind in ("experts", "latent")]
         if self._automatic:
             found += self.opaque
@@ -173,11 +172,9 @@ class _Planner:
 
     @property
     def _automatic(self) -> bool:
-        """Whether a Hugging Face model has known sharding rules."""
         return bool(self.own) or (self.known is not None and self.known.rest)
 
     def _keep_scaled(self, placed: dict[str, ShardedModule], replicated: list[str]) -> None:
-        """Replicates embeddings that scale or filter, and everything tied to them."""
         whole = {
             id(module._parameters.get("weight"))
             for path, module in self.modules.items()
@@ -197,7 +194,7 @@ class _Planner:
     def _gather_opaque(
         self, placed: dict[str, ShardedModule], replicated: list[str], stacks: tuple[str, ...]
     ) -> None:
-        """Shards around unknown modules such that the result is exact in any context."""
+        """Chooses gathered styles next to unknown modules, which are exact in any context."""
         # [Note: opaque modules] Where something between columns and rows works on all features,
         # such as a norm over all heads, columns are gathered and rows take their part of a whole
         # input: weights and products are shared all the same, and everything between is what one
@@ -248,7 +245,6 @@ class _Planner:
         placed[path] = self._place(path, self.modules[path], style)
 
     def _is_head_norm(self, path: str, site: str) -> bool:
-        """Whether a module normalizes each head with one shared weight."""
         module, width = self.modules[path], vars(self.modules[site]).get("head_dim")
         if "norm" not in path.rpartition(".")[2].lower() or not isinstance(width, int):
             return False
@@ -256,15 +252,14 @@ class _Planner:
         return sizes == {width} and not any(True for _ in module.children())
 
     def _style(self, path: str, module: nn.Module) -> str | None:
-        """Style of a module; factors of an adapter follow their layer."""
         # Next to columns the second factor is columns, too; next to rows the first is rows; the
         # other one is whole, and so is what is between them.
         layer, factor = layer_of(path)
         style = self._style_of(layer, module)
         if factor == "other":
             raise GulliverError(
-                f"{path}: of adapters, LoRA with lora_A and lora_B is cut; use no DoRA or other "
-                "kinds with tp_size"
+                f"{path}: LoRA is the only adapter supported with tp_size; remove DoRA and other "
+                "adapters"
             )
         kind = STYLES[style].kind if style in STYLES else None
         if not factor or kind in (None, "replicate"):
@@ -272,7 +267,7 @@ class _Planner:
         return style if (factor == "lora_B") == (kind == "column") else "replicate"
 
     def _style_of(self, path: str, module: nn.Module) -> str | None:
-        """Style by the user's rule, then the family's or the model's own; norms are replicated."""
+        """Returns the style from the user's rule, the family or the model's plan."""
         found = best_match(path, self.rules)
         return self._known_style(path, module) if found is None else self.rules[found]
 
@@ -289,7 +284,6 @@ class _Planner:
         return "replicate" if type(module).__name__.endswith("Norm") else None
 
     def _known_of(self, path: str) -> str | None:
-        """Returns the supported style that a user's rule replaces."""
         layer = layer_of(path)[0]
         if best_match(layer, self.rules) is None or (self.known is None and not self.own):
             return None
@@ -348,12 +342,11 @@ class _Planner:
         return self._attention(path)[0]
 
     def _by_heads(self, path: str, one: ShardedModule) -> ShardedModule:
-        """Returns a layer's split into complete heads."""
         units, copies = self._units(path, one.total, one.how.blocks)
         return replace(one, units=units, copies=copies)
 
     def _units(self, path: str, total: int, blocks: int = 0) -> tuple[int, int]:
-        """Returns the number of heads to distribute, and the ranks that share each."""
+        """Returns the number of heads to distribute, and the number of ranks that share each."""
         # Without blocks of features, there is one number for each query head.
         #
         # [Note: copies of key-value heads] With more ranks than key-value heads, each of these
@@ -376,7 +369,6 @@ class _Planner:
         return whole[total], self.size // groups if whole[total] == groups else 1
 
     def _attention(self, path: str) -> tuple[str, int]:
-        """A module's attention module and its number of head groups."""
         above = path
         while above:
             above = above.rpartition(".")[0]
@@ -391,11 +383,9 @@ class _Planner:
         )
 
     def _tied(self, path: str, cut: set[int]) -> bool:
-        """Whether all parameters of a module are tied to sharded modules."""
         return all(id(p) in cut for p in self.modules[path].parameters(recurse=False))
 
     def _check_ties(self, placed: dict[str, ShardedModule]) -> None:
-        """Rejects tied parameters with different styles."""
         seen: dict[int, tuple[str, Any]] = {}
         for path, module in self.modules.items():
             one = placed.get(path)
@@ -412,7 +402,7 @@ class _Planner:
                     )
 
     def _stacks(self, placed: dict[str, ShardedModule]) -> tuple[str, ...]:
-        """Paths of the outermost lists of blocks with sharded modules inside."""
+        """Returns the paths of the outermost lists of blocks that contain sharded modules."""
         found: list[str] = []
         for path, module in self.modules.items():
             if not isinstance(module, nn.ModuleList) or any(
@@ -424,7 +414,7 @@ class _Planner:
         return tuple(found)
 
     def _sites(self, placed: dict[str, ShardedModule], stacks: tuple[str, ...]) -> tuple[str, ...]:
-        """Parents of column layers, except blocks, whose input is also used elsewhere."""
+        """Returns parents of column layers, except blocks, whose input is also used elsewhere."""
         parents = {
             layer_of(path)[0].rpartition(".")[0]: None
             for path, one in placed.items()
@@ -434,7 +424,6 @@ class _Planner:
 
     @staticmethod
     def _local_sites(placed: dict[str, ShardedModule]) -> set[str]:
-        """Parents of column layers that do not gather all outputs."""
         return {
             layer_of(path)[0].rpartition(".")[0]
             for path, one in placed.items()
@@ -442,7 +431,7 @@ class _Planner:
         }
 
     def _check_sites(self, sites: list[str], replicated: list[str]) -> None:
-        """Rejects replicated parameters between column and row layers: gradients are partial."""
+        """Rejects replicated parameters whose gradients would be partial."""
         wrong = [
             r
             for r in replicated
@@ -450,8 +439,9 @@ class _Planner:
         ]
         if wrong:
             raise GulliverError(
-                f"{_listed(wrong)} are between columns and rows, where features are sharded: pass "
-                "a rule ('summed' for what works on each head alike)"
+                f"{_listed(wrong)} are between column and row layers, where features are sharded: "
+                "pass "
+                "a rule ('summed' for modules that treat all heads equally)"
             )
 
     def _sliced(self, attention: Mapping[str, int]) -> dict[str, tuple[str, ...]]:
@@ -469,7 +459,6 @@ class _Planner:
 
 
 def _own_plan(model: nn.Module) -> dict[str, str]:
-    """The tensor plan that a Hugging Face model declares."""
     found = getattr(model, "tp_plan", None) or {}
     return dict(found) if isinstance(found, Mapping) else {}
 

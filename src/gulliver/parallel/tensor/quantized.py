@@ -39,7 +39,6 @@ class QuantizedColumn(_Sharded):
     gather_output: bool
 
     def run(self, x: Tensor) -> Tensor:
-        """Returns the outputs of this rank, or of all ranks."""
         y = self.multiply(x, self.bias)
         if not self.gather_output:
             return y
@@ -55,7 +54,6 @@ class QuantizedRow(_Sharded):
     split_input: bool
 
     def run(self, x: Tensor) -> Tensor:
-        """Returns the output, or this rank's shard of it."""
         group = self.rank_group
         if self.split_input and group.size > 1:
             x = split(x, x.dim() - 1, split_evenly(self.total, group.size), group)
@@ -93,7 +91,7 @@ def _row(layer: Any, ways: QuantizeArguments) -> nn.Module:
 
 
 def _grouped(layer: Any, path: str) -> bool:
-    """Whether int4 groups divide the row layer's inputs; rejects splitting them."""
+    """Whether int4 groups apply to a row layer's inputs; rejects shards that split a group."""
     total = layer.total or layer.in_features
     if total % GROUP:
         return False
@@ -109,8 +107,8 @@ def _grouped(layer: Any, path: str) -> bool:
 def _made(kind: Any, layer: Any, ways: QuantizeArguments, values: Tensor, scales: Tensor) -> Any:
     if layer.shared is not None:
         raise GulliverError(
-            f"{ways.path} has a sharded sequence, which quantised layers do not support: leave "
-            "sequence parallelism out"
+            f"{ways.path} has a sharded sequence, which quantized layers do not support: disable "
+            "sequence parallelism"
         )
     inputs = matrix_of(layer).shape[1]
     made = kind(ways.path, ways.mode, values, scales, inputs, layer.bias, ways.threshold)

@@ -1,7 +1,6 @@
 """Sharding styles of modules by name, and their names in other libraries.
 
-The sharding of each known model's modules is in its family's record (`gulliver.families.Tensors`),
-in terms of `STYLES`.
+`gulliver.families.Tensors` assigns `STYLES` to the modules of each known model family.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ Kind = Literal[
 
 @dataclass(frozen=True)
 class ModuleSharding:
-    """How a module is sharded."""
+    """A sharding style."""
 
     # Outputs (column), inputs (row), rows of an embedding (vocabulary) or its columns (embedding);
     # features inside of all experts of a module (experts); parameters of an attention by their
@@ -88,27 +87,27 @@ HUGGING_FACE: dict[str, str] = {
     "mla_kv_a_proj": "latent",
     "local_params": "parameters by heads",
 }
-"""Style names in models' own plans; attention is split by heads. Others are rejected."""
+"""Styles by their names in Hugging Face plans; attention is split by heads."""
 
 
 GATHERED = {"column": "column, gathered", "row": "row, split"}
-"""The style per kind that is exact in any context."""
+"""Styles that replace `column` and `row` where the neighboring modules are unknown."""
 
 KV_HEADS = ("num_key_value_heads", "num_kv_heads")
 HEADS = ("num_heads", "n_heads", "n_head", "num_attention_heads", "heads")
-"""Attributes in which attention modules count their heads."""
+"""Attributes of attention modules with the number of heads."""
 
 SCALED = (*KV_HEADS, *HEADS, "split_size", "inner_dim", "all_head_size", "embed_dim")
-"""Attributes of attention modules that are sharded by heads."""
+"""Attributes of attention modules that are divided by the number of ranks."""
 
 REPEATED = "num_key_value_groups"
-"""Attribute of attention modules: query heads per key-value head."""
+"""Attribute of attention modules with the number of query heads per key-value head."""
 
 HIDDEN = ("hidden_states",)
-"""Names of a module's input that is not its first argument."""
+"""Argument names of a module's input if it is not the first argument."""
 
 DRAWN_ALIKE = ("y_embedder",)
-"""Modules that draw once per sample, outside sharded modules."""
+"""Modules outside of sharded ones that draw one random number per sample."""
 
 
 # Facts about one module: its heads, its adapters, whether a style is for its kind.
@@ -125,7 +124,7 @@ DROPOUTS = (
 
 
 def dropouts_of(model: nn.Module) -> list[str]:
-    """Lists a model's dropouts by path and probability, except those equal on all ranks."""
+    """Lists a model's active dropouts, except those with equal masks on all ranks."""
     names: list[str] = []
     for path, module in model.named_modules():
         if any(part in DRAWN_ALIKE for part in path.split(".")):
@@ -141,7 +140,7 @@ def dropouts_of(model: nn.Module) -> list[str]:
 
 
 def layer_of(path: str) -> tuple[str, str]:
-    """Returns a module's layer, and its LoRA factor: "lora_A", "lora_B", "other" or ""."""
+    """Returns the path of a module's layer, and the module's LoRA factor or ""."""
     # PEFT wraps a layer ``x`` as ``x.base_layer``, ``x.lora_A.NAME`` and ``x.lora_B.NAME``.
     parts = path.split(".")
     if parts[-1] == "base_layer":
@@ -152,7 +151,6 @@ def layer_of(path: str) -> tuple[str, str]:
 
 
 def best_match(path: str, patterns: Mapping[str, Any]) -> str | None:
-    """Returns the longest pattern that matches the end of a path; None if none does."""
     parts = path.split(".")
     fitting = [pattern for pattern in patterns if _fits(parts, pattern.split("."))]
     return max(fitting, key=lambda p: (p.count("."), -p.count("*")), default=None)
@@ -166,7 +164,7 @@ def _fits(parts: list[str], pattern: list[str]) -> bool:
 
 
 def head_groups(module: nn.Module) -> int:
-    """Heads of an attention module that can be distributed; 0 for other modules."""
+    """Number of an attention module's head groups; 0 for other modules."""
     keys, width = getattr(module, "k_proj", None), vars(module).get("head_dim")
     if isinstance(keys, nn.Linear) and isinstance(width, int):
         return keys.out_features // width
@@ -182,13 +180,12 @@ def head_groups(module: nn.Module) -> int:
 
 
 def query_heads(attention: nn.Module, groups: int) -> tuple[int, int]:
-    """Returns an attention module's number and width of query heads; 0 if unknown."""
     each, width = (vars(attention).get(name) for name in (REPEATED, "head_dim"))
     return (groups * each, width) if isinstance(each, int) and isinstance(width, int) else (0, 0)
 
 
 def rotary_width(path: str, module: nn.Module, attention: nn.Module) -> int:
-    """Returns the number of rotary keys in latent attention's first projection."""
+    """Returns the number of rotary features of latent attention's first projection."""
     name, config = "qk_rope_head_dim", getattr(attention, "config", None)
     width = getattr(attention, name, getattr(config, name, None))
     latent = getattr(attention, "kv_lora_rank", getattr(config, "kv_lora_rank", None))
@@ -202,7 +199,6 @@ def rotary_width(path: str, module: nn.Module, attention: nn.Module) -> int:
 
 
 def fits_kind(module: nn.Module, style: str | None) -> bool:
-    """Whether a style supports modules of this kind."""
     kind = STYLES[style].kind if style in STYLES else "replicate"
     if kind in ("vocabulary", "embedding"):
         return isinstance(module, nn.Embedding)
@@ -211,12 +207,11 @@ def fits_kind(module: nn.Module, style: str | None) -> bool:
 
 
 def is_scaled(module: nn.Module) -> bool:
-    """Whether an embedding scales or filters its output."""
+    """Whether an embedding scales its output or has other options that cannot be sharded."""
     return isinstance(module, nn.Embedding) and type(module).forward is not nn.Embedding.forward
 
 
 def cut_dims(path: str, module: nn.Module, how: ModuleSharding) -> dict[str, int]:
-    """Returns the sharded dim of each parameter, by name."""
     transposed = is_transposed(module)
     linear = transposed or type(module).forward is nn.Linear.forward
     embedding = type(module).forward is nn.Embedding.forward
@@ -224,8 +219,8 @@ def cut_dims(path: str, module: nn.Module, how: ModuleSharding) -> dict[str, int
     if not (linear if cuts else embedding):
         wanted = "a linear layer" if cuts else "an embedding"
         raise GulliverError(
-            f"{path} is a {type(module).__name__}, but its rule is for {wanted}: use another, such "
-            "as 'replicate'"
+            f"{path} is a {type(module).__name__}, but its rule is for {wanted}: use another "
+            "rule, such as 'replicate'"
         )
     if embedding:
         _check_embedding(path, module)
@@ -258,7 +253,7 @@ def _check_embedding(path: str, module: Any) -> None:
 INTO = ("gate_up_proj", "gate_proj", "up_proj")
 OUT = "down_proj"
 ADDED = "down_proj_bias"
-"""Parameter names: into the experts' features, out of them, and the last bias."""
+"""Names of expert parameters: projections to features, projections from features, output bias."""
 
 
 # [Note: features, not experts] Giving whole experts to ranks (expert parallelism) would need an
@@ -278,7 +273,6 @@ class ParameterCut:
 
 
 def parts_of_experts(path: str, module: Any, size: int) -> dict[str, ParameterCut]:
-    """Returns the sharded dims of an experts module's parameters, by name."""
     held = {n: p for n, p in module._parameters.items() if p is not None}
     into = [n for n in INTO if n in held]
     known = {*into, *(f"{n}_bias" for n in into), OUT, ADDED}
@@ -291,8 +285,9 @@ def parts_of_experts(path: str, module: Any, size: int) -> dict[str, ParameterCu
     )
     if not plain or not into or OUT not in held or set(held) - known:
         raise GulliverError(
-            f"{path} is a {type(module).__name__} with parameters {', '.join(held) or 'inside'}: "
-            "such experts cannot be sharded; use the rule 'replicate'"
+            f"{path} is a {type(module).__name__} with parameters "
+            f"{', '.join(held) or 'in submodules'}: such experts cannot be sharded; use the rule "
+            "'replicate'"
         )
     # Dim of a weight's inputs; 3 - inputs is that of its outputs.
     inputs = 1 if module.is_transposed else 2
@@ -314,7 +309,7 @@ def parts_of_experts(path: str, module: Any, size: int) -> dict[str, ParameterCu
 
 
 def share_experts(module: nn.Module, rank_group: RankGroup) -> None:
-    """Hooks a sharded experts module to take and return full tensors."""
+    """Hooks a sharded experts module so that its inputs and outputs are full tensors."""
 
     def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         added = module._parameters.get(ADDED)
@@ -358,7 +353,7 @@ def _copied(value: Any, rank_group: RankGroup) -> Any:
 
 @dataclass(frozen=True)
 class ShardedModule:
-    """The sharding of one module."""
+    """The sharding of a module."""
 
     style: str
     how: ModuleSharding
@@ -371,7 +366,6 @@ class ShardedModule:
     parts: Mapping[str, ParameterCut] = field(default_factory=dict)
 
     def runs(self, size: int, place: int, name: str = "") -> tuple[Interval, ...]:
-        """The intervals of a parameter that a rank holds."""
         part = self.parts.get(name)
         if part is not None:
             return share(part.total, part.units, size, place, part.blocks)
@@ -397,7 +391,6 @@ class TensorPlan:
     whole: tuple[str, ...] = ()
 
     def share_of(self, model: nn.Module) -> float:
-        """The fraction of the blocks' parameters that this plan shards."""
         whole = cut = 0
         lists = [p for p, m in model.named_modules() if isinstance(m, nn.ModuleList)]
         for path, module in model.named_modules():

@@ -1,4 +1,4 @@
-"""ZeRO: data parallelism whose ranks keep shards of optimizer state, gradients and parameters."""
+"""ZeRO: data parallelism with sharded optimizer state, gradients and parameters."""
 
 from typing import TYPE_CHECKING
 

@@ -1,6 +1,6 @@
-"""Optimizer state as full tensors by parameter name, gathered from shards and sharded again.
+"""Saves and loads the state of a ZeRO optimizer and its model, and re-partitions chunks.
 
-The exchanged state is independent of the number of ranks and the chunk size.
+Full optimizer state, by parameter name, is independent of the number of ranks and the chunk size.
 """
 
 from __future__ import annotations
@@ -37,11 +37,10 @@ if TYPE_CHECKING:
 
 
 MASTER = "master"
-"""The float32 values behind a parameter of 16 bits, among the optimizer's state."""
+"""State key of a 16-bit parameter's float32 master weights."""
 
 
 def gather_state(shards: ShardedState, keep: bool) -> State:
-    """Gathers the full state of a sharded optimizer (collective)."""
     counters, entries = stream_state(shards, shards.chunks)
     state = counters
     for name, key, whole in entries:
@@ -57,11 +56,11 @@ def stream_state(
 
     Args:
         shards: sharded state.
-        chunks: chunks that the pieces belong to.
+        chunks: chunks whose state to gather.
 
     Returns:
-        Counters and state that is not element-wise, by name and kind; and an iterator over the
-        name, kind and full value of other state, each valid until the next one.
+        Counters and non-element-wise state, by name and kind; and an iterator of name, kind and
+        full value of element-wise state. A value is valid until the next one.
     """
     optimizer, group = shards.inner, shards.group
     counters: State = {}
@@ -105,7 +104,6 @@ def _entries(
 
 
 def scatter_state(shards: ShardedState, state: State) -> None:
-    """Replaces an optimizer's state with this rank's pieces of a full state."""
     optimizer, capturing = shards.inner, shards.groups.capturing()
     shards.states.drop(shards.chunks)
     for sharded in shards.chunks:
@@ -124,7 +122,6 @@ def _scattered(
     owned: Tensor,
     captured: bool,
 ) -> dict[str, Any]:
-    """This rank's piece of a parameter's state; its float32 values are written at once."""
     whole, found = sharded.chunk.parameters[piece.name], dict[str, Any]()
     for key, value in state.items():
         if key == MASTER:
@@ -142,7 +139,7 @@ def _scattered(
 
 
 def run_of(whole: Tensor, piece: ShardPiece, owned: Tensor) -> Tensor:
-    """The elements of a full tensor that belong to a piece, in the shape of the stepped tensor."""
+    """Returns a piece's elements of a full tensor, in the shape of `owned`."""
     return whole.reshape(-1)[piece.offset : piece.offset + piece.numel].view(owned.shape)
 
 
@@ -195,7 +192,9 @@ def _whole(shard: Tensor, sharded: ShardedChunk, group: Group) -> Tensor:
 def relayout(shards: ShardedState, order: Sequence[str], chunk_bytes: int) -> bool:
     """Re-partitions parameters in another order and chunk size (collective)."""
     if any(c.gradient_shard is not None or c.chunk.gradients.begun for c in shards.chunks):
-        raise GulliverError("chunks are cut between steps: call zero_grad first")
+        raise GulliverError(
+            "chunks cannot be re-partitioned while gradients are pending; call zero_grad first"
+        )
     shards.groups.check_members()  # the groups are filled again
     old = shards.all_chunks
     new = shards.ordered(order, chunk_bytes)
@@ -219,7 +218,7 @@ def relayout(shards: ShardedState, order: Sequence[str], chunk_bytes: int) -> bo
 def _hand_over(
     shards: ShardedState, old: Sequence[ShardedChunk], new: Sequence[ShardedChunk]
 ) -> None:
-    """Moves per-parameter state from old pieces to new ones; both hold full parameters."""
+    """Moves optimizer state from old pieces to new ones; pieces are full parameters."""
     inner = shards.inner
     targets = {piece.name: (c, owned) for c in new for piece, owned in c.pieces}
     for sharded in old:
@@ -277,11 +276,11 @@ def _move_state(
 
 
 SMALL, ALIKE = 2**16, 2**20
-"""Bytes: smaller buffers are copied at once; smaller tensors are written by one rank."""
+"""Bytes: smaller buffers are copied immediately; smaller tensors are saved by one rank."""
 
 
 class ZeroCheckpoint(OptimizerCheckpoint):
-    """Saves and loads a ZeRO optimizer and its model, shard by shard."""
+    """Saves and loads a ZeRO optimizer and its model, each rank its own shards."""
 
     def __init__(self, optimizer: ZeroOptimizer, on_load: Callable[[], None]) -> None:
         super().__init__(optimizer)
@@ -291,31 +290,28 @@ class ZeroCheckpoint(OptimizerCheckpoint):
 
     @property
     def copy_limit(self) -> int | None:
-        """Host memory in bytes that saving may use under a limit; None is unlimited."""
         manager = self._shards.manager
         return None if manager is None else min(max(manager.budget // 8, 2**23), 2**26)
 
     def _saves(self, name: str, tensor: Tensor) -> bool:
-        """Whether this rank's group saves a tensor of the model."""
         return self.has_whole_model or self.writes(name, tensor)
 
     # The model.
 
     def model_leaves(self, model: nn.Module) -> dict[str, Leaf]:
-        """The part of the model's state that this rank saves; does not gather or wait."""
+        """Returns this rank's part of the model's state, without gathering or waiting."""
         return self._leaves(model, every=self.has_whole_model)
 
     def load_leaves(self, model: nn.Module) -> dict[str, Leaf]:
-        """Returns the tensors that this rank loads: all that it holds of the model."""
         return self._leaves(model, every=True, fill=True)
 
     def _leaves(self, model: nn.Module, every: bool, fill: bool = False) -> dict[str, Leaf]:
-        """The model's state by the names of its `state_dict`.
+        """Returns this rank's part of the model's state, by `state_dict` name.
 
         Args:
             model: boosted model.
-            every: whether to return all that this rank holds, or only what its group writes.
-            fill: whether the leaves will be completely overwritten next.
+            every: return all tensors on this rank, not only those that its group writes.
+            fill: the caller overwrites all elements.
         """
         shards = self._shards
         refuse_extra_state(model)
@@ -350,7 +346,6 @@ class ZeroCheckpoint(OptimizerCheckpoint):
         return {name: _copied(part) for name, part in mine.items()}
 
     def _share(self, leaf: Leaf) -> Part | None:
-        """This rank's part of a tensor that the group shares; the first rank saves small ones."""
         whole = leaf if isinstance(leaf, Part) else part_of(leaf)
         count, size, rank = whole.value.numel(), self._shards.size, self._shards.rank
         if size == 1 or whole.value.nbytes < ALIKE:
@@ -360,7 +355,6 @@ class ZeroCheckpoint(OptimizerCheckpoint):
         return replace(whole, value=run, start=whole.start + begin)
 
     def _pieces(self, sharded: ShardedChunk) -> Iterator[tuple[str, Leaf]]:
-        """This rank's pieces of a chunk's parameters."""
         chunk = sharded.chunk
         for piece in chunk.layout.pieces(chunk.part):
             parameter = chunk.parameters[piece.name]
@@ -381,7 +375,7 @@ class ZeroCheckpoint(OptimizerCheckpoint):
                     yield name, _part(parameter, chunk.master_shard[:0].detach())
 
     def take_finished_writes(self) -> None:
-        """Copies modified parameters to their shards, without waiting for gathers."""
+        """Copies modified parameters to their shards, unless a gather is in flight."""
         # A parameter that is being gathered cannot have been written: touching it waits for it.
         self._shards.gatherer.check_views()
         for sharded in self._shards.all_chunks:
@@ -389,45 +383,37 @@ class ZeroCheckpoint(OptimizerCheckpoint):
                 sharded.chunk.take_writes()
 
     def before_model_load(self) -> None:
-        """Waits for pending work before the model is filled."""
         self._shards.gatherer.release_all()
         before_write(sharded.chunk.master_shard for sharded in self._shards.all_chunks)
         self._on_load()
 
     def after_model_load(self) -> None:
-        """Broadcasts filled values to all ranks (collective)."""
         self._shards.publish()
 
     # The optimizer's groups.
 
     @property
     def trainable(self) -> Mapping[nn.Parameter, str]:
-        """Parameters that have or may get state, with their names."""
         return {**self._shards.names, **self._shards.frozen_trainable}
 
     def take_up(self, names: Collection[str]) -> set[str]:
-        """Allocates the state of frozen parameters; returns the names that get none."""
         train_unfrozen(self._shards, names)
         return set(names) - set(self._shards.names.values())
 
     def group_names(self) -> list[list[str]]:
-        """Names of each group's trained parameters, including those unfrozen since."""
         train_unfrozen(self._shards)
         return [list(names) for names in self._shards.groups.names]
 
     # The optimizer's state.
 
     def state_dtype(self, parameter: Tensor) -> torch.dtype:
-        """Dtype of the state that belongs to a parameter."""
         return shard_dtype(parameter.dtype, trained=True)
 
     @property
     def has_whole_state(self) -> bool:
-        """Whether each rank has either all or none of a parameter's state."""
         return self._shards.whole or (self._shards.parts == 1 and self.has_whole_model)
 
     def state_leaves(self) -> Saved:
-        """The part of the optimizer's state that this rank has."""
         found: Saved = {}
         for sharded in self._shards.chunks:
             with self._shards.states.shown(sharded):
@@ -441,7 +427,6 @@ class ZeroCheckpoint(OptimizerCheckpoint):
     def _entries(
         self, piece: ShardPiece, owned: Tensor, parameter: Tensor, state: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """The state of a piece: counters, and the leaves that this rank saves."""
         entries: dict[str, Any] = {}
         alone = self.has_whole_model and self._shards.parts == 1
         for key, value in state.items():
@@ -468,7 +453,7 @@ class ZeroCheckpoint(OptimizerCheckpoint):
         return entries
 
     def _state_leaf(self, part: Part) -> Leaf | None:
-        """State in the form this rank saves it; None if another rank of its group does."""
+        """Returns a state tensor as this rank saves it; None if another rank saves it."""
         if self._shards.parts > 1:
             return part
         if self.has_whole_model:
@@ -476,13 +461,13 @@ class ZeroCheckpoint(OptimizerCheckpoint):
         return self._share(part)
 
     def make_state(self, entries: Mapping[str, Mapping[str, Any]]) -> dict[tuple[str, str], Leaf]:
-        """Allocates optimizer state of the kinds in a checkpoint, to be filled.
+        """Allocates optimizer state for loading from a checkpoint.
 
         Args:
             entries: counters or tensor placeholders, by parameter and kind.
 
         Returns:
-            The tensors to fill, by parameter and kind.
+            The tensors to load into, by parameter and kind.
         """
         shards, states = self._shards, self._shards.states
         capturing = shards.groups.capturing()
@@ -501,7 +486,7 @@ class ZeroCheckpoint(OptimizerCheckpoint):
         return wanted
 
     def _empty(self, entries: Mapping[str, Any], owned: Tensor, captured: bool) -> dict[str, Any]:
-        """State of a piece to be filled; on meta if it will be in buffers of its chunk."""
+        """Allocates a piece's state; on meta if it will be moved to buffers of the chunk."""
         found: dict[str, Any] = {}
         for key, value in entries.items():
             if isinstance(value, Counter):
@@ -531,7 +516,7 @@ class ZeroCheckpoint(OptimizerCheckpoint):
     # An optimizer without its model: state, and the float32 copies of parameters of 16 bits.
 
     def export_leaves(self) -> Saved:
-        """State and float32 master weights of 16-bit parameters, as saved by this rank."""
+        """Returns this rank's optimizer state and the master weights of 16-bit parameters."""
         found = self.state_leaves()
         for name, part, parameter in self._masters(fill=False):
             if self._saves(name, parameter):
@@ -543,7 +528,7 @@ class ZeroCheckpoint(OptimizerCheckpoint):
     def import_leaves(
         self, entries: Mapping[str, Mapping[str, Any]]
     ) -> dict[tuple[str, str], Leaf]:
-        """Returns the tensors to fill for `export_leaves`: state, and float32 master weights."""
+        """Returns the tensors that load the entries of `export_leaves`."""
         state = {n: {k: v for k, v in found.items() if k != MASTER} for n, found in entries.items()}
         wanted = self.make_state(state)
         before_write(sharded.chunk.master_shard for sharded in self._shards.chunks)
@@ -553,7 +538,6 @@ class ZeroCheckpoint(OptimizerCheckpoint):
         return wanted
 
     def _masters(self, fill: bool) -> Iterator[tuple[str, Part, Tensor]]:
-        """This rank's pieces of float32 master weights, with their parameters."""
         for sharded in self._shards.chunks:
             chunk = sharded.chunk
             if chunk.has_master:
@@ -566,10 +550,7 @@ class ZeroCheckpoint(OptimizerCheckpoint):
     # Parameters whose changes travel packed, below stage 3: all ranks have others than the shards.
 
     def exact_parameters(self, model: nn.Module) -> dict[str, Tensor]:
-        """Exact copies of these parameters from the shards, by `state_dict` name (collective).
-
-        Every rank calls it.
-        """
+        """Gathers copies of the parameters from the shards, by `state_dict` name (collective)."""
         found: dict[nn.Parameter, Tensor] = {}
         self.take_finished_writes()
         for sharded in self._shards.all_chunks:
@@ -580,7 +561,7 @@ class ZeroCheckpoint(OptimizerCheckpoint):
         return {name: found[p] for name, p in named if p in found}
 
     def shown_parts(self) -> dict[str, Tensor]:
-        """This rank's parts of these chunks with the values that all ranks have, by first name."""
+        """Returns this rank's part of each chunk's current values, by first parameter."""
         found: dict[str, Tensor] = {}
         for sharded in self._shards.all_chunks:
             self._shards.gatherer.finish(sharded)
@@ -589,7 +570,7 @@ class ZeroCheckpoint(OptimizerCheckpoint):
         return found
 
     def take_shown_parts(self, found: Mapping[str, Tensor]) -> None:
-        """Sets parameters to values that all ranks had; shards are unchanged (collective)."""
+        """Restores the parameter values of all ranks; the shards are unchanged (collective)."""
         for sharded in self._shards.all_chunks:
             part = found.get(sharded.chunk.layout.slots[0].name)
             if part is not None:
@@ -597,22 +578,20 @@ class ZeroCheckpoint(OptimizerCheckpoint):
 
 
 def _copied(part: Part) -> Part:
-    """Copies small buffers at once, because forwards write to them without waiting."""
     if part.value.nbytes > SMALL:
         return part
     return replace(part, value=part.value.clone(), owner=None)
 
 
 def _held(tensor: Tensor) -> Leaf:
-    """Wraps a tensor that this rank holds completely; a region as a `Part`."""
+    """Wraps a tensor that this rank holds completely; a slice becomes a `Part`."""
     return tensor.detach() if region_of(tensor) is None else part_of(tensor)
 
 
 def _part(parameter: Tensor, run: Tensor, start: int = 0, owner: Tensor | None = None) -> Part:
-    """Elements of a parameter or its state, from `start`, as a part of the full tensor."""
+    """Wraps elements of a parameter or its state, from `start`, as a part of the full tensor."""
     return Part(run, whole_shape(parameter), start, owner, region_of(parameter))
 
 
 def _factor(value: Tensor) -> Part:
-    """Non-element-wise state, which only the owner of its parameter has."""
     return part_of(value if value.is_contiguous() else value.contiguous())

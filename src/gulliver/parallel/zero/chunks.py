@@ -1,4 +1,4 @@
-"""How tensors are split into chunks, without tensors: used by the optimizer and by planners."""
+"""Partitioning of tensors into chunks, which planners use too, and a chunk's state."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HALVES = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class TensorSize:
-    """A parameter as one rank holds it before it is sharded."""
+    """A parameter on one rank before sharding, without data."""
 
     name: str
     numel: int
@@ -42,14 +42,13 @@ class TensorSize:
 
 
 def shard_dtype(dtype: torch.dtype, trained: bool) -> torch.dtype:
-    """Dtype of the shards of parameters; float32 master weights for trained 16-bit parameters."""
+    """Returns the dtype of parameter shards; float32 for trained 16-bit parameters."""
     return torch.float32 if trained and dtype in HALVES else dtype
 
 
 def chunk_layouts(
     tensors: Sequence[TensorSize], chunk_bytes: int, stage: int, ranks: int
 ) -> Iterator[tuple[ChunkLayout, torch.dtype]]:
-    """Splits tensors in their order into chunks of one dtype and device each."""
     kinds: dict[tuple[torch.dtype, torch.device], list[tuple[str, int]]] = {}
     for tensor in tensors:
         kinds.setdefault((tensor.dtype, tensor.device), []).append((tensor.name, tensor.numel))
@@ -66,7 +65,6 @@ def chunk_layouts(
 def ordered_layouts(
     tensors: Sequence[TensorSize], order: Sequence[str], chunk_bytes: int, stage: int, ranks: int
 ) -> list[tuple[ChunkLayout, torch.dtype, bool]]:
-    """Layout, dtype and trainability of all chunks, in the tensors' order of use."""
     place = {name: number for number, name in enumerate(order or [t.name for t in tensors])}
     found = []
     kinds = ((True, False), (False, True), (False, False))  # as of `ShardedState.kinds`
@@ -89,11 +87,11 @@ class Phase(Enum):
     """Phase of a chunk's gradients."""
 
     EMPTY = auto()
-    """Nowhere, or all in the shards."""
+    """No full gradients; reduced ones are in the shards."""
     COLLECTING = auto()
-    """Being added up in the chunk's buffer."""
+    """Backward accumulates gradients in the chunk's buffer."""
     REDUCING = auto()
-    """Travelling from the buffer to the shards."""
+    """A reduction from the buffer to the shards is in flight."""
 
 
 LEGAL = (
@@ -116,7 +114,7 @@ _KINDS = (
 
 @dataclass(eq=False)
 class ShardedChunk(Resident):
-    """A chunk, with this rank's pieces of its parameters and their state."""
+    """A chunk with this rank's pieces of its parameters."""
 
     chunk: Chunk
     # This rank's pieces: which part of which parameter, and the flat tensor that the optimizer
@@ -158,7 +156,6 @@ class ShardedChunk(Resident):
         self.own(self.pieces)
 
     def own(self, pieces: Iterable[tuple[ShardPiece, nn.Parameter]]) -> None:
-        """Sets the pieces that this rank steps."""
         self.pieces = list(pieces)
         self.owned = [owned for _, owned in self.pieces]
         # What the pieces have for gradients outside of a step.
@@ -166,7 +163,6 @@ class ShardedChunk(Resident):
         self.hide_gradients()
 
     def take_assigned(self) -> None:
-        """Copies values that an optimizer assigned (``p.data = ...``) to the shard."""
         for piece, owned in self.pieces:
             run = self.chunk.master_shard[piece.start : piece.end]
             if owned.data_ptr() != run.data_ptr():
@@ -175,12 +171,10 @@ class ShardedChunk(Resident):
                 owned.data = run
 
     def move(self, phase: Phase) -> None:
-        """Enters another phase."""
         assert (self.phase, phase) in LEGAL, f"{self.phase} -> {phase}"
         self.phase = phase
 
     def show_gradients(self, used: Container[str]) -> None:
-        """Gives the used pieces their gradients, for an optimizer step."""
         whole = self.gradient_shard
         for piece, owned in self.pieces:
             if whole is None or piece.name not in used:
@@ -190,7 +184,7 @@ class ShardedChunk(Resident):
             owned.grad = run if owned.ndim == 1 else run.view(owned.shape)
 
     def gradients(self, write: bool = False) -> Iterator[Tensor]:
-        """Yields the gradient shard, if any, loaded to where it can be read."""
+        """Yields the gradient shard, if any, after loading it to the device."""
         if self.gradient_shard is None:
             return
         write = write or self.factor is not None
@@ -203,7 +197,7 @@ class ShardedChunk(Resident):
 
     @contextmanager
     def stepped_gradient(self) -> Iterator[None]:
-        """Loads the gradient shard for an optimizer step, which does not change it."""
+        """Context with the gradient shard loaded for an optimizer step, which only reads it."""
         # [Note: clipped in tiers] To scale gradients where they lie would bring each and write it
         # back, only for the step to bring it again. So clipping leaves a factor, which the step
         # applies while the gradient is here. Where the store has the gradient, that copy is not
@@ -225,13 +219,12 @@ class ShardedChunk(Resident):
             self.gradient_shard = parked
 
     def squared_norm(self, measure: Squared) -> Tensor | float:
-        """Returns the gradient shard's contribution to a squared norm, cached or measured."""
+        """Returns the gradient shard's contribution to a squared norm; cached if possible."""
         if self.squared is not None and self.factor is None:
             return self.squared
         return sum(measure(self, gradient) for gradient in self.gradients())
 
     def clip(self, factor: Tensor, later: bool) -> None:
-        """Multiplies the gradient shard by a factor, if there is one."""
         if later and self.gradient_shard is not None and self.factor is None:
             self.factor = factor
             return
@@ -239,13 +232,11 @@ class ShardedChunk(Resident):
             gradient.mul_(factor.to(gradient.dtype))
 
     def forget_gradient(self) -> None:
-        """Drops the reduced gradient."""
         if self.gradient_shard is not None:
             self.chunk.gradients.give_reduced(self.gradient_shard)
         self.gradient_shard = self.factor = self.squared = None
 
     def zero_gradients(self, names: Collection[str]) -> None:
-        """Zeroes the reduced gradients of these parameters in the shard, if any."""
         if not names:
             return
         for gradient in self.gradients(write=True):
@@ -255,16 +246,14 @@ class ShardedChunk(Resident):
 
     @property
     def reduced_in_place(self) -> bool:
-        """Whether the reduced gradient is the chunk's full buffer instead of a part of it."""
+        """Whether the reduced gradient is the full buffer."""
         return self.chunk.layout.parts == 1 and not self.chunk.has_master
 
     def hide_gradients(self) -> None:
-        """Replaces the pieces' gradients with placeholders until zero_grad."""
         for owned, stand_in in zip(self.owned, self.stand_ins, strict=True):
             owned.grad = stand_in
 
     def purpose(self, verb: str, why: str) -> Purpose:
-        """Purpose of a collective of this chunk; differs for other chunks and reasons."""
         found = self._purposes.get((verb, why))
         if found is None:
             first = self.chunk.layout.slots[0].name
@@ -275,14 +264,14 @@ class ShardedChunk(Resident):
 
 
 def check_not_ahead(chunks: Iterable[ShardedChunk]) -> None:
-    """Rejects reading parameters of which only some have been stepped."""
     for sharded in chunks:
         if sharded.is_ahead:
             raise GulliverError(
-                f"parameter {next(iter(sharded.chunk.parameters))!r}, or one next to it, was read "
+                f"parameter {next(iter(sharded.chunk.parameters))!r}, or another one in its "
+                "chunk, was read "
                 "after step_in_backward had updated it and before step: read it after step, "
-                "accumulate inside no_sync, and leave step_in_backward out where backward computes "
-                "again what reads later layers"
+                "accumulate inside no_sync, and disable step_in_backward if recomputation in "
+                "backward reads later layers"
             )
 
 
@@ -297,24 +286,23 @@ def check_not_ahead(chunks: Iterable[ShardedChunk]) -> None:
 # numbers, and not of clocks, because gathers are collectives, which all ranks have to begin in one
 # order.
 UPDATE_LAG = 2
-"""Chunks that are reduced after one before it is updated during backward."""
+"""Number of later chunks that are reduced before a chunk is stepped during backward."""
 EVERY = 3
-"""During backward one of so many chunks is gathered."""
+"""One in `EVERY` chunks is gathered during backward."""
 
 
 def gathers_in_backward(number: int, count: int) -> bool:
-    """Whether a chunk is gathered during backward instead of after it; see the note above."""
+    """Whether a chunk is gathered during backward; see the note above."""
     return number > UPDATE_LAG and (count - 1 - number) % EVERY == 0
 
 
 NORM_BLOCK = 1 << 16
-"""Elements of a gradient that are widened at once: they stay in the processor's cache."""
+"""Elements of a gradient converted to float64 at a time, so that they stay in the CPU cache."""
 Squared = Callable[[ShardedChunk, Tensor], Tensor]
-"""Returns what the gradient shard of a chunk adds to the squared norm of all, in float64."""
+"""Returns the contribution of a chunk's gradient shard to the squared norm, in float64."""
 
 
 def squared_norm(_: ShardedChunk, gradient: Tensor) -> Tensor:
-    """The squared norm of a gradient shard; every element counts once."""
     if gradient.device.type != "cpu":
         return torch.linalg.vector_norm(gradient, dtype=torch.float64) ** 2
     # Five times as fast as torch's norm in another dtype, which casts element by element.

@@ -1,8 +1,8 @@
-"""Classifies optimizers: those that may step shards, slices of tensors, or whole parameters only.
+"""Classifies optimizers by the slices of parameters that they can step.
 
-Torch's element-wise optimizers can step any slice. Muon and Adafactor need one full parameter at a
-time: they are sharded by whole parameters. Others are only correct with the same input as in one
-process, all full parameters in one call, unless the user declares what they depend on.
+Torch's element-wise optimizers can step any slice. Muon and Adafactor need full parameters, so
+chunks do not split them. An unknown optimizer gets all full parameters in one call, unless the user
+declares it element-wise or per-parameter.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ ELEMENTWISE: dict[str, Callable[[Group], int]] = {
     "Rprop": lambda group: 2,
     "SGD": lambda group: int(bool(group.get("momentum"))),
 }
-"""Optimizers of torch that may be sharded, and their state tensors per parameter of a group."""
+"""Torch optimizers that may step any slice, and their numbers of state tensors per parameter."""
 
 
 def _factors(shape: Shape) -> list[int]:
-    """Elements of Adafactor's second moment: factors of the last two dims, or a full vector."""
+    """Returns the elements of Adafactor's second moment: two factors, or one full vector."""
     return [prod(shape[:-1]), prod((*shape[:-2], shape[-1]))] if len(shape) > 1 else [prod(shape)]
 
 
@@ -48,8 +48,9 @@ PER_PARAMETER: dict[str, tuple[str, Callable[[Group, Shape], list[int]]]] = {
         lambda group, shape: [prod(shape)] * (group["beta1"] is not None) + _factors(shape),
     ),
 }
-"""Optimizers that look at one whole parameter at a time: what they do with matrices, and the
-elements of each state tensor for a parameter of a shape. They write their state in place."""
+"""Optimizers that update one full parameter at a time: how they use matrices, and the elements of
+each state tensor for a parameter's shape. They write state in place.
+"""
 NEVER = {
     "LBFGS": "it needs closures and a history of whole gradients: use AdamW",
     "SparseAdam": "it needs sparse gradients: use AdamW",
@@ -60,9 +61,9 @@ OPTIMIZERS = ("optimizers", "zero_stage 1 and up cuts", "tp_size", "pp_size")
 
 
 def optimizer_table() -> list[tuple[str, ...]]:
-    """Lists how optimizers run, one row per kind, under `OPTIMIZERS`; stage 0 supports all.
+    """Returns the rows of the table of supported optimizers; `OPTIMIZERS` is its header.
 
-    Optimizers that `check_optimizer` rejects are omitted.
+    Stage 0 supports all optimizers except those that `check_optimizer` rejects.
     """
     packages = [(name.split(".")[0], name.rpartition(".")[2]) for name in PER_PARAMETER]
     return [
@@ -80,22 +81,18 @@ def optimizer_table() -> list[tuple[str, ...]]:
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer is known to update each element independently."""
     return _is_torchs(optimizer) and type(optimizer).__name__ in ELEMENTWISE
 
 
 def is_per_parameter(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer is known to update each parameter independently."""
     return _full_name(optimizer) in PER_PARAMETER
 
 
 def steps_by_chunk(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer may step some parameters in one call and others in the next."""
     return is_elementwise(optimizer) or is_per_parameter(optimizer)
 
 
 def needs_whole(optimizer: torch.optim.Optimizer, assume_elementwise: bool) -> bool:
-    """Whether an optimizer needs full parameters."""
     known = is_elementwise(optimizer) or assume_elementwise
     return is_per_parameter(optimizer) or not known
 
@@ -108,31 +105,29 @@ def check_optimizer(
     tp_size: int = 1,
     pp_size: int = 1,
 ) -> None:
-    """Rejects an optimizer that needs more than the shards of this rank."""
     name = type(optimizer).__name__
     if _is_torchs(optimizer) and name in NEVER:
         raise GulliverError(f"ZeRO cannot run {name}: {NEVER[name]}, or {name} without gulliver")
     if assume_elementwise and assume_per_parameter:
         raise GulliverError(
-            "assume_elementwise=True lets parameters be cut, assume_per_parameter=True keeps them "
-            "whole: give one of them"
+            "assume_elementwise=True and assume_per_parameter=True exclude each other: set only one"
         )
     if not needs_whole(optimizer, assume_elementwise):
         return
     if is_per_parameter(optimizer) or assume_per_parameter:
         if tp_size > 1:
-            verb, _ = PER_PARAMETER.get(_full_name(optimizer), ("is said to look at", None))
+            verb, _ = PER_PARAMETER.get(_full_name(optimizer), ("may need", None))
             raise GulliverError(
-                f"tp_size={tp_size} gives {name} slices of tensors: it {verb} whole matrices: use "
+                f"tp_size={tp_size} splits tensors, but {name} {verb} full matrices: use "
                 f"AdamW, or {name} with tp_size=1"
             )
         return
     if stage > 0 or tp_size * pp_size > 1:
         whole = "stage 0" if tp_size * pp_size == 1 else "stage 0, tp_size=1 and pp_size=1"
         raise GulliverError(
-            f"ZeRO does not know whether {name} updates each element by itself: if it does, say "
+            f"ZeRO does not know whether {name} updates elements independently: if it does, pass "
             "assume_elementwise=True to the plugin, or assume_per_parameter=True if it updates "
-            f"each parameter by itself; {whole} gives it all parameters whole; "
+            f"parameters independently; {whole} gives it all parameters unsplit; "
             f"known: {', '.join(ELEMENTWISE)}, Adafactor, Muon"
         )
 
@@ -140,14 +135,16 @@ def check_optimizer(
 def check_by_chunk(
     optimizer: torch.optim.Optimizer, stage: int, tiered: bool, step_in_backward: bool
 ) -> None:
-    """Rejects an optimizer that cannot be stepped chunk by chunk, if that is required."""
+    """Rejects an optimizer that cannot step chunks separately, if that is required."""
     if tiered and stage != 3:
-        raise GulliverError(f"tiers of memory need stage 3, which shards parameters, not {stage}")
+        raise GulliverError(
+            f"memory tiers need stage 3, which shards parameters, not stage {stage}"
+        )
     if (tiered or step_in_backward) and not steps_by_chunk(optimizer):
         what = "a memory limit" if tiered else "step_in_backward"
         raise GulliverError(
-            f"{what} steps chunk by chunk, which {type(optimizer).__name__} may not allow: use one "
-            f"of {', '.join(ELEMENTWISE)}, Muon, Adafactor"
+            f"{what} steps chunks separately, which {type(optimizer).__name__} may not support: "
+            f"use one of {', '.join(ELEMENTWISE)}, Muon, Adafactor"
         )
 
 
@@ -161,7 +158,6 @@ def _full_name(optimizer: torch.optim.Optimizer) -> str:
 
 
 def state_sizes(optimizer: torch.optim.Optimizer, group: Group, shape: Shape) -> tuple[int, ...]:
-    """Number of elements of each state tensor that a group keeps for a parameter or piece."""
     # Where that is not known, it is taken for two tensors of the parameter's size.
     if is_per_parameter(optimizer):
         return tuple(PER_PARAMETER[_full_name(optimizer)][1](group, shape))
@@ -170,26 +166,25 @@ def state_sizes(optimizer: torch.optim.Optimizer, group: Group, shape: Shape) ->
 
 
 def makes_beside(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the first step allocates all new state before any of it can be placed."""
+    """Whether the first step allocates all new state before it can be moved to chunks."""
     # Others put a constant there for one parameter after the other; SGD copies all gradients, and
     # of those that look at whole parameters the sizes are not known before.
     return not is_elementwise(optimizer) or type(optimizer).__name__ == "SGD"
 
 
 def is_boosted(parameter: Tensor) -> bool:
-    """Whether a boosted optimizer trains a parameter."""
     return "_boosted" in vars(parameter)
 
 
 def check_trainable(names: Mapping[nn.Parameter, str]) -> None:
-    """Rejects parameters that ZeRO cannot train."""
     for parameter, name in names.items():
         if parameter.dtype not in DTYPES:
             raise GulliverError(
-                f"parameter {name!r} is {parameter.dtype}: ZeRO trains "
+                f"parameter {name!r} is {parameter.dtype}: ZeRO supports only "
                 f"{', '.join(str(d).removeprefix('torch.') for d in DTYPES)}"
             )
         if is_boosted(parameter):
             raise GulliverError(
-                f"parameter {name!r} is trained by another boosted optimizer: give it to one"
+                f"parameter {name!r} is trained by another boosted optimizer: use one optimizer "
+                "per parameter"
             )

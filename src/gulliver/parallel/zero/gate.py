@@ -1,4 +1,4 @@
-"""Compares packed gradients with exact ones, and ends a run that packing harms."""
+"""Compares compressed gradients with exact ones; raises if compression harms training."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from gulliver.precision.wire.formats import BLOCKS, IDENTITY, WireFormat
 
 _LOG = logging.getLogger("gulliver")
 FIRST_CHECKS, CHECK_EVERY = 3, 100
-"""Steps whose gradients are compared: the first ones, and one in so many after them."""
+"""Steps whose gradients are compared: the first few, then one in every `CHECK_EVERY`."""
 COSINE, COSINE_WITH_FEEDBACK = 0.995, 0.9
-"""Least cosine between gradients; what error feedback makes up for may be further off."""
+"""Minimum cosine between gradients; lower with error feedback, which corrects later."""
 NORM = 0.1
-"""Most that a norm may differ, relative."""
+"""Maximum relative difference between norms."""
 MATTERS = 1e-3
-"""Share of the whole error from which on that of a parameter matters."""
+"""Minimum share of the total error for a parameter to be checked."""
 
 
 # [Note: the gate] A format that harms does so silently: the loss goes down, more slowly. So in the
@@ -48,13 +48,12 @@ class ZeroWires:
     gate: bool = True
 
     def of_parameters(self, parts: int, part_size: int, dtype: torch.dtype) -> WireFormat:
-        """Wire format of the parts of a chunk's parameters."""
         none = torch.empty(0, dtype=dtype)
         return IDENTITY if parts == 1 else self.gather.of(none, part_size)
 
 
 class GradientGate:
-    """Compares packed gradients with unpacked ones; see the note above."""
+    """Compares compressed gradients with exact ones; see the note above."""
 
     def __init__(self, wire: WireFormat, feedback: bool, on: bool) -> None:
         self.wire, self.feedback, self.on = wire, feedback, on
@@ -67,18 +66,16 @@ class GradientGate:
 
     @property
     def checking(self) -> bool:
-        """Whether the gradients of this step are compared."""
         return self.on and (self._steps < FIRST_CHECKS or self._steps % CHECK_EVERY == 0)
 
     def add(self, name: str, found: Tensor, exact: Tensor) -> None:
-        """Adds a gradient, or a part of one, in packed and exact form."""
+        """Adds a gradient, or a part of one, in compressed and exact form."""
         one, other = found.detach().reshape(-1).double(), exact.reshape(-1).double()
         sums = torch.stack([other.dot(other), one.dot(other), one.dot(one)])
         taken, known = sums.cpu(), self._sums.get(name)
         self._sums[name] = taken if known is None else known + taken
 
     def end_step(self, names: Sequence[str] = (), group: Group | RankGroup = ALONE) -> None:
-        """Evaluates the gradients added in a step (collective)."""
         checked, self._steps = self.checking, self._steps + 1
         if not checked:
             return
@@ -100,7 +97,6 @@ class GradientGate:
             raise self._error(harmed)
 
     def _error(self, harmed: bool) -> GulliverError:
-        """Creates the error for this rank's parameters, or for those of another rank."""
         smaller = self.wire.scaled and self.wire.block > min(BLOCKS)
         advice = f"take {replace(self.wire, block=min(BLOCKS))}, " if smaller else "take "
         advice += "a format with more bits, " + ("" if self.feedback else "error_feedback=True, ")
@@ -128,12 +124,11 @@ class GradientGate:
 
 
 def _first(names: Sequence[str], which: Tensor) -> str:
-    """Returns the first selected name, or an empty string."""
     return next((name for name, one in zip(names, which.tolist(), strict=True) if one), "")
 
 
 def _worst(names: Sequence[str], exact: Tensor, packed: Tensor) -> dict[str, tuple[str, float]]:
-    """Returns the smallest cosine and the largest ratio of norms, with their parameters."""
+    """Returns the smallest cosine and the largest norm ratio, each with its parameter."""
     errors = (exact + packed[:, 1] - 2 * packed[:, 0]).clamp(min=0)
     worst = {"cosine": ("", 1.0), "norm": ("", 0.0)}
     least = MATTERS * float(errors.nan_to_num(0.0, 0.0, 0.0).sum())

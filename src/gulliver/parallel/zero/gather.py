@@ -1,4 +1,4 @@
-"""Gathers parameters before use, frees them afterwards, and makes autograd save references."""
+"""Gathers parameters before use, frees them afterwards, and lets autograd save references."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from gulliver.precision.wire.formats import IDENTITY
 
 
 class SavedParameter:
-    """Reference that autograd saves in place of a parameter or a view of one."""
+    """Reference that autograd saves in place of a parameter, or of a view of one."""
 
     __slots__ = ("offset", "parameter", "size", "step", "stride")
 
@@ -52,7 +52,7 @@ class SavedParameter:
 
 
 _alone: WeakSet[Gatherer] = WeakSet()
-"""Gatherers under a limit that need no other rank now: a chunk may leave, and come by itself."""
+"""Gatherers under a memory limit whose chunks can be freed and restored without communication."""
 
 _WHY = {
     Pass.NONE: "for a read of parameters",
@@ -66,12 +66,12 @@ _READS = frozenset({Tensor.detach, _DATA, Tensor.numpy, Tensor.tolist, Tensor.it
 
 
 def _is_unrecorded(func: Callable[..., Any]) -> bool:
-    """Whether an operation, or function of `torch.nn.init`, is never recorded by autograd."""
+    """Whether autograd never records an operation, or a function of `torch.nn.init`."""
     return func in _READS or getattr(func, "__module__", None) == nn.init.__name__
 
 
 def _comes_alone(chunk: Chunk) -> bool:
-    """Whether this rank unshards a chunk alone, without communication."""
+    """Whether this rank can unshard a chunk without communication."""
     return chunk.layout.parts == 1 or (isinstance(chunk, ManagedChunk) and chunk.has_copy)
 
 
@@ -99,7 +99,7 @@ def _comes_alone(chunk: Chunk) -> bool:
 # which are as far off as the format is; nothing is gathered before the forward that uses it, for
 # between passes exact values are read. What is saved is what the shards hold.
 class Gatherer:
-    """Gathers the parameters of chunks on every rank, prefetching where possible."""
+    """Gathers the parameters of chunks on every rank, and prefetches chunks."""
 
     def __init__(
         self,
@@ -116,10 +116,9 @@ class Gatherer:
             sharded: whether parameters are resharded after use (stage 3).
             group: process group of the ranks that own the shards.
             ahead: number of chunks to prefetch (stage 3).
-            overlap: False waits for every gather at once, for comparison.
-            every: whether a pass gathers all chunks, used or not; see `Prefetcher`.
-            tight: whether there may be too little room for chunks that a pass skips; see
-                `Prefetcher`.
+            overlap: False waits for every gather immediately, for comparison.
+            every: a pass gathers all chunks, even unused ones; see `Prefetcher`.
+            tight: memory may not suffice for chunks that a pass skips; see `Prefetcher`.
         """
         self.chunks: list[ShardedChunk] = []
         self.sharded, self.group = sharded, group
@@ -140,7 +139,6 @@ class Gatherer:
             _alone.add(self)
 
     def take(self, chunks: Sequence[ShardedChunk]) -> None:
-        """Sets the chunks to gather, in the order of use."""
         self.chunks = list(chunks)
         self._chunk_of.clear()
         self._chunk_of.update({id(p): c for c in chunks for p in c.chunk.members})
@@ -155,7 +153,6 @@ class Gatherer:
     # A chunk's way: absent or updated, arriving, whole, absent.
 
     def start(self, sharded: ShardedChunk, exact: bool = False) -> None:
-        """Starts the all-gather of a chunk's parameters from the master shards."""
         chunk = sharded.chunk
         # What is read between passes is as exact as what is saved.
         exact = exact or (self.sharded and self._prefetcher.current is Pass.NONE)
@@ -190,7 +187,7 @@ class Gatherer:
             mark_pending(chunk.members, self.touched)
 
     def show(self, sharded: ShardedChunk, part: Tensor) -> None:
-        """Gathers an unsharded chunk from the ranks' parts, whatever the shards hold."""
+        """Unshards a chunk from values that differ from its shards; `part` is this rank's part."""
         self.finish(sharded)
         before_write([sharded.chunk.data])
         with guard():
@@ -199,7 +196,7 @@ class Gatherer:
         sharded.chunk.note_gathered()
 
     def bring(self, sharded: ShardedChunk) -> None:
-        """Starts gathering a chunk in its turn of a pass."""
+        """Starts gathering a chunk, as a pass requests it."""
         if sharded.presence is not Presence.ABSENT:
             # It is here, but the others wait for this rank's part all the same.
             self.finish(sharded)
@@ -207,7 +204,6 @@ class Gatherer:
         self.start(sharded)
 
     def finish(self, sharded: ShardedChunk) -> None:
-        """Waits until a chunk is unsharded."""
         if sharded.presence is not Presence.ARRIVING:
             return
         assert sharded.gathering is not None
@@ -220,7 +216,6 @@ class Gatherer:
             mark_ready(sharded.chunk.members)
 
     def release(self, sharded: ShardedChunk) -> None:
-        """Frees the full parameters of a chunk; its shards stay."""
         self.finish(sharded)
         if sharded.presence is not Presence.WHOLE:
             return
@@ -247,13 +242,12 @@ class Gatherer:
             del self._begins[number], self._at[number]
 
     def finish_all(self) -> None:
-        """Waits for all gathers in flight."""
         self.check_views()
         for sharded in self.chunks:
             self.finish(sharded)
 
     def release_all(self) -> None:
-        """Reshards everything; below stage 3 it only waits."""
+        """Reshards all chunks; below stage 3, only waits for pending gathers."""
         if self.sharded:
             self.check_views()
             self._prefetcher.release_all()
@@ -268,31 +262,27 @@ class Gatherer:
     # Passes, of stage 3 only.
 
     def enter_forward(self) -> None:
-        """Called before the model's forward."""
         self._depth += 1
         if self.sharded and self._depth == 1 and self._prefetcher.current is not Pass.BACKWARD:
             self._begin(Pass.FORWARD)
 
     def leave_forward(self) -> None:
-        """Called after the model's forward, also if it raised."""
         self._depth -= 1
         if self.sharded and self._depth == 0 and self._prefetcher.current is Pass.FORWARD:
             self._prefetcher.end_forward(keep_last=torch.is_grad_enabled())
             self._see_operations(self.chunks)
 
     def enter_backward(self) -> None:
-        """Called when a backward begins."""
         if self.sharded and not self._stays and self._prefetcher.current is not Pass.BACKWARD:
             self._begin(Pass.BACKWARD)
 
     def leave_backward(self) -> None:
-        """Called when a backward ends."""
         if self.sharded and self._prefetcher.current is Pass.BACKWARD:
             self._prefetcher.end_backward()
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Context in which all chunks stay unsharded: passes inside gather and free nothing."""
+        """Context in which all chunks stay unsharded, so passes neither gather nor free."""
         # Every rank enters and leaves it; which passes each runs inside may differ. Under a limit
         # chunks come and go, but each rank brings them from a copy of its own, made here.
         if not self.sharded or self in _alone:
@@ -320,7 +310,6 @@ class Gatherer:
     # more on each rank.
     @contextmanager
     def _from_copies(self) -> Iterator[None]:
-        """Context that gathers chunks from copies on this rank."""
         self.release_all()
         before = self._prefetcher
         with ExitStack() as stack:
@@ -339,7 +328,6 @@ class Gatherer:
 
     @contextmanager
     def full_parameters(self) -> Iterator[None]:
-        """Context with exact full parameters; changes are copied to the shards at its end."""
         # Under a limit there is no room for all: each comes when it is read.
         self.release_all()
         if self.sharded and not self._tight:
@@ -358,18 +346,16 @@ class Gatherer:
                     sharded.chunk.take_writes()
 
     def _follow_backward(self) -> None:
-        """Handles a backward that was not announced, such as a micro-batch's."""
+        """Starts a backward pass that no hook announced, such as a micro-batch's."""
         if self.sharded and self._prefetcher.current is Pass.NONE:
             self.enter_backward()
             at_end_of_backward(self.leave_backward)
 
     @property
     def idle(self) -> bool:
-        """Whether the model is not running."""
         return self._depth == 0 and self._prefetcher.current is Pass.NONE
 
     def end_step(self) -> None:
-        """Called after the parameters were stepped; starts to gather those used first."""
         self.step += 1
         # Buffers are written behind autograd's back: a graph from before must not be used.
         increment_version([p for c in self.chunks if c.trained for p in c.chunk.members])
@@ -378,7 +364,7 @@ class Gatherer:
             self._prefetch()
 
     def _prefetch(self) -> None:
-        """Starts the next forward's first gathers, only as many as its first modules need."""
+        """Starts the first gathers of the next forward, limited to its first modules."""
         if self.sharded:
             self._prefetcher.prefetch()
 
@@ -396,7 +382,7 @@ class Gatherer:
             self.finish(sharded)
 
     def release_idle(self) -> None:
-        """Releases unreferenced chunks that can be gathered again at any time."""
+        """Reshards unreferenced chunks that can be gathered again at any time."""
         # With other ranks no chunk can come again by itself: they would not take part.
         for sharded in self.chunks if self in _alone else ():
             whole, wanted = sharded.presence is Presence.WHOLE, sharded.held or sharded in self._now
@@ -404,7 +390,6 @@ class Gatherer:
                 self.release(sharded)
 
     def use_together(self, chunks: Sequence[ShardedChunk]) -> None:
-        """Unshards chunks that a compiled region reads all at once."""
         check_not_ahead(chunks)
         for sharded in chunks:
             if self.sharded:
@@ -430,7 +415,7 @@ class Gatherer:
     def touched(
         self, parameters: list[nn.Parameter], func: Callable[..., Any], args: tuple, kwargs: Any
     ) -> Any:
-        """Runs an operation on pending parameters; re-enters for those of another optimizer."""
+        """Runs an operation on pending parameters, after gathering them."""
         if func == _DATA and self.sharded:
             func = Tensor.detach  # a view by `.data` would have a version counter of its own
         mine = [p for p in parameters if id(p) in self._chunk_of]
@@ -458,7 +443,6 @@ class Gatherer:
         return result
 
     def _read(self, chunks: Sequence[ShardedChunk]) -> None:
-        """Gathers chunks between passes, bitwise equal to the shards."""
         self._end_reads(chunks, viewed=self._tight)
         for sharded in chunks:
             if sharded.chunk.wire is not IDENTITY and not sharded.chunk.sent_exact:
@@ -469,7 +453,7 @@ class Gatherer:
             self._prefetcher.use(sharded)
 
     def _on_copies(self, func: Callable[..., Any], args: tuple, kwargs: Any) -> Any:
-        """Runs an operation on copies if all chunks may not fit the memory limit together."""
+        """Runs an operation on copies, if the chunks may exceed the memory limit together."""
         copies: dict[nn.Parameter, Tensor] = {}
 
         def copied(value: Any) -> Any:
@@ -487,7 +471,7 @@ class Gatherer:
         return next((p for p, copy in copies.items() if copy is result), result)
 
     def _end_reads(self, wanted: Sequence[ShardedChunk], viewed: bool) -> None:
-        """Reshards chunks gathered for reads, except `wanted` and optionally `viewed` ones."""
+        """Reshards chunks gathered for reads, except `wanted` and (unless `viewed`) viewed ones."""
         reads = [] if self._stays else self._reads
         for sharded in [c for c in reads if c not in wanted and not c.held]:
             here = sharded.presence is Presence.WHOLE
@@ -496,7 +480,6 @@ class Gatherer:
                 self._reads.remove(sharded)
 
     def check_views(self) -> None:
-        """Rejects writes to views whose chunk was resharded before."""
         for sharded, versions in self._left.items():
             found = sharded.chunk.versions()
             if sharded.presence is not Presence.ABSENT or found == versions:
@@ -505,19 +488,18 @@ class Gatherer:
             name = next(n for n, a, b in zip(names, versions, found, strict=True) if a != b)
             self._left[sharded] = found
             raise GulliverError(
-                f"a view of {name!r} was written after stage 3 had given its memory back: take it "
-                "anew for each write, or write inside booster.full_parameters(model)"
+                f"a view of {name!r} was written after stage 3 had freed its memory: create a "
+                "new view for each write, or write inside booster.full_parameters(model)"
             )
 
     def note_versions(self) -> None:
-        """Records parameter versions again after a step."""
         for sharded in self._left:
             self._left[sharded] = sharded.chunk.versions()
 
     def _recorded(
         self, chunks: Iterable[ShardedChunk], func: Callable[..., Any], args: tuple, kwargs: Any
     ) -> Any:
-        """Runs an operation of a loss, which autograd records outside the hooks of a forward."""
+        """Runs an operation outside a forward, such as a loss; autograd saves references."""
         # References are saved, so that what was read may leave; below a view it stays until
         # backward.
         with self._using(chunks), saved_tensors_hooks(self.pack, self.unpack):
@@ -529,7 +511,6 @@ class Gatherer:
         return result
 
     def _see_operations(self, chunks: Iterable[ShardedChunk]) -> None:
-        """Intercepts operations outside forwards, where autograd would save freed parameters."""
         for sharded in chunks if self.sharded else ():
             if sharded.presence is Presence.WHOLE and not sharded.held:
                 sharded.asked = True
@@ -537,7 +518,6 @@ class Gatherer:
 
     @contextmanager
     def _using(self, chunks: Iterable[ShardedChunk]) -> Iterator[None]:
-        """Keeps chunks from being released while others of them are gathered."""
         before, self._now = self._now, [*self._now, *chunks]
         try:
             yield
@@ -545,7 +525,6 @@ class Gatherer:
             self._now = before
 
     def copied(self, sharded: ShardedChunk) -> Tensor:
-        """Gathers a copy of a chunk's shards (collective)."""
         chunk = sharded.chunk
         with chunk.opened():
             part = chunk.master_shard.to(chunk.dtype, copy=True)
@@ -559,7 +538,7 @@ class Gatherer:
     # What autograd saves.
 
     def pack(self, tensor: Tensor) -> Any:
-        """Saves a reference instead of a parameter, so that its buffer can be freed."""
+        """Saves a reference in place of a parameter, so that its buffer can be freed."""
         # It is called for every activation too: an address tells what lies in no chunk.
         if type(tensor) is not Tensor and type(tensor) is not nn.Parameter:
             return tensor
@@ -578,14 +557,14 @@ class Gatherer:
         return tensor
 
     def unpack(self, saved: Any) -> Tensor:
-        """Returns the saved tensor, gathering it again if necessary."""
+        """Returns the saved tensor, after gathering its chunk if necessary."""
         if type(saved) is not SavedParameter:
             return saved
         sharded = self._chunk_of[id(saved.parameter)]
         if saved.step != self.step + sharded.updates:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an "
-                "inplace operation: the optimizer has stepped since this graph was made"
+                "inplace operation: the optimizer has stepped since this graph was recorded"
             )
         self._follow_backward()
         self.use(sharded)
@@ -595,7 +574,7 @@ class Gatherer:
 
 
 def refer(tensor: Tensor) -> Recomputed | None:
-    """Saves a reference to a parameter, so that its chunk can be freed before recomputation."""
+    """Saves a reference to a parameter, for recomputation; its chunk can be freed."""
     for gatherer in _alone:
         saved = gatherer.pack(tensor)
         if saved is not tensor:

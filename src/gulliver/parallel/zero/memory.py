@@ -1,10 +1,9 @@
-"""Predicts a rank's peak memory by replaying a training step without tensors.
+"""Predicts a rank's peak memory by simulating a training step without tensors.
 
-The engines that run a step decide which chunks are gathered together and how long gradients need
-full buffers; the replay uses the same `Prefetcher` and completes reductions by the same rule. So
-the peak is not the sum of the peaks of parameters and gradients, which occur at different times.
-The replayed step runs modules in their order, or the plan's, then backward, with all gradients of a
-module at once.
+The simulation uses the same `Prefetcher` and the same rule for pending reductions as training, so
+it knows which chunks are gathered together and how long gradients need full buffers. The joint peak
+is lower than the sum of the peaks of parameters and gradients, which occur at different times.
+Modules run in registration order, or the plan's.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ Event = tuple[str, int]
 
 @dataclass(frozen=True)
 class ChunkBytes:
-    """A chunk as numbers."""
+    """Byte counts of a chunk."""
 
     names: Sequence[str]
     whole: int
@@ -41,7 +40,7 @@ class ChunkBytes:
 
 
 def predicted(shards: ShardedState, pipelined: bool = False) -> dict[str, int]:
-    """Bytes that this rank will hold, see `held_bytes`; with tiers, in the fast one."""
+    """Predicts this rank's bytes by kind; with tiers, only those in the fast tier."""
     chunks = [
         ChunkBytes(
             tuple(c.chunk.parameters),
@@ -66,7 +65,7 @@ def predicted(shards: ShardedState, pipelined: bool = False) -> dict[str, int]:
 
 
 def _within(found: dict[str, int], manager: Manager) -> dict[str, int]:
-    """The part that a manager has in the fast tier: all, or as much as fits."""
+    """Scales predicted bytes to the fast tier: all of them, or as many as fit."""
     total = sum(found.values())
     if total <= manager.budget:
         return found
@@ -83,20 +82,19 @@ def held_bytes(
     state: int,
     events: Sequence[Event] | None = None,
 ) -> dict[str, int]:
-    """Bytes of ``parameters``, ``gradients`` and ``optimizer_state`` at their joint peak.
+    """Predicts the bytes of parameters, gradients and optimizer state at their joint peak.
 
-    For a step with one backward whose gradients are cleared afterwards. Parameters: the full
-    chunks, or with stage 3 the shards and the chunks gathered at that time. Gradients: buffers
-    being filled or reduced, and existing shards. Optimizer state: the optimizer's own, and float32
-    master weights of 16-bit parameters.
+    A step has one backward, after which gradients are cleared. Parameters are the full chunks; in
+    stage 3 the shards and the gathered chunks. Gradients are full buffers and gradient shards.
+    Optimizer state includes float32 master weights of 16-bit parameters.
 
     Args:
         chunks: chunks in the order of use.
-        stage: stage of ZeRO.
+        stage: ZeRO stage.
         parts: number of shards of a chunk.
         ahead: number of chunks that stage 3 prefetches.
-        state: bytes that the optimizer itself keeps.
-        events: record of a step; None for one in the order of the parameters.
+        state: bytes of the optimizer's state.
+        events: recorded events of a step; None for a step in parameter order.
     """
     replay = _Counted(chunks, stage, parts, ahead)
     for made in (0, state):
@@ -111,7 +109,7 @@ def held_bytes(
 def after_micro_batches(
     found: Mapping[str, int], chunks: Sequence[ChunkBytes], stage: int, parts: int, ahead: int
 ) -> dict[str, int]:
-    """Bytes of a pipeline rank, from those of a step with one backward."""
+    """Converts bytes of a step with one backward to those of a pipeline rank."""
     # Micro-batches add up in whole buffers, whatever the stage, which are reduced when the schedule
     # has ended: then shards that travel are there besides, and at stage 3 the parameters in use.
     if stage < 2 or parts == 1:
@@ -130,7 +128,7 @@ def after_micro_batches(
 def in_unequal_step(
     found: Mapping[str, int], chunks: Sequence[ChunkBytes], stage: int, parts: int, limited: bool
 ) -> dict[str, int]:
-    """Bytes of a rank whose steps only communicate at their end, from those of an ordinary step."""
+    """Converts bytes of an ordinary step to those of a step that reduces gradients at its end."""
     # Then gradients lie whole on each rank and begin to travel together, and of stage 3 parameters
     # lie whole there, too. Under a limit these go first.
     if stage < 2 or parts == 1:
@@ -147,14 +145,14 @@ def in_unequal_step(
 
 @dataclass(eq=False, kw_only=True)
 class ImaginedChunk(Resident):
-    """A chunk as byte counts."""
+    """A simulated chunk, which has byte counts but no tensors."""
 
     number: int
     size: ChunkBytes
 
 
 class StepReplay(ABC):
-    """Replays events of a step by the rules of the engines; subclasses implement the effects."""
+    """Simulates the events of a step; subclasses implement the effects."""
 
     def __init__(
         self,
@@ -174,7 +172,6 @@ class StepReplay(ABC):
         self.flying: deque[ImaginedChunk] = deque()
 
     def run(self, events: Iterable[Event]) -> None:
-        """Replays one step; all gradients are reduced when it ends."""
         for what, number in events:
             if what == "collecting":
                 self._collect(self.chunks[number])
@@ -185,7 +182,6 @@ class StepReplay(ABC):
         self.wait_all_reductions()
 
     def passes(self, what: str, number: int) -> None:
-        """Handles an event that moves parameters."""
         if what == "used":
             self.engine.use(self.chunks[number])
         elif what in Pass.__members__:
@@ -203,18 +199,15 @@ class StepReplay(ABC):
     # What the prefetcher asks for.
 
     def bring(self, chunk: ImaginedChunk) -> None:
-        """Allocates a buffer if there is none."""
         self.finish(chunk)
         self.gathers(chunk, fresh=chunk.presence is Presence.ABSENT)
         chunk.enter(Presence.ARRIVING)
 
     def finish(self, chunk: ImaginedChunk) -> None:
-        """Does nothing: data is there at once."""
         if chunk.presence is Presence.ARRIVING:
             chunk.enter(Presence.WHOLE)
 
     def release(self, chunk: ImaginedChunk) -> None:
-        """Frees the buffer."""
         self.finish(chunk)
         if chunk.presence is Presence.WHOLE:
             self.gives_back(chunk)
@@ -234,13 +227,11 @@ class StepReplay(ABC):
             self.wait_reduction(self.flying[0])
 
     def wait_reduction(self, chunk: ImaginedChunk) -> None:
-        """Ends the chunk's pending reduction, if any."""
         if chunk in self.flying:
             self.flying.remove(chunk)
             self.lands(chunk)
 
     def wait_all_reductions(self) -> None:
-        """Ends all reductions in flight."""
         while self.flying:
             self.wait_reduction(self.flying[0])
 
@@ -248,27 +239,23 @@ class StepReplay(ABC):
 
     @abstractmethod
     def gathers(self, chunk: ImaginedChunk, fresh: bool) -> None:
-        """Starts the chunk's all-gather, `fresh` into a new buffer."""
+        """A chunk's all-gather starts; `fresh` if into a new buffer."""
 
     @abstractmethod
-    def gives_back(self, chunk: ImaginedChunk) -> None:
-        """Frees the parameter buffer."""
+    def gives_back(self, chunk: ImaginedChunk) -> None: ...
 
     @abstractmethod
-    def collects(self, chunk: ImaginedChunk) -> None:
-        """The first gradient arrives."""
+    def collects(self, chunk: ImaginedChunk) -> None: ...
 
     @abstractmethod
-    def sends(self, chunk: ImaginedChunk) -> None:
-        """Starts reducing the chunk, whose gradients are complete."""
+    def sends(self, chunk: ImaginedChunk) -> None: ...
 
     @abstractmethod
-    def lands(self, chunk: ImaginedChunk) -> None:
-        """Completes a reduction to the shard."""
+    def lands(self, chunk: ImaginedChunk) -> None: ...
 
 
 class _Counted(StepReplay):
-    """Counts held bytes."""
+    """Counts the bytes in memory."""
 
     def __init__(self, chunks: Sequence[ChunkBytes], stage: int, parts: int, ahead: int) -> None:
         super().__init__(chunks, stage, ahead, IN_FLIGHT if parts > 1 else 0)
@@ -280,7 +267,7 @@ class _Counted(StepReplay):
         self.counter.add(PARAMETERS, sum(held) + sum(beside))
 
     def _is_handed(self, chunk: ImaginedChunk) -> bool:
-        """Whether the reduced gradient is the full buffer itself."""
+        """Whether the reduced gradient reuses the full buffer."""
         return self._parts == 1 and not chunk.size.copied
 
     def gathers(self, chunk: ImaginedChunk, fresh: bool) -> None:
@@ -307,7 +294,6 @@ class _Counted(StepReplay):
             self.counter.add(GRADIENTS, -self._buffers.pop(chunk.number, 0))
 
     def forget(self) -> None:
-        """Drops the reduced gradients."""
         self.counter.add(GRADIENTS, -sum(self._reduced.values()))
         self._reduced.clear()
 
@@ -315,7 +301,7 @@ class _Counted(StepReplay):
 def ordinary_step(
     chunks: Sequence[ChunkBytes], order: Sequence[str] = (), again: Sequence[str] = ()
 ) -> Iterator[Event]:
-    """Events of a step whose modules are used in the order of their parameters."""
+    """Yields the events of a step that uses modules in the order of their parameters."""
     if not chunks:
         return
     homes = {name: number for number, chunk in enumerate(chunks) for name in chunk.names}
@@ -349,7 +335,6 @@ def ordinary_step(
 def backward_uses(
     names: Sequence[str], again: Sequence[str] = ()
 ) -> Iterator[tuple[list[str], list[tuple[int, str]]]]:
-    """Yields uses of parameters by modules in backward order."""
     entered = None
     backwards = reversed(list(enumerate(names)))
     for module, found in groupby(backwards, key=lambda entry: entry[1].rpartition(".")[0]):
@@ -363,7 +348,6 @@ def backward_uses(
 
 
 def _state_bytes(shards: ShardedState) -> int:
-    """Bytes of the optimizer's state in the buffers of chunks."""
     total = 0
     for sharded in shards.chunks:
         for piece, owned in sharded.pieces:

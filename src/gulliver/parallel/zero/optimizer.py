@@ -1,4 +1,4 @@
-"""The ZeRO optimizer, with dynamic loss scaling for float16 (Micikevicius et al. 2018)."""
+"""The ZeRO optimizer, with dynamic loss scaling for float16 (Micikevicius et al., 2018)."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from gulliver.parallel.zero.tuner import BucketTuner
 
 @dataclass
 class LossScaler:
-    """The factor that keeps small gradients from underflowing in float16."""
+    """Dynamic loss scale, which keeps small float16 gradients from underflowing."""
 
     scale: float = 2.0**16
     # Factor of the scale after `interval` steps without overflow.
@@ -59,7 +59,7 @@ class LossScaler:
     good_steps: int = 0
 
     def update(self, finite: bool) -> None:
-        """Adapts the scale to a step whose gradients were finite or not."""
+        """Lowers the scale after an overflow; raises it after enough finite steps."""
         self.good_steps = self.good_steps + 1 if finite else 0
         if not finite:
             self.scale = max(self.smallest, self.scale * self.backoff)
@@ -67,11 +67,9 @@ class LossScaler:
             self.scale, self.good_steps = min(self.largest, self.scale * self.growth), 0
 
     def state_dict(self) -> dict[str, float]:
-        """The scale and the number of steps since it changed."""
         return {"scale": self.scale, "good_steps": self.good_steps}
 
     def load_state_dict(self, found: Mapping[str, float]) -> None:
-        """Restores them."""
         self.scale, self.good_steps = float(found["scale"]), int(found["good_steps"])
 
 
@@ -84,7 +82,7 @@ class LossScaler:
 
 
 MESSAGE_BYTES = 1 << 25
-"""Bytes that are sent together, which bounds the memory that they are copied to."""
+"""Maximum bytes per buffer broadcast, which bounds its temporary memory."""
 
 
 class BufferSync:
@@ -101,7 +99,7 @@ class BufferSync:
         self._own: Sequence[int] = [1] * len(self._places)
 
     def votes(self) -> list[int]:
-        """This rank's input to a max all-reduce: 1 for each buffer that stays local."""
+        """Returns this rank's input to a max all-reduce: 1 for each buffer that stays local."""
         # These are buffers that it has resized, such as caches, and expanded ones, whose elements
         # share memory and cannot be written.
         now = [(module._buffers.get(key), shape) for module, key, shape in self._places]
@@ -111,11 +109,10 @@ class BufferSync:
         ]
 
     def take_votes(self, votes: Sequence[int]) -> None:
-        """Records which buffers stay local because any rank voted so."""
+        """Excludes buffers that any rank wants to keep local."""
         self._own = votes
 
     def sync(self) -> None:
-        """Broadcasts all other buffers (collective)."""
         for buffers in self._messages():
             # As bytes: backends do not know every dtype.
             runs = [b.contiguous().view(-1).view(torch.uint8) for b in buffers]
@@ -130,7 +127,7 @@ class BufferSync:
                 buffer.copy_(piece.clone().view(buffer.dtype).view(buffer.shape))
 
     def _messages(self) -> Iterator[list[Tensor]]:
-        """Yields groups of buffers to send together: one device, up to `MESSAGE_BYTES`."""
+        """Yields groups of buffers to send together, of one device and up to `MESSAGE_BYTES`."""
         pending: dict[torch.device, list[Tensor]] = {}
         for (module, key, _), own in zip(self._places, self._own, strict=True):
             buffer = module._buffers.get(key)
@@ -153,7 +150,7 @@ class BufferSync:
 
 
 class ZeroOptimizer(BoostedOptimizer):
-    """Shards optimizer state, gradients and parameters, depending on the stage.
+    """Shards optimizer state, gradients and parameters, depending on the ZeRO stage.
 
     After Rajbhandari et al., ZeRO, 2020. 16-bit parameters are trained with float32 master weights.
 
@@ -161,16 +158,14 @@ class ZeroOptimizer(BoostedOptimizer):
     norms and changes, so `torch.nn.utils.clip_grad_norm_` raises instead of being wrong.
 
     Args:
-        inner: the user's optimizer; its groups are changed to hold this rank's pieces.
-        names: trainable parameters of the model in its order, with their names.
-        stage: 0 shards nothing; 1 the optimizer state, and keeps full gradient buffers between
-            steps; 2 also gradients: it frees each buffer after reduction, so it reduces at every
-            backward, even inside `no_sync`, and accumulates shards; 3 also parameters, which are
-            prefetched.
+        inner: the user's optimizer; its groups are modified.
+        names: trainable parameters with their names, in the model's order.
+        stage: 0 shards nothing. 1 shards optimizer state and keeps full gradient buffers. 2 also
+            shards gradients: each backward, even inside `no_sync`, reduces them and frees the
+            buffers. 3 also shards parameters and prefetches them.
         group: process group to shard over; None for all ranks.
         frozen: frozen parameters, with their names; stage 3 shards them.
-        manager: memory manager that keeps state in tiers (stage 3); None keeps all of it on the
-            device.
+        manager: memory manager that offloads state (stage 3); None keeps it on the device.
         options: fields of `ShardingOptions`, by name.
 
     Raises:
@@ -231,37 +226,30 @@ class ZeroOptimizer(BoostedOptimizer):
 
     @property
     def stage(self) -> int:
-        """Stage of ZeRO, 0 to 3."""
         return self.shards.stage
 
     @property
     def group(self) -> Group:
-        """Group of ranks that it is sharded over."""
         return self.shards.group
 
     @property
     def rank(self) -> int:
-        """Rank of this process in the group."""
         return self.shards.rank
 
     @property
     def size(self) -> int:
-        """Number of ranks that it is sharded over."""
         return self.shards.size
 
     @property
     def all_chunks(self) -> list[ShardedChunk]:
-        """All chunks, in the order of use."""
         return self.shards.all_chunks
 
     @property
     def chunks(self) -> list[ShardedChunk]:
-        """Chunks of trained parameters, in the order of use."""
         return self.shards.chunks
 
     @property
     def gatherer(self) -> Gatherer:
-        """Moves parameters between shards and full buffers."""
         return self.shards.gatherer
 
     @property
@@ -269,25 +257,21 @@ class ZeroOptimizer(BoostedOptimizer):
         return self.shards.reducer
 
     def watch(self, model: nn.Module) -> None:
-        """Observes calls of the model; see `state.py`."""
         super().watch(model)
         self._watches = watch_calls(model, self.shards)
 
     def release(self, model: nn.Module) -> None:
-        """Gives the model ordinary full parameters again (collective)."""
         give_back(self.shards, model, self._watches)
 
     def tune(self, tuner: BucketTuner) -> None:
-        """Lets a tuner re-partition the chunks between the next steps."""
         self.tuner = tuner
 
     def sync_buffers(self, buffers: BufferSync) -> None:
-        """Broadcasts the first rank's buffers to all ranks after every step."""
         self._buffers = buffers
 
     @contextmanager
     def backward_pass(self) -> Iterator[float]:
-        """Wraps a backward; at its end the gradients are being reduced to the shards."""
+        """Context of a backward; when it ends, all reductions have started."""
         # ``loss.backward()`` without it is right too, but then all communication waits for the
         # step.
         scale = 1.0 if self.scaler is None else self.scaler.scale
@@ -303,14 +287,14 @@ class ZeroOptimizer(BoostedOptimizer):
 
     @property
     def steps_in_backward(self) -> bool:
-        """Whether chunks are stepped during backward, if nothing needs all gradients first."""
+        """Whether this step's chunks are stepped during backward."""
         waits = math.isfinite(self.options.max_norm) or self.scaler is not None
         return self.options.step_in_backward and not waits
 
     def _stepping(
         self,
     ) -> tuple[AbstractContextManager[None], Callable[[ShardedChunk], None] | None]:
-        """Returns the context that steps chunks in a backward, and its callback for sent chunks."""
+        """Returns the context that steps chunks in backward, and its callback."""
         self._begun.check_whole()
         self._begun.refuse("backward was called")
         if not self.steps_in_backward or self._accumulating:
@@ -319,7 +303,7 @@ class ZeroOptimizer(BoostedOptimizer):
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Makes autograd save references to parameters, for backwards that rerun a forward."""
+        """Context in which autograd saves references to parameters, for recomputation."""
         if self.stage < 3:
             yield
             return
@@ -327,12 +311,11 @@ class ZeroOptimizer(BoostedOptimizer):
             yield
 
     def full_parameters(self) -> AbstractContextManager[None]:
-        """Context with full parameters (collective)."""
         return self.gatherer.full_parameters()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulates gradients without reducing them; from stage 2, reduces them to shards."""
+        """Accumulates gradients locally; stages 2 and 3 still reduce them."""
         before = self._deferred, self._accumulating
         self._deferred, self._accumulating = self.stage < 2, True
         try:
@@ -378,7 +361,6 @@ class ZeroOptimizer(BoostedOptimizer):
             self.shards.manager.end_step()
 
     def _all_finite(self) -> bool:
-        """Whether no gradient has overflowed; also updates the scale of the next losses."""
         assert self.scaler is not None
         clipped = math.isfinite(self.options.max_norm)
         norm = self.grad_norm if clipped else self.clip_grad_by_norm(math.inf)
@@ -388,7 +370,7 @@ class ZeroOptimizer(BoostedOptimizer):
         return finite
 
     def _vote_and_flush(self) -> set[str]:
-        """Reduces all gradients to the shards, once between backward and step."""
+        """Reduces all gradients to the shards, unless that was done after the last backward."""
         if self._used is None or not self._reducer.voted:
             groups, buffers = self.shards.groups.votes(), self._buffers
 
@@ -417,7 +399,7 @@ class ZeroOptimizer(BoostedOptimizer):
             self._begun.suspend("")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients; with ``set_to_none=False`` existing ones are zeroed."""
+        """Drops the gradients; with ``set_to_none=False``, zeroes existing ones."""
         self._begun.refuse("zero_grad was called")
         self._used, self.unfinished = None, ""
         self._reducer.forget(set_to_none)
@@ -426,7 +408,6 @@ class ZeroOptimizer(BoostedOptimizer):
             self.tuner.stepped()
 
     def _landed(self) -> list[ShardedChunk]:
-        """Returns the chunks, once their gradients are in the shards."""
         self._begun.refuse("gradients were clipped or read")
         self._vote_and_flush()
         self._reducer.wait_all_reductions()
@@ -446,7 +427,6 @@ class ZeroOptimizer(BoostedOptimizer):
         return norm
 
     def _norm(self, kind: float) -> Tensor:
-        """The norm of the mean gradient: a float64 scalar, the same on all ranks."""
         total = torch.zeros((), dtype=torch.float64, device=current_world().device)
         for sharded in self._landed():
             if kind == 2:
@@ -460,7 +440,6 @@ class ZeroOptimizer(BoostedOptimizer):
         return total.sqrt() if kind == 2 else total
 
     def _over_ranks(self, total: Tensor, operation: Op) -> Tensor:
-        """Reduces a number over the ranks that hold shards of the gradient."""
         if self.shards.parts > 1:
             all_reduce(total, operation, self.group)
         return total
@@ -473,7 +452,7 @@ class ZeroOptimizer(BoostedOptimizer):
                 del shard  # a view of memory in tiers keeps it from leaving
 
     def full_gradients(self) -> dict[str, Tensor]:
-        """Full averaged gradients by name, where they exist (collective)."""
+        """Returns the existing mean gradients by name, unsharded (collective)."""
         self._begun.refuse("gradients were read")
         used = self._vote_and_flush()
         self._reducer.wait_all_reductions()
@@ -489,27 +468,24 @@ class ZeroOptimizer(BoostedOptimizer):
         return {name: found[name] for name in self.names.values() if name in found}
 
     def export_state(self, keep: bool = True) -> State:
-        """The full state by parameter name, on ranks with `keep` (collective)."""
         self.shards.take_writes()
         return gather_state(self.shards, keep)
 
     def gradient_bytes(self) -> int:
-        """Bytes of gradients that this rank holds now: shards and full buffers."""
+        """Returns the bytes of gradients on this rank: shards and full buffers."""
         held = [t for c in self.chunks for t in (c.chunk.gradients.buffer, c.gradient_shard)]
         return sum(t.nbytes for t in held if t is not None and not t.is_meta)
 
     def memory(self) -> dict[str, int]:
-        """Bytes by kind that this rank will hold; see `gulliver.parallel.zero.memory`."""
         return predicted(self.shards, self.adds_micro_batches)
 
     @property
     def held_bytes(self) -> ByteCounter:
-        """Counts current and peak bytes on this rank."""
         return self.shards.pool.counter
 
 
 def _refuse_state(*_: Any) -> NoReturn:
     raise GulliverError(
-        "the state lies in chunks: use booster.save_optimizer(optimizer, path) and "
+        "the state is sharded: use booster.save_optimizer(optimizer, path) and "
         "booster.load_optimizer(optimizer, path) with the optimizer that boost returned"
     )

@@ -1,7 +1,7 @@
-"""Reduces gradients from the chunks in which backward accumulates them to the ranks' shards.
+"""Reduces gradients from the buffers that backward accumulates them in to the ranks' shards.
 
 Read `Phase` in `chunks.py` first, then `GradientReducer.backward`, `_ready_hook`, `_reduce`
-and `wait_reduction`. A reduction stays in flight during backward and later work, until its result
+and `wait_reduction`. A reduction stays in flight during backward and afterwards, until its result
 is needed.
 """
 
@@ -26,10 +26,10 @@ from gulliver.parallel.zero.gate import GradientGate, ZeroWires
 from gulliver.parallel.zero.tiers import gradient_was_set
 
 IN_FLIGHT = 4
-"""Chunks that stages 2 and 3 let travel at once: bounds the whole gradient buffers alive."""
+"""Maximum reductions in flight in stages 2 and 3; bounds the full gradient buffers in memory."""
 
 STEPS = Purpose("steps the optimizer, or reads its gradients", 1)
-"""What the vote before a step is for; codes of chunks begin at 256."""
+"""Purpose of the vote before a step, for the watchdog; codes of chunks begin at 256."""
 
 
 # [Note: gradients leave the parameters] The obvious way is to leave gradients in ``parameter.grad``
@@ -69,7 +69,7 @@ STEPS = Purpose("steps the optimizer, or reads its gradients", 1)
 #
 # It does not know what an optimizer is.
 class GradientReducer:
-    """Reduces the gradients of chunks to shards during backward."""
+    """Reduces gradients of chunks to shards during backward."""
 
     def __init__(
         self,
@@ -99,11 +99,11 @@ class GradientReducer:
         self._late, self._order = set[ShardedChunk](), list[ShardedChunk]()
 
     def measure(self, squared: Squared) -> None:
-        """Measures squared norms of gradients while they are loaded; loading them again is slow."""
+        """Sets the function that computes squared norms of gradients while they are loaded."""
         self._squared = squared
 
     def take(self, chunks: Sequence[ShardedChunk]) -> None:
-        """Sets the chunks to reduce, in the order of use; some may be known already."""
+        """Sets the chunks to reduce, in the order of use; keeps the hooks of known chunks."""
         gone = self._hooks.keys() - set(chunks)
         for sharded in gone:
             for hook in self._hooks.pop(sharded):
@@ -128,7 +128,7 @@ class GradientReducer:
             parameter.requires_grad_(needed)
 
     def _before_hook(self, sharded: ShardedChunk, name: str) -> Callable[[object], None]:
-        """Creates the hook that runs before autograd accumulates and makes the gradient a view."""
+        """Creates the hook that runs before autograd accumulates, and makes the gradient a view."""
         # It runs for every parameter in every backward, so the usual case calls nothing: the chunk
         # collects, and the parameter has no gradient yet, or its view.
         gradients, parameter = sharded.chunk.gradients, sharded.chunk.parameters[name]
@@ -147,7 +147,7 @@ class GradientReducer:
         return before
 
     def _ready_hook(self, sharded: ShardedChunk, name: str) -> Callable[[object], None]:
-        """Creates the hook that places a gradient and reduces complete chunks in turn."""
+        """Creates the hook that records a gradient and reduces complete chunks in order."""
         gradients, waiting, ordered = sharded.chunk.gradients, sharded.waiting, self.size > 1
         place, parks = gradients.place, isinstance(sharded.chunk, ManagedChunk)
 
@@ -179,7 +179,7 @@ class GradientReducer:
         return ready
 
     def release_idle(self) -> None:
-        """Waits for pending reductions, and unpins gradients that are being collected."""
+        """Waits for pending reductions, and unpins gradients that are being accumulated."""
         # These come again with their next terms. To wait is safe: what is in flight was issued in
         # one order on all ranks, so none of them waits for what another has yet to issue.
         self.wait_all_reductions()
@@ -194,15 +194,15 @@ class GradientReducer:
         scale: float = 1.0,
         on_sent: Callable[[ShardedChunk], None] | None = None,
     ) -> Iterator[None]:
-        """Wraps one backward; with `reduce` all its gradients are in flight when it ends.
+        """Context of a backward; with `reduce`, all reductions have started when it ends.
 
-        A backward outside of this context, or without `reduce`, only accumulates; `vote_and_flush`
-        or the next reducing backward sends everything.
+        Outside of this context, or without `reduce`, backward only accumulates; the next backward
+        with `reduce`, or `vote_and_flush`, sends all gradients.
 
         Args:
-            reduce: whether gradients are sent.
+            reduce: start reducing the gradients.
             scale: loss scale, by which reduced gradients are divided.
-            on_sent: called with each chunk whose gradients have been sent.
+            on_sent: called with each chunk whose reduction has started.
         """
         self.check_stray()
         refusal, self._refusal, self._scale = self._refusal, "", scale
@@ -219,13 +219,12 @@ class GradientReducer:
             self._reducing, self._on_sent, self._refusal = False, None, refusal
 
     def check_stray(self) -> None:
-        """Raises if a gradient was accumulated outside of `backward`."""
+        """Raises if a gradient was accumulated outside of `backward` inside `refusing`."""
         if self.stray_gradient_seen and self._refusal:
             raise GulliverError(self._refusal)
 
     @contextmanager
     def refusing(self, why: str) -> Iterator[None]:
-        """Rejects gradients accumulated outside of `backward` in this block."""
         self._refusal = why
         try:
             yield
@@ -237,11 +236,12 @@ class GradientReducer:
     ) -> set[str]:
         """Votes on which parameters have a gradient on any rank, and reduces all gradients.
 
-        All ranks call it, regardless of how backward was called.
+        Collective, even if ranks called backward differently.
 
         Args:
-            extra: bytes that are sent with the vote, equally many on every rank.
-            check: called with the maximum of each over the ranks, before anything else is sent.
+            extra: bytes to send with the vote, equally many on every rank.
+            check: called with the maximum of each extra byte over the ranks, before reductions
+                start.
 
         Returns:
             The parameters that have a gradient on any rank.
@@ -276,7 +276,7 @@ class GradientReducer:
         return found
 
     def _sort(self, used: set[str]) -> None:
-        """Moves chunks that are not fully used to the end, so that others need not wait."""
+        """Moves chunks with unused parameters to the end, so that other chunks need not wait."""
         every = self.size == 1 or len(used) == len(self._chunk_of)
         late = {c for c in self.chunks if not every and not used.issuperset(c.chunk.parameters)}
         if late != self._late:
@@ -285,17 +285,15 @@ class GradientReducer:
             self._order = [c for c in order if c not in late] + [c for c in order if c in late]
 
     def used_in(self, sharded: ShardedChunk) -> list[bool]:
-        """Returns which parameters of a chunk have had a gradient on this rank."""
         return [name in self._used for name in sharded.chunk.parameters]
 
     def use_up(self, sharded: ShardedChunk) -> None:
-        """Drops the gradient of a stepped chunk; zero_grad has to follow."""
+        """Drops the gradient of a stepped chunk; the user has to call `zero_grad` next."""
         assert sharded.gradient_shard is not None, "its reduction was waited for"
         sharded.forget_gradient()
         sharded.used_up = True
 
     def check_cleared(self) -> None:
-        """Rejects accumulation to dropped gradients if zero_grad was not called since."""
         for sharded in self.chunks:
             if sharded.used_up:
                 self._check_cleared(sharded)
@@ -304,23 +302,21 @@ class GradientReducer:
         cleared = sharded.chunk.gradients.cleared_names()
         if len(cleared) < len(sharded.chunk.members):
             raise GulliverError(
-                "gradients would be added to those of the last step, which step_in_backward has "
-                "used up: call zero_grad after each step"
+                "step_in_backward has consumed the gradients of the last step; call zero_grad "
+                "after each step"
             )
         self._used.difference_update(cleared)
         sharded.used_up = False
 
     @property
     def voted(self) -> bool:
-        """Whether no gradient has come since `vote_and_flush`."""
         return self._voted
 
     def end_step(self) -> None:
-        """Ends a step; new gradients may be collected."""
         self._voted = False
 
     def forget(self, set_to_none: bool = True) -> None:
-        """Drops all gradients, or zeroes existing ones."""
+        """Drops all gradients; with ``set_to_none=False``, zeroes existing ones."""
         self._voted = self.stray_gradient_seen = False
         self.wait_all_reductions()
         for sharded in self.chunks:
@@ -348,18 +344,17 @@ class GradientReducer:
             sharded.chunk.gradients.free()
 
     def _before_gradient(self, name: str) -> None:
-        """Prepares a chunk to collect, and removes the placeholder before autograd accumulates."""
         sharded = self._chunk_of[name]
         if self._voted and not self._reducing:
             raise GulliverError(
                 "loss.backward() was called after clipping or reading the gradients and before "
-                "step: do that when all gradients are there, or use booster.backward"
+                "step: clip or read them after the last backward, or use booster.backward"
             )
         if sharded.phase is Phase.REDUCING or sharded.chunk.gradients.parked:
             if self._reducing:
                 raise GulliverError(
                     f"parameter {name!r} got a second gradient within one backward: with "
-                    "activation checkpointing of shared modules use use_reentrant=False"
+                    "activation checkpointing of shared modules, pass use_reentrant=False"
                 )
             self.wait_all_reductions()
         parameter = sharded.chunk.parameters[name]
@@ -371,14 +366,13 @@ class GradientReducer:
             parameter.grad = None  # the first gradient is taken as it comes
 
     def _reduce_complete(self) -> None:
-        """Reduces the chunks that are complete and in turn."""
         order = self._order
         while self._next < len(order) and not order[self._next].waiting:
             self._next += 1
             self._reduce(order[self._next - 1])
 
     def open_gradient(self, name: str) -> torch.Tensor:
-        """Returns a parameter's accumulated, unreduced gradient, for modification."""
+        """Returns a parameter's accumulated, unreduced gradient, to be modified in place."""
         # Zeros where nothing came: then it counts as used from here on.
         sharded = self._chunk_of[name]
         parameter, gradients = sharded.chunk.parameters[name], sharded.chunk.gradients
@@ -394,9 +388,9 @@ class GradientReducer:
     def _begin(self, sharded: ShardedChunk) -> None:
         if sharded.used_up and self._on_sent is not None:
             raise GulliverError(
-                "a parameter gets a further gradient after step_in_backward has stepped it, as "
-                "one does that reentrant checkpoints share: use checkpoint(..., "
-                "use_reentrant=False), or leave step_in_backward out"
+                "a parameter got another gradient after step_in_backward had stepped it (shared "
+                "by reentrant checkpoints?); use checkpoint(..., use_reentrant=False), or "
+                "disable step_in_backward"
             )
         if sharded.used_up:
             self._check_cleared(sharded)
@@ -406,7 +400,6 @@ class GradientReducer:
         sharded.move(Phase.COLLECTING)
 
     def _reduce(self, sharded: ShardedChunk) -> None:
-        """Starts reducing a chunk's gradients."""
         gradients = sharded.chunk.gradients
         if sharded.phase is Phase.EMPTY:
             self._begin(sharded)
@@ -428,14 +421,13 @@ class GradientReducer:
             self._on_sent(sharded)
 
     def _gather_up(self, sharded: ShardedChunk) -> None:
-        """Fills missing gradients with zeros and detaches gradients from the parameters."""
         self._forget_cleared(sharded)
         sharded.chunk.gradients.complete()
         self._used |= sharded.chunk.gradients.placed.keys()
         sharded.chunk.gradients.mark_reduced()
 
     def wait_reduction(self, sharded: ShardedChunk) -> None:
-        """Waits for a reduction in flight and adds its result to the shard's gradient."""
+        """Waits for a chunk's reduction and adds the result to its gradient shard."""
         if sharded.phase is not Phase.REDUCING:
             return
         assert sharded.reduction is not None
@@ -467,12 +459,10 @@ class GradientReducer:
             sharded.squared = self._squared(sharded, gradient)
 
     def wait_all_reductions(self) -> None:
-        """Waits for all reductions in flight."""
         while self._flying:
             self.wait_reduction(self._flying[0])
 
     def _reduce_rest(self) -> None:
-        """Starts reducing the chunks that a backward did not complete."""
         if self.size == 1:
             for sharded in reversed(self.chunks):
                 sharded.waiting.clear()
@@ -484,12 +474,11 @@ class GradientReducer:
             self._reduce(self._order[self._next - 1])
 
     def _lacks_zeros(self, sharded: ShardedChunk) -> bool:
-        """Whether the gradients of a chunk were zeroed after they had been dropped."""
+        """Whether a chunk's gradients were dropped but have to exist as zeros."""
         gone = sharded.phase is Phase.EMPTY and sharded.gradient_shard is None
         return gone and not sharded.used_up and any(self.used_in(sharded))
 
     def _forget_cleared(self, sharded: ShardedChunk) -> None:
-        """Drops gradients of parameters whose grad was set to None; see the note above."""
         if sharded.phase is Phase.EMPTY and sharded.gradient_shard is None:
             return
         cleared = sharded.chunk.gradients.cleared_names()
@@ -507,7 +496,7 @@ class GradientReducer:
 # feedback).
 # What it keeps is by parameter, so that it survives a new cut of the chunks and checkpoints.
 class GradientSender:
-    """Starts the reductions of chunks."""
+    """Starts the reductions of chunks; keeps packing errors for error feedback."""
 
     def __init__(self, group: Group, wires: ZeroWires) -> None:
         self.group, self.wires = group, wires
@@ -524,11 +513,10 @@ class GradientSender:
 
     @property
     def checking(self) -> bool:
-        """Whether the gradients of this step are compared with unpacked ones."""
         return self.gate is not None and self.gate.checking
 
     def send(self, sharded: ShardedChunk) -> tuple[Tensor, Handle]:
-        """Starts reducing a chunk's gradients; returns the tensor for the mean, and its handle."""
+        """Starts reducing a chunk's gradients; returns the result tensor and the handle."""
         chunk, why = sharded.chunk, sharded.purpose("reduces", "in a backward")
         assert chunk.gradients.buffer is not None
         lost = self._lost_of(sharded, chunk.gradients.buffer) if self.feeds else None
@@ -577,18 +565,15 @@ class GradientSender:
         return self._lost[id(sharded)][1]
 
     def lost(self) -> dict[str, Tensor]:
-        """Accumulated packing errors of this rank's gradients, by parameter."""
         found = dict(self._given)
         for sharded, lost in self._lost.values():
             found |= sharded.chunk.named_views(lost)
         return found
 
     def take_lost(self, found: Mapping[str, Tensor]) -> None:
-        """Restores packing errors by parameter, replacing those here."""
         self._lost, self._given = {}, dict(found) if self.feeds else {}
 
     def check_reduced(self, sharded: ShardedChunk, incoming: Tensor) -> None:
-        """Compares a chunk's reduced gradient."""
         exact = self.references.pop(id(sharded), None)
         if exact is None or self.gate is None:
             return
@@ -597,6 +582,5 @@ class GradientSender:
             self.gate.add(piece.name, incoming[run], exact[run])
 
     def end_step(self, names: Sequence[str], cut: bool) -> None:
-        """Ends a step whose gradients are complete (collective)."""
         if self.gate is not None:
             self.gate.end_step(names, self.group if cut else ALONE)

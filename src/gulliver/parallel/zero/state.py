@@ -1,8 +1,8 @@
 """The sharded state of a rank: chunks of a model, this rank's pieces, parameter groups and state.
 
-It splits parameters into chunks, replaces full parameters in the user's optimizer with this rank's
-pieces, and owns the two engines that move data: `GradientReducer` and `Gatherer`. Chunks can be
-re-partitioned, see `checkpoint.py`.
+`ShardedState` splits parameters into chunks, replaces full parameters in the user's optimizer by
+this rank's pieces, and owns the `GradientReducer` and the `Gatherer`. Chunks can be re-partitioned;
+see `checkpoint.py`.
 """
 
 from __future__ import annotations
@@ -66,14 +66,15 @@ class ShardingOptions(Options):
         chunk_bytes: size of a chunk, in bytes.
         max_norm: global norm that gradients are clipped to in every step; infinite for none.
         assume_elementwise: assume that an unknown optimizer is element-wise.
-        assume_per_parameter: assume that it needs one parameter at a time, as Muon does.
+        assume_per_parameter: assume that an unknown optimizer updates each parameter independently,
+            as Muon does.
         ahead: number of chunks that stage 3 prefetches.
-        overlap: False waits for every collective at once, for comparison.
-        step_in_backward: whether chunks are stepped during backward, once their gradients are
-            complete. `max_norm` and fp16 wait for all gradients; see `step.py`.
-        order: parameter names in the order of use, in which chunks are formed and gathered.
-        uses: names in the order in which a forward is expected to read them, for predictions.
-        unequal: whether memory was planned for steps with unequal work per rank.
+        overlap: False waits for every collective immediately, for comparison.
+        step_in_backward: step chunks during backward, once their gradients are complete. `max_norm`
+            and fp16 wait for all gradients; see `step.py`.
+        order: parameter names in the order of use, which chunks follow.
+        uses: names in the order in which a forward reads them, for predictions.
+        unequal: memory was planned for steps with unequal work per rank.
         wires: wire formats of chunks.
     """
 
@@ -91,7 +92,7 @@ class ShardingOptions(Options):
 
 
 class ShardedState:
-    """Chunks of a model's parameters over a group of ranks."""
+    """Chunks of a model's parameters, sharded over a process group."""
 
     def __init__(
         self,
@@ -107,15 +108,14 @@ class ShardedState:
         """Splits parameters into chunks.
 
         Args:
-            inner: the user's optimizer; its groups are changed to hold this rank's pieces.
-            names: trainable parameters of the model in its order, with their names.
+            inner: the user's optimizer; its groups are modified.
+            names: trainable parameters with their names, in the model's order.
             frozen: frozen parameters to shard, with their names.
-            stage: stage of ZeRO, 0 to 3, see `ZeroOptimizer`.
+            stage: ZeRO stage, 0 to 3; see `ZeroOptimizer`.
             group: process group to shard over; None for all ranks.
             options: how chunks are split and moved.
-            manager: memory manager that places chunks in tiers (stage 3); None keeps them on the
-                device.
-            whole: whether trained parameters must not be split; see the note in `memory._layout`.
+            manager: memory manager that offloads chunks (stage 3); None keeps them on the device.
+            whole: keep trained parameters unsplit; see the note in `memory._layout`.
         """
         self.inner, self.names, self.frozen_names = inner, dict(names), dict(frozen)
         self.stage, self.group, self.options, self.whole = stage, group, options, whole
@@ -163,23 +163,20 @@ class ShardedState:
 
     @property
     def parts(self) -> int:
-        """Number of shards of a chunk."""
         return self.size if self.stage else 1
 
     @property
     def part(self) -> int:
-        """Index of this rank's shard in each chunk."""
         return self.rank if self.parts > 1 else 0
 
     @property
     def has_whole(self) -> bool:
-        """Whether every stepped piece is a full parameter."""
         return self.whole or self.parts == 1
 
     # Chunks.
 
     def _kinds(self) -> Iterator[tuple[bool, dict[nn.Parameter, str]]]:
-        """Groups of parameters that share no chunk, and whether they are currently trained."""
+        """Yields groups of parameters that must not share a chunk, and whether they are trained."""
         yield True, self.names
         yield False, self.frozen_trainable
         yield False, {p: n for p, n in self.frozen_names.items() if p not in self.frozen_trainable}
@@ -187,7 +184,7 @@ class ShardedState:
     def layouts(
         self, names: Mapping[nn.Parameter, str], chunk_bytes: int
     ) -> Iterator[tuple[ChunkLayout, dict[str, nn.Parameter]]]:
-        """Splits parameters in their order into chunks of one dtype and device each."""
+        """Splits parameters, in their order, into chunks of one dtype and device."""
         may_step = self.names.keys() | self.frozen_trainable.keys()
         sizes = [
             TensorSize(n, p.numel(), p.dtype, p.device, whole=self.whole and p in may_step)
@@ -200,9 +197,9 @@ class ShardedState:
     def ordered(
         self, order: Sequence[str], chunk_bytes: int
     ) -> list[tuple[ChunkLayout, dict[str, nn.Parameter], bool]]:
-        """Layout and parameters of all chunks in the order of use, and whether each is trained.
+        """Returns layout, parameters and trainability of all chunks, in the order of use.
 
-        Parameters not in `order` come last. Later chunks also have this size.
+        Parameters not in `order` come last. Sets the size of later chunks too.
         """
         self.chunk_bytes = chunk_bytes
         place = {name: number for number, name in enumerate(order)}
@@ -216,13 +213,12 @@ class ShardedState:
     def _placed(
         self, layout: ChunkLayout, parameters: Mapping[str, nn.Parameter], trained: bool
     ) -> ShardedChunk:
-        """Moves parameters into a chunk, which makes them equal on all ranks."""
+        """Moves parameters into a chunk, with the values of the first rank."""
         chunk = self._new_chunk(layout, parameters)
         broadcast(chunk.data, 0, self.group)
         return self._sharded(chunk, trained)
 
     def replaced(self, order: Sequence[str], chunk_bytes: int) -> list[ShardedChunk]:
-        """Moves all parameters into chunks of another order and size, from copies of the old."""
         views = dict[str, Tensor]()
 
         def read(parameter: Tensor) -> Tensor:
@@ -249,7 +245,6 @@ class ShardedState:
         return Chunk(layout, parameters, self.part, self.pool, read)
 
     def _sharded(self, chunk: Chunk, trained: bool) -> ShardedChunk:
-        """Creates a chunk's shard, and this rank's pieces of it as parameters for the optimizer."""
         layout = chunk.layout
         wire = self.options.wires.of_parameters(layout.parts, layout.part_size, chunk.dtype)
         separate = self.stage == 3 or wire is not IDENTITY
@@ -264,7 +259,6 @@ class ShardedState:
         return sharded
 
     def _cut_pieces(self, sharded: ShardedChunk) -> None:
-        """Creates parameters for this rank's pieces of a chunk, for the optimizer."""
         chunk = sharded.chunk
         with chunk.opened():
             sharded.own(
@@ -280,7 +274,6 @@ class ShardedState:
         return run.view(chunk.shapes[piece.name]) if self.has_whole else run
 
     def adopt(self, chunks: Sequence[ShardedChunk]) -> None:
-        """Sets the chunks, in the order of use, replacing any others."""
         for old in self.all_chunks:
             old.chunk.discard()
         self.all_chunks = list(chunks)
@@ -292,7 +285,7 @@ class ShardedState:
         self._list_trained()
 
     def train(self, frozen: Sequence[ShardedChunk]) -> None:
-        """Starts training chunks of frozen parameters; see `train_unfrozen`."""
+        """Starts training chunks of parameters that were frozen; see `train_unfrozen`."""
         self.groups.check_members()  # the groups are filled again
         for sharded in frozen:
             self.gatherer.release(sharded)
@@ -315,16 +308,15 @@ class ShardedState:
         self.reducer.take(self.chunks)
 
     def _release_idle(self) -> None:
-        """Ends uses of the manager's objects that can be restarted later."""
         self.gatherer.release_idle()
         self.reducer.release_idle()
 
     def step_groups(self) -> list[list[int]]:
-        """Indices of the chunks that are stepped together.
+        """Returns groups of chunk indices that are stepped together.
 
-        One at a time if a chunk's gather overlaps the next step, if a checkpoint may still be
-        copying others, or with tiers; otherwise all in one call. An unknown optimizer always gets
-        one call, because it may use all parameters together or count its calls.
+        Chunks are stepped one at a time with tiers, if gathers overlap steps, or if a checkpoint
+        may still be copying other chunks. An unknown optimizer always steps all chunks in one call,
+        as it may combine parameters or count calls.
         """
         numbers = list(range(len(self.chunks)))
         gathers = self.stage in (1, 2) and self.size > 1
@@ -332,7 +324,7 @@ class ShardedState:
         return [[n] for n in numbers] if self.states.by_chunk and apart else [numbers]
 
     def changed(self) -> Iterator[Tensor]:
-        """Tensors that steps write, for checkpoints; parameters in the groups may be resharded."""
+        """Yields tensors that steps write, for checkpoints; includes user tensors in the groups."""
         if not self.states.tiered:
             yield from self.states.written(self.chunks)
             yield from (c.chunk.data for c in self.chunks if self.stage < 3)
@@ -340,7 +332,7 @@ class ShardedState:
     # What users write to parameters.
 
     def take_writes(self) -> None:
-        """Copies modified parameters, equal on all ranks, to the shards."""
+        """Copies parameters that the user modified equally on all ranks to the shards."""
         # With stage 3 none stays here: the shards may change next, and what was read would be old.
         self.gatherer.release_all()
         for sharded in self.all_chunks:
@@ -348,17 +340,15 @@ class ShardedState:
                 sharded.chunk.take_writes()
 
     def publish_exact(self) -> None:
-        """Sends accumulated errors of packed changes to all ranks (collective)."""
         if self.stage < 3 and any(c.chunk.wire is not IDENTITY for c in self.all_chunks):
             self.publish()
 
     def publish_masters(self) -> None:
-        """Rounds parameters from loaded float32 master weights (collective)."""
+        """Updates 16-bit parameters from loaded float32 master weights (collective)."""
         if any(c.chunk.has_master for c in self.chunks):
             self.publish()
 
     def publish(self) -> None:
-        """Sends the values of the shards to all ranks (collective)."""
         for sharded in self.all_chunks:
             if self.stage < 3:
                 self.gatherer.start(sharded, exact=True)
@@ -377,7 +367,7 @@ class ShardedState:
 # still frozen stay as they are, and state is made in the first step that there is a gradient for,
 # as in plain torch. Freezing needs nothing: a parameter that gets no gradient is not stepped.
 def train_unfrozen(shards: ShardedState, also: Collection[str] = ()) -> None:
-    """Trains the chunks of unfrozen parameters, which must be equal on all ranks (collective)."""
+    """Starts training unfrozen parameters, which must be equal on all ranks (collective)."""
     if not shards.frozen_trainable:
         return
     with without_torch_functions():
@@ -396,7 +386,6 @@ def train_unfrozen(shards: ShardedState, also: Collection[str] = ()) -> None:
 
 
 def give_back(shards: ShardedState, model: nn.Module, hooks: Iterable[RemovableHandle]) -> None:
-    """Replaces a model's parameters by full copies (collective)."""
     # They are new tensors, not the old ones with other memory: nothing that the run has hooked to
     # those can go on, and a second boost finds the model as if it had never been boosted.
     shards.gatherer.release_all()
@@ -427,7 +416,7 @@ def give_back(shards: ShardedState, model: nn.Module, hooks: Iterable[RemovableH
 
 
 class _Calls:
-    """Starts and ends passes with the calls of a model."""
+    """Forward hooks of a model, which start and end passes."""
 
     def __init__(self, shards: ShardedState | None, model: nn.Module | None = None) -> None:
         self._shards = shards
@@ -441,7 +430,7 @@ class _Calls:
         if self._shards is None or self._shards.stage < 3:
             return _Calls, (None,)
         raise GulliverError(
-            "a model of stage 3 cannot be pickled, its parameters are shards: save it with "
+            "a stage 3 model cannot be pickled, as its parameters are sharded: save it with "
             "booster.save_model(model, path)"
         )
 
@@ -464,14 +453,13 @@ class _Calls:
             self._check_wrapped(gatherer)
 
     def _check_wrapped(self, gatherer: Gatherer) -> None:
-        """Rejects pending parameters wrapped by `torch.func`, which hides reads of them."""
         if not gatherer.sharded:
             gatherer.finish_all()
         for parameter in self._modules[0].parameters():
             inner = untransformed(parameter)
             if inner is not parameter and type(inner) is PendingParameter:
                 raise GulliverError(
-                    "torch.func was given parameters that stage 3 has sharded: give it copies, "
+                    "torch.func got parameters that stage 3 has sharded: pass copies, "
                     "such as {name: p.detach().clone() for name, p in model.named_parameters()}"
                 )
 
@@ -507,7 +495,6 @@ class _Calls:
 
 
 def watch_calls(model: nn.Module, shards: ShardedState) -> list[RemovableHandle]:
-    """Registers the hooks that the stage needs on a model."""
     _hide_from_compilers()
     hooks = list[RemovableHandle]()
     for module in model.modules():
@@ -527,7 +514,7 @@ def watch_calls(model: nn.Module, shards: ShardedState) -> list[RemovableHandle]
 
 
 def _wait_before(module: nn.Module, shards: ShardedState) -> None:
-    """Makes a module's compiled call wait for its parameters; done once, also after boost."""
+    """Makes a compiled module wait for its parameters before each call; idempotent."""
     inner = compiled_call(module)
     if inner is not None and not hasattr(inner, "_waits"):
         call = _after(_waiting(module, shards), inner)
@@ -537,7 +524,7 @@ def _wait_before(module: nn.Module, shards: ShardedState) -> None:
 
 @cache
 def _hide_from_compilers() -> None:
-    """Hides parameter movement from compilers; done late, because importing them takes seconds."""
+    """Hides parameter movement from compilers; deferred, because importing them takes seconds."""
     for owner, names in ((_Calls, ("_enter", "_leave")), (Gatherer, ("pack", "unpack"))):
         for name in names:
             setattr(owner, name, torch.compiler.disable(getattr(owner, name)))

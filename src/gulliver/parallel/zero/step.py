@@ -1,4 +1,4 @@
-"""Steps chunks one at a time: each is reduced, stepped and starts its gather."""
+"""Updates chunks one at a time: reduce, optimizer step, start of the gather."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 # sent first; the price is that the first update waits for the reduction that was issued last. Who
 # wants updates during backward asks for them, see `step.py`.
 class Updates:
-    """Steps chunks of a sharded state."""
+    """Runs the optimizer's step on chunks."""
 
     def __init__(self, shards: ShardedState) -> None:
         self._shards = shards
@@ -49,21 +49,20 @@ class Updates:
         shards.inner.register_step_pre_hook(self._refuse)
 
     def _refuse(self, *_: Any) -> None:
-        """Rejects steps of the optimizer from before boost, which would silently do nothing."""
+        """Rejects `step` of the user's optimizer, which would silently do nothing."""
         if not self._allowed:
-            raise GulliverError("step the optimizer that boost returned, not the one it was given")
+            raise GulliverError("step the optimizer that boost returned, not the original one")
 
     def begin(self) -> None:
-        """Allows steps of the optimizer until `end`."""
         self._allowed = True
 
     def step(self, numbers: Sequence[int], used: set[str], gather: bool = True) -> None:
-        """Steps some chunks together, once their gradients are complete.
+        """Steps chunks together, once their gradients are complete.
 
         Args:
             numbers: indices of the chunks.
             used: names of parameters that have a gradient on any rank.
-            gather: whether to start their gathers, below stage 3.
+            gather: start gathering the updated parameters (stages below 3).
         """
         shards = self._shards
         chunks = [shards.chunks[number] for number in numbers]
@@ -93,7 +92,7 @@ class Updates:
                 shards.states.place_new(sharded, used)
 
     def end(self) -> None:
-        """Shows the model's parameters again, without gradients."""
+        """Shows the model's parameters in the groups again, and hides gradients."""
         if not self._allowed:
             return
         self._allowed = False
@@ -143,7 +142,7 @@ class InBackward:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Steps chunks reduced in this block (collective)."""
+        """Context of a backward that steps chunks once they are reduced (collective)."""
         reducer = self._shards.reducer
         self.check_whole()
         self.refuse("backward was called again")
@@ -164,7 +163,7 @@ class InBackward:
             self._updates.end()
 
     def reduced(self, sharded: ShardedChunk) -> None:
-        """Called when a chunk's gradients were sent; steps complete chunks."""
+        """Callback for a chunk whose reduction has started; steps earlier chunks."""
         used = self._shards.reducer.used_in(sharded)
         first = not self._sent and len(self._numbers) == len(self._shards.chunks)
         votes = torch.tensor([*used, *self._shards.groups.votes()] if first else used)
@@ -201,19 +200,16 @@ class InBackward:
         sharded.updates += 1
 
     def _is_gathered_later(self, number: int) -> bool:
-        """Whether a chunk is gathered in `step` instead of when it is stepped."""
         shards = self._shards
         gathered = shards.stage in (1, 2) and shards.size > 1
         return gathered and not gathers_in_backward(number, len(shards.chunks))
 
     def _begin(self) -> None:
-        """Called before the first chunk is stepped."""
         self._options = self._shards.groups.options()
         self._updates.begin()
         self._hooks.enter_context(step_hooks(self._shards.inner))
 
     def _prepare(self, sharded: ShardedChunk) -> None:
-        """Copies modified parameters of a chunk to its shard, before it is stepped."""
         sharded.chunk.check_parameters()
         gatherer = self._shards.gatherer
         if self._shards.stage == 3:
@@ -225,7 +221,7 @@ class InBackward:
     # The step after it.
 
     def finish(self, used: set[str], end: Callable[[], None]) -> None:
-        """Gathers chunks stepped in backward, and steps the others (collective)."""
+        """Steps the remaining chunks and gathers those stepped in backward (collective)."""
         self._check_options()
         if self._shards.stage == 3:
             self._shards.gatherer.release_all()
@@ -250,40 +246,38 @@ class InBackward:
         hooks.close()
 
     def _check_options(self) -> None:
-        """Rejects options that were changed after chunks had been stepped."""
         found = self._options and first_change(self._options, self._shards.groups.options())
         if found:
             name, then, now = found
             raise GulliverError(
                 f"{name} was changed from {then} to {now} between backward and step, but "
-                "step_in_backward has stepped with the first: set it before backward"
+                "chunks were already stepped with the old value; change it before backward"
             )
 
     def refuse(self, what: str) -> None:
-        """Rejects calls that come too late once a backward has begun a step."""
+        """Rejects calls that are too late once chunks may have been stepped."""
         if self._suspended:
             raise GulliverError(self._suspended)
         if self.begun:
             raise GulliverError(
-                f"{what} between backward and step: step_in_backward has begun the step already; "
-                "accumulate inside no_sync, clip with the plugin's max_norm, and step first, or "
-                "leave step_in_backward out"
+                f"{what} between backward and step, but step_in_backward has already stepped "
+                "chunks; accumulate in no_sync, clip with the plugin's max_norm, call step first, "
+                "or disable step_in_backward"
             )
 
     def suspend(self, why: str) -> None:
-        """Makes `refuse` reject everything for this reason; an empty one ends that."""
+        """Sets a message with which `refuse` rejects all calls; "" ends this."""
         self._suspended = why
 
     def check_whole(self) -> None:
-        """Raises if a step is only partly done."""
         if self._torn:
             raise GulliverError(
-                f"the last backward failed when step_in_backward had stepped {self._torn}: load a "
-                "checkpoint, the model is between two steps"
+                f"the last backward failed after step_in_backward had stepped {self._torn}, so the "
+                "model is inconsistent; load a checkpoint"
             )
 
     def mend(self) -> None:
-        """Resets the state after all values were replaced."""
+        """Marks the model as consistent, after a checkpoint replaced all values."""
         self._torn = ""
 
     def _forget(self) -> None:
@@ -312,18 +306,17 @@ class InBackward:
 
 
 UNFINISHED = (
-    "a step whose ranks have unequal work is under way: call its own backward(loss) inside the "
-    "loop over its micro-batches, and the optimizer's step(), zero_grad() and clipping after that "
-    "loop has ended"
+    "a step with unequal work per rank has not ended: call its backward(loss) inside the loop over "
+    "micro-batches, and the optimizer's step(), zero_grad() and clipping after the loop"
 )
 LEFT = (
-    "the loop over a step was left before its end, and gradients of a part of it are there: call "
-    "the optimizer's zero_grad() on all ranks and go over the steps anew, which begin with this one"
+    "the loop over a step was left before its end, so its gradients are incomplete: call the "
+    "optimizer's zero_grad() on all ranks and repeat the step"
 )
 OUTSIDE = (
     "loss.backward() was called inside a step whose ranks have unequal work: its gradient would "
-    "count without a weight; call step.backward(loss) once for each micro-batch, with all terms in "
-    "that loss; optimizer.zero_grad() on all ranks begins the step anew"
+    "not be weighted; call step.backward(loss) once for each micro-batch, with all terms in that "
+    "loss; to restart the step, call optimizer.zero_grad() on all ranks"
 )
 
 
@@ -340,7 +333,7 @@ OUTSIDE = (
 # The obvious other way, empty passes for ranks without work, keeps stage 3's memory, but makes all
 # ranks wait for the longest at every micro-batch; steps are balanced as wholes.
 class UnevenStep:
-    """The backwards of one step on this rank."""
+    """The backward passes of one step on this rank."""
 
     def __init__(self, optimizer: ZeroOptimizer) -> None:
         self._optimizer, self.sent = optimizer, False
@@ -354,9 +347,11 @@ class UnevenStep:
         return 1.0 if scaler is None else scaler.scale
 
     def backward(self, loss: Tensor, last: bool) -> None:
-        """Runs backward of a loss; the last one of the step sends the accumulated gradients."""
+        """Runs backward of a loss; the last one starts the reduction of accumulated gradients."""
         if self.sent:
-            raise GulliverError("a backward follows the last one of a step: call it once for each")
+            raise GulliverError(
+                "backward was called after the step's last one; call it once per micro-batch"
+            )
         last, scale = last and not self.waits, self._scale
         with guard(), self._reducer.backward(last, scale), self._passes():
             (loss if scale == 1.0 else loss * scale).backward()
@@ -364,16 +359,15 @@ class UnevenStep:
 
     @contextmanager
     def several(self) -> Iterator[float]:
-        """Wraps backwards called elsewhere, such as by a pipeline schedule.
+        """Context for backward passes that other code runs, such as a pipeline schedule.
 
-        Yields the factor of their losses. Accumulated gradients are sent when the step ends.
+        Yields the loss scale. Accumulated gradients are reduced when the step ends.
         """
         with guard(), self._reducer.backward(reduce=False, scale=self._scale):
             yield self._scale
 
     @contextmanager
     def _passes(self) -> Iterator[None]:
-        """Gathers and releases parameters during backward, if they are sharded."""
         if self._optimizer.shards.manager is None:
             yield
             return
@@ -386,7 +380,7 @@ class UnevenStep:
             gatherer.leave_backward()
 
     def finish(self) -> None:
-        """Sends accumulated gradients if no backward did; zeros if there are none."""
+        """Reduces accumulated gradients unless a backward did; a rank without any sends zeros."""
         self._reducer.check_stray()
         if self.waits:
             return
@@ -397,20 +391,22 @@ class UnevenStep:
         self.sent = True
 
     def finish_waiting(self) -> None:
-        """Sends gradients that had to wait for memory."""
+        """Reduces gradients that waited until copies of parameters were freed."""
         self.waits = False
         self.finish()
 
 
 @contextmanager
 def uneven_step(optimizer: ZeroOptimizer) -> Iterator[UnevenStep]:
-    """Context for all forwards and backwards of a step (collective).
+    """Context for all forward and backward passes of a step (collective).
+
+    Ranks may run different numbers of passes.
 
     Args:
         optimizer: optimizer to step afterwards.
 
     Raises:
-        GulliverError: the optimizer communicates in every backward.
+        GulliverError: an option of the optimizer requires communication in every backward.
     """
     check_uneven(optimizer)
     if optimizer.unfinished:  # what was added up before would count in this step, too
@@ -426,7 +422,7 @@ def uneven_step(optimizer: ZeroOptimizer) -> Iterator[UnevenStep]:
 
 
 def check_uneven(optimizer: ZeroOptimizer) -> None:
-    """Rejects options that need the same backwards on all ranks."""
+    """Rejects options that require equally many backward passes on all ranks."""
     limited = optimizer.shards.manager is not None
     found = {
         "step_in_backward": optimizer.options.step_in_backward,
@@ -436,4 +432,4 @@ def check_uneven(optimizer: ZeroOptimizer) -> None:
     }
     for what, there in found.items():
         if there:
-            raise GulliverError(f"steps of unequal work on the ranks do not go with {what}")
+            raise GulliverError(f"steps with unequal work per rank are not supported with {what}")

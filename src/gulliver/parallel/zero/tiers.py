@@ -1,7 +1,7 @@
-"""Optimizer state that can be looked up by the model's parameters as well as by pieces.
+"""Optimizer state of pieces, accessible by model parameter too.
 
-Between steps ``optimizer.param_groups`` shows the model's parameters, so ``optimizer.state[p]`` has
-to return the state of this rank's piece, and entries added by users.
+A *piece* is the part of a parameter in this rank's shard. Between steps ``optimizer.param_groups``
+contains the model's parameters, so ``optimizer.state[p]`` has to return the state of the piece.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from gulliver.parallel.zero.elementwise import makes_beside, state_sizes, steps_
 
 
 class StateByParameter(defaultdict[Any, Any]):
-    """An optimizer's state by parameter; a piece shares the entry of its parameter."""
+    """An optimizer's state by parameter; a piece shares its parameter's entry."""
 
     def __init__(self, parameter_of: Mapping[Any, nn.Parameter]) -> None:
         super().__init__(dict)
         self.parameter_of = parameter_of
 
     def __reduce__(self) -> Any:
-        """Copies and pickles as a plain dict, because pieces of copies are other tensors."""
+        """Copies and pickles as a plain dict: a copied piece is another key."""
         return defaultdict, (dict,), None, None, iter(self.items())
 
     def __getitem__(self, key: Any) -> Any:
@@ -60,19 +60,18 @@ class StateByParameter(defaultdict[Any, Any]):
 
 
 DIGEST = 8
-"""Bytes that stand for all options."""
+"""Bytes of a digest of all options."""
 
 MOVED = (
-    "param_groups have other parameters than at boost: set groups up before it; afterwards only "
-    "their options may change (lr = 0 stops a group)"
+    "the parameters in param_groups changed after boost; set groups up before, as only their "
+    "options may change afterwards (lr = 0 stops a group)"
 )
 
 
 class OptimizerGroups:
-    """The groups of the user's optimizer, for ranks that step shards of the same parameters.
+    """The parameter groups of the user's optimizer.
 
-    Between steps they contain the model's parameters, for users to read and write; during a step,
-    this rank's pieces.
+    Between steps they contain the model's parameters; during a step, this rank's pieces.
     """
 
     def __init__(self, inner: torch.optim.Optimizer, group: Group) -> None:
@@ -86,21 +85,18 @@ class OptimizerGroups:
         self._by_chunk: list[list[list[nn.Parameter]]] = []
 
     def list_members(self, names: Mapping[nn.Parameter, str]) -> None:
-        """Lists each group's trained parameters, by these names."""
         self.names = [[names[p] for p in found if p in names] for found in self.given]
         self._number_of = {name: n for n, found in enumerate(self.names) for name in found}
 
     def of(self, name: str) -> dict[str, Any]:
-        """The group that a trained parameter is in."""
         return self._inner.param_groups[self._number_of[name]]
 
     def alike(self, names: Collection[str], pieces: Iterable[ShardPiece]) -> list[ShardPiece]:
-        """The pieces whose parameters are in the groups of these names."""
+        """Returns the pieces that belong to the same groups as these parameters."""
         numbers = {self._number_of[name] for name in names}
         return [piece for piece in pieces if self._number_of[piece.name] in numbers]
 
     def list_pieces(self, chunks: Sequence[ShardedChunk]) -> None:
-        """Builds the lists of pieces for the groups, once for all steps."""
         mine = {piece.name: owned for c in chunks for piece, owned in c.pieces}
         self._pieces = [[mine[n] for n in names if n in mine] for names in self.names]
         self._by_chunk = []
@@ -111,11 +107,10 @@ class OptimizerGroups:
         self._members = [list(group["params"]) for group in self._inner.param_groups]
 
     def show_pieces(self, number: int | None = None) -> None:
-        """Puts this rank's pieces of one chunk, or of all, into the groups."""
+        """Puts this rank's pieces into the groups, of one chunk or of all."""
         self._show(self._pieces if number is None else self._by_chunk[number])
 
     def show_parameters(self) -> None:
-        """Puts the model's parameters into the groups."""
         # A write to a piece would be known on one rank only, and race with its gather.
         self._show(self.given)
 
@@ -124,7 +119,7 @@ class OptimizerGroups:
             group["params"] = list(found)
 
     def capturing(self) -> set[Tensor]:
-        """Pieces whose counters kernels read, so they must be on the parameter's device."""
+        """Returns pieces whose step counters must be on the device (capturable or fused)."""
         return {
             owned
             for group, pieces in zip(self._inner.param_groups, self._pieces, strict=True)
@@ -133,7 +128,6 @@ class OptimizerGroups:
         }
 
     def is_moved(self) -> bool:
-        """Whether the groups have other members; changed options and list objects do not count."""
         groups = self._inner.param_groups
         return len(groups) != len(self._members) or any(
             len(group["params"]) != len(members) or not all(map(is_, group["params"], members))
@@ -141,19 +135,19 @@ class OptimizerGroups:
         )
 
     def check_members(self) -> None:
-        """Rejects groups with other members, on this rank."""
+        """Raises if the user changed the groups' parameters, on this rank."""
         if self.is_moved():
             raise GulliverError(MOVED)
 
     def votes(self) -> list[int]:
-        """Input of this rank to a max all-reduce: bytes."""
+        """Returns bytes whose maximum over the ranks shows differences between them."""
         moved = self.is_moved()
         # Of a byte and its complement both largest are this rank's only if all ranks have it.
         digest = hashlib.sha256(repr([] if moved else self.options()).encode()).digest()[:DIGEST]
         return [moved, *digest, *(255 - byte for byte in digest)]
 
     def check_votes(self, votes: Sequence[int]) -> None:
-        """Rejects, on all ranks, changes that the vote has shown."""
+        """Raises on all ranks if the reduced votes show a change or a difference."""
         moved, digest, complement = votes[0], votes[1 : DIGEST + 1], votes[DIGEST + 1 :]
         if moved:
             raise GulliverError(MOVED)
@@ -161,7 +155,6 @@ class OptimizerGroups:
             raise GulliverError(_difference(gather_objects(self.options(), self._group)))
 
     def options(self) -> dict[str, str]:
-        """The numeric options, by name and group."""
         # Options on a device are left out: the host would have to wait for them.
         known = self._inner.defaults
         return {
@@ -173,7 +166,6 @@ class OptimizerGroups:
 
 
 def first_change(then: dict[str, str], now: dict[str, str]) -> tuple[str, str, str] | None:
-    """The first option that differs between two reports, with both values."""
     for name in then | now:
         if then.get(name) != now.get(name):
             return name, str(then.get(name)), str(now.get(name))
@@ -200,7 +192,7 @@ def _difference(every: Sequence[dict[str, str]]) -> str:
 
 
 def gradient_was_set(foreign: Sequence[str]) -> GulliverError:
-    """The error for gradients, here or on another rank, that backward did not create."""
+    """Returns the error for gradients that the user set, on this or another rank."""
     whose = f"the gradient of {foreign[0]!r}" if foreign else "a gradient on another rank"
     return GulliverError(
         f"{whose} was set: the optimizer steps what backward has reduced to the shards, and "
@@ -230,7 +222,7 @@ _CONSTANTS = torch.zeros_like, torch.ones_like, torch.full_like
 #
 # It does not know what is done in a block, nor when.
 class _Stretched(TorchFunctionMode):
-    """Creates constants of a tensor's shape that take the memory of one element."""
+    """Creates constant tensors as expanded views of one element."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -242,7 +234,7 @@ class _Stretched(TorchFunctionMode):
 
 
 class _NewState(dict[str, Any]):
-    """State of a piece while it is created: tensors are placed at once."""
+    """A piece's state during creation; stores tensors in the chunk's buffers immediately."""
 
     def __init__(self, piece: ShardPiece, owned: nn.Parameter, place: Place) -> None:
         super().__init__()
@@ -257,7 +249,7 @@ class _NewState(dict[str, Any]):
 
 
 class PieceStates:
-    """State of pieces that stays on the device."""
+    """States of pieces on the device."""
 
     tiered = False
 
@@ -267,29 +259,29 @@ class PieceStates:
         self.by_chunk = steps_by_chunk(inner)
 
     def opened(self, sharded: ShardedChunk) -> AbstractContextManager[None]:
-        """Context in which the optimizer can step a chunk, and new state of it can be placed."""
+        """Context in which a chunk may be stepped, and new state added to its buffers."""
         return _ALWAYS
 
     def shown(self, sharded: ShardedChunk, fill: bool = False) -> AbstractContextManager[None]:
-        """Context in which a chunk's shard and state can be read or filled in any tier."""
+        """Context in which a chunk's shard and state may be read or filled."""
         return _ALWAYS
 
     def making(self, sharded: ShardedChunk) -> AbstractContextManager[None]:
-        """Context in which the optimizer steps a chunk, and may create its first state."""
+        """Context of the optimizer's step of a chunk, which may create state."""
         return _ALWAYS
 
     def hide(self, sharded: ShardedChunk) -> None:
-        """Hides memory that may be evicted from the optimizer."""
+        """Replaces the optimizer's views of memory that may be evicted."""
 
     def places(self, key: str, value: Any, owned: Tensor) -> bool:
-        """Whether `place` moves an entry: one with the parameter's shape, or its factors."""
+        """Whether `place` moves a state entry: of the parameter's shape, or a factored one."""
         if not self.by_chunk or not isinstance(value, Tensor) or is_counter(key, value, owned):
             return False
         fits = value.shape == owned.shape or self._whole
         return fits and value.dtype == owned.dtype and value.is_contiguous()
 
     def place(self, sharded: ShardedChunk) -> None:
-        """Moves the state of a chunk's pieces into buffers of the chunk; see `Chunk`."""
+        """Moves the state of a chunk's pieces into the chunk's buffers."""
         # Only that of known optimizers is moved: they write their state in place. Others may
         # exchange theirs for new tensors in every step, so it stays where it is.
         found: dict[str, dict[str, tuple[Tensor, Any]]] = {}
@@ -312,7 +304,6 @@ class PieceStates:
                     state[key] = view.view(value.shape)
 
     def place_new(self, sharded: ShardedChunk, used: set[str]) -> None:
-        """Moves state after a step, if pieces were stepped that had no state before."""
         if self.by_chunk and len(sharded.placed) < len(sharded.pieces):
             new = {piece.name for piece, _ in sharded.pieces} & used - sharded.placed
             if new:
@@ -320,14 +311,13 @@ class PieceStates:
                 sharded.placed |= new  # some optimizers keep nothing
 
     def drop(self, chunks: Iterable[ShardedChunk]) -> None:
-        """Drops all state of the optimizer."""
         self._inner.state.clear()
         for sharded in chunks:
             sharded.placed.clear()
             sharded.chunk.drop_moments()
 
     def written(self, chunks: Iterable[ShardedChunk]) -> Iterator[Tensor]:
-        """Tensors that a step of chunks writes; a checkpoint may be copying them."""
+        """Yields the tensors that a step of these chunks writes, for checkpoints."""
         for sharded in chunks:
             yield sharded.chunk.master_shard
             for owned in sharded.owned:
@@ -337,7 +327,7 @@ class PieceStates:
 
 
 class TieredStates(PieceStates):
-    """State of pieces that a manager keeps in tiers; the optimizer sees it chunk by chunk."""
+    """States of pieces in managed memory tiers; the optimizer sees one chunk at a time."""
 
     tiered = True
 
@@ -354,7 +344,6 @@ class TieredStates(PieceStates):
 
     @contextmanager
     def opened(self, sharded: ShardedChunk) -> Iterator[None]:
-        """Loads all of a chunk into the fast tier; new state may be placed in it."""
         with sharded.chunk.opened(write=True, moments=True):
             try:
                 self._point(sharded)
@@ -366,7 +355,6 @@ class TieredStates(PieceStates):
 
     @contextmanager
     def shown(self, sharded: ShardedChunk, fill: bool = False) -> Iterator[None]:
-        """Shows the shard and the state in any tier; see `ManagedChunk.shown`."""
         with sharded.chunk.shown(fill):
             try:
                 self._point(sharded)
@@ -375,7 +363,6 @@ class TieredStates(PieceStates):
                 self.hide(sharded)
 
     def making(self, sharded: ShardedChunk) -> AbstractContextManager[None]:
-        """Context in which the optimizer steps a chunk, and may create its first state."""
         new = {
             owned: piece
             for piece, owned in sharded.pieces
@@ -396,7 +383,7 @@ class TieredStates(PieceStates):
     def _making(
         self, sharded: ShardedChunk, new: Mapping[nn.Parameter, ShardPiece]
     ) -> Iterator[None]:
-        """Places state of new pieces as the optimizer creates it; see [Note: new state]."""
+        """Creates state directly in the chunk's buffers; see [Note: new state]."""
         states, place = self._inner.state, partial(self._place_first, sharded)
         states.update({owned: _NewState(piece, owned, place) for owned, piece in new.items()})
         try:
@@ -411,7 +398,7 @@ class TieredStates(PieceStates):
     def _place_first(
         self, sharded: ShardedChunk, piece: ShardPiece, key: str, value: Tensor
     ) -> Tensor | None:
-        """Copies new state of a piece to a buffer of its chunk; None if there is no room."""
+        """Copies new state to a buffer of the chunk; None if the buffer has no room."""
         chunk = sharded.chunk
         moment = chunk.moments.get(key)
         if moment is not None and piece.name not in moment.starts:
@@ -424,7 +411,6 @@ class TieredStates(PieceStates):
         return chunk.place_moment(key, {piece.name: value}, sizes)[piece.name].view(value.shape)
 
     def place_new(self, sharded: ShardedChunk, used: set[str]) -> None:
-        """Moves state after a step; its views are only valid in the block."""
         self.place(sharded)
 
     def _point(self, sharded: ShardedChunk) -> None:
@@ -438,7 +424,6 @@ class TieredStates(PieceStates):
                     state[key] = moment.buffer[start : start + shape.numel()].view(shape)
 
     def hide(self, sharded: ShardedChunk) -> None:
-        """Hides memory that may be evicted from the optimizer."""
         chunk = sharded.chunk
         for piece, owned in sharded.pieces:
             owned.data = self._nan(owned)
@@ -456,5 +441,4 @@ class TieredStates(PieceStates):
 
 
 def _kept_by(group: Mapping[str, Any]) -> tuple[bool, ...]:
-    """Settings of a group that determine which state its parameters have."""
     return tuple(bool(group.get(option)) for option in ("amsgrad", "centered", "momentum"))

@@ -1,9 +1,9 @@
-"""Finds the size of chunks in a job's first steps, by measuring.
+"""Tunes the chunk size in a job's first steps, by measuring.
 
-Small chunks waste latency, large ones lose overlap. Read `BucketTuner.stepped`: it is called
-between steps. It forms chunks in the order in which the first step used the parameters, then
-hill-climbs from the given size in factors of two until steps get slower. The result is cached for
-this model and cluster.
+Small chunks waste latency, large ones lose overlap. `BucketTuner.stepped`, which runs between
+steps, forms chunks in the order in which the first step used the parameters, then hill-climbs from
+the initial size in factors of two until steps get slower. The result is cached for this model and
+cluster.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from gulliver.parallel.zero.state import ShardedState
 
 SMALLEST, LARGEST = 2**18, 2**27
 TRIAL_STEPS = 4
-"""Steps with each size; the first does not count."""
+"""Steps per size; the first one is not timed."""
 MOST_SIZES = 7
-"""Sizes that are tried at most: tuning ends within 30 steps."""
+"""Maximum number of sizes to try: tuning ends within 30 steps."""
 
 
 class TuningStage(Enum):
-    """The tuner's action in the current step."""
+    """What the tuner does in the current step."""
 
     RECORDING = auto()
     TRYING = auto()
@@ -54,7 +54,6 @@ class Tuning:
     reused: bool = False
 
     def summary(self) -> str:
-        """One-line summary."""
         size = f"{self.chosen / 2**20:.3g} MiB"
         if self.reused:
             return f"chunks of {size}, as an earlier job found"
@@ -62,19 +61,17 @@ class Tuning:
         return f"chunks of {size}: step {took:.1f} ms, the best of {len(self.measured)} sizes"
 
     def to_json(self) -> str:
-        """The content of the cache file."""
         return json.dumps(asdict(self), indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> Tuning:
-        """Parses the content of a cache file."""
         values = json.loads(text)
         values["measured"] = {int(size): took for size, took in values["measured"].items()}
         return cls(**values)
 
 
 def next_size(measured: dict[int, float], start: int, largest: int) -> int | None:
-    """The next size to try next to the fastest so far; None if both neighbours are slower."""
+    """Returns the next size to try around the fastest one; None if both neighbors are slower."""
     if not measured:
         return start
     best = min(measured, key=measured.__getitem__)
@@ -85,7 +82,7 @@ def next_size(measured: dict[int, float], start: int, largest: int) -> int | Non
 
 
 class BucketTuner:
-    """Tunes the chunks of an optimizer while it trains."""
+    """Tunes the chunk size of an optimizer during training."""
 
     def __init__(
         self,
@@ -120,7 +117,6 @@ class BucketTuner:
 
     @property
     def tuning(self) -> bool:
-        """Whether tuning continues; meanwhile it sends messages and re-partitions chunks."""
         return self.stage is not TuningStage.DONE
 
     def stepped(self) -> None:
@@ -135,7 +131,7 @@ class BucketTuner:
             self._tick()
 
     def _try_next(self) -> bool:
-        """Re-partitions the chunks to the next size to try, if any."""
+        """Re-partitions the chunks to the next size; False if there is none."""
         assert self.result is not None
         size = next_size(self.result.measured, self._start, self._largest)
         if size is None:
@@ -146,7 +142,6 @@ class BucketTuner:
         return True
 
     def _tick(self) -> None:
-        """Records the time of a step of the current trial."""
         assert self.result is not None
         now = time.perf_counter()
         if self._since:
@@ -181,7 +176,6 @@ class BucketTuner:
             write_text(self.folder / "chunks.json", self.result.to_json())
 
     def _key(self) -> str:
-        """Key of this model and cluster."""
         shards = self.shards
         hosts = sorted(set(gather_objects(socket.gethostname())))
         tensors = [(name, tuple(p.shape), str(p.dtype)) for p, name in self._names.items()]
@@ -207,7 +201,7 @@ def _read(path: Path) -> Tuning | None:
 
 
 class UseRecorder:
-    """Records the order in which a model's modules first use their parameters."""
+    """Records the order in which modules first use their parameters."""
 
     def __init__(self, model: nn.Module, names: dict[nn.Parameter, str]) -> None:
         self._first: dict[str, int] = {}
@@ -220,12 +214,11 @@ class UseRecorder:
                 self._hooks.append(module.register_forward_pre_hook(hook, prepend=True))
 
     def close(self) -> None:
-        """Stops recording."""
         for hook in self._hooks:
             hook.remove()
 
     def order(self, names: Iterable[str]) -> list[str]:
-        """Names in the order of first use; unused ones come last, in their order."""
+        """Returns names in the order of first use; unused parameters come last."""
         return sorted(names, key=lambda name: self._first.get(name, len(self._first)))
 
     def _noting(self, owned: list[str]) -> Callable[..., None]:
@@ -239,7 +232,7 @@ class UseRecorder:
 
 
 def _outside_of_compiled(module: nn.Module) -> Iterable[nn.Module]:
-    """Modules whose calls are visible to Python, and compiled regions as single modules."""
+    """Yields modules outside of compiled regions, and each compiled region as one module."""
     yield module
     if is_compiled(module) or compiled_call(module) is not None:
         return

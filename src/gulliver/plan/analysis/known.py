@@ -28,9 +28,9 @@ ASKED = {
     torch.ops.aten.item.default,
     torch.ops.aten.is_nonzero.default,
 }
-"""Operators that give a number instead of a tensor."""
+"""Operators that return a number instead of a tensor."""
 MOST, MOST_FLOATS = 1 << 18, 1 << 10
-"""Elements of the largest tensor whose values are computed: of whole numbers, and of others."""
+"""Maximum elements of a tensor whose values are computed: integer tensors, and others."""
 KEPT = "_gulliver_known"
 
 
@@ -41,20 +41,20 @@ class Known:
         self._lost = dict[int, Any]()  # storages, so that no other gets the address
 
     def learn(self, fake: Tensor, real: Tensor) -> None:
-        """Keeps the value of a batch tensor if it is small."""
+        """Stores the value of a batch tensor if it is small."""
         if _is_small(real) and not real.is_meta and isinstance(fake, fake_kind()):
             with without_modes():
                 vars(fake)[KEPT] = real.detach().cpu().clone()
 
     def of(self, tensor: Any) -> Tensor | None:
-        """The value of a tensor; None if it is not known."""
+        """Returns a tensor's value; None if unknown."""
         if not isinstance(tensor, fake_kind()):
             return tensor if _is_small(tensor) and not tensor.is_meta else None
         found = vars(tensor).get(KEPT)
         return None if found is None or found.untyped_storage()._cdata in self._lost else found
 
     def number(self, tensor: Any) -> Any:
-        """The only element of a tensor; None if it is not known."""
+        """Returns a tensor's only element; None if unknown."""
         value = self.of(tensor)
         if value is None:
             return None
@@ -115,13 +115,13 @@ aten = torch.ops.aten
 ATTENTION = F.scaled_dot_product_attention
 HALF = (torch.float16, torch.bfloat16)
 WIDEST = 256
-"""Dims of a head that flash attention takes at most."""
+"""Maximum head dim that flash attention supports."""
 ALIGNED = 16
-"""A bias of memory-efficient attention has rows of a multiple of this."""
+"""Alignment of the rows of a bias in memory-efficient attention."""
 
 
 def kernels_of(name: str) -> AbstractContextManager[Any]:
-    """Context in which operators dispatch as on a given kind of device."""
+    """Makes operators dispatch as on the given kind of device."""
     if name not in KERNELS:
         raise GulliverError(f"unknown kernels {name!r}: {nearest(name, KERNELS)}")
     return _on_cuda() if name == "cuda" else nullcontext()
@@ -136,7 +136,7 @@ def _on_cuda() -> Iterator[None]:
 
 
 def _in_steps(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """LSTM forward token by token, without the fused CPU kernel."""
+    """Returns an LSTM forward that runs token by token, without the fused CPU kernel."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         was = mkldnn.enabled
@@ -150,7 +150,7 @@ def _in_steps(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _CudaKernels(TorchFunctionMode):
-    """Dispatches the operators that CUDA would call."""
+    """Dispatches the operators that CUDA would run."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -195,7 +195,7 @@ def _attention(
 
 
 def _bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """A mask in the layout that memory-efficient attention expects."""
+    """Converts a mask to the layout that memory-efficient attention expects."""
     if mask.dtype == torch.bool:
         zeros = torch.zeros_like(mask, dtype=query.dtype)
         mask = zeros.masked_fill_(mask.logical_not(), float("-inf"))

@@ -38,7 +38,7 @@ from gulliver.plan.analysis.records import BACKWARD, FORWARD, RECOMPUTE, Operato
 # be distinguished from those kept by autograd.
 @dataclass
 class Moment:
-    """Memory before and after an event."""
+    """Memory before and after an event of the step."""
 
     # Bytes that were there as it began.
     before: int
@@ -54,7 +54,7 @@ class Moment:
 
 @dataclass
 class ModuleCall:
-    """A call of a module."""
+    """A recorded call of a module."""
 
     # Path of the module.
     path: str
@@ -86,7 +86,7 @@ class ModuleCall:
 
 @dataclass
 class Packed:
-    """A saved storage."""
+    """A storage that autograd saved."""
 
     # Number of the memory.
     serial: int
@@ -140,7 +140,6 @@ class Recorder(StorageCounter):
 
     @contextmanager
     def following(self) -> Iterator[None]:
-        """Records operators that run inside the context."""
         handles: list[Any] = [
             register_module_forward_pre_hook(self._enter),
             register_module_forward_hook(self._leave),
@@ -157,7 +156,6 @@ class Recorder(StorageCounter):
 
     @property
     def phase(self) -> str:
-        """Current phase of the step."""
         if not self.backward:
             return FORWARD
         # Backward runs without recording; recomputation enables it and installs its own hooks.
@@ -172,7 +170,7 @@ class Recorder(StorageCounter):
 
     @property
     def running(self) -> ModuleCall | None:
-        """The innermost running module call."""
+        """Innermost running module call."""
         return self._running[-1] if self._running else None
 
     # Storages.
@@ -187,7 +185,6 @@ class Recorder(StorageCounter):
         return super().add(tensors)
 
     def serial(self, tensor: Tensor) -> int:
-        """The number of a tensor's storage."""
         key = tensor.untyped_storage()._cdata
         if key not in self._serials:
             self._serials[key] = self._next
@@ -195,7 +192,6 @@ class Recorder(StorageCounter):
         return self._serials[key]
 
     def drop(self, key: int) -> None:
-        """Stops counting a storage."""
         if key in self._held:
             serial = self._serials.pop(key)
             self._names.pop(serial, None)
@@ -212,7 +208,7 @@ class Recorder(StorageCounter):
     # Operators.
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs an operation, or returns a known value."""
+        """Runs an operation, or returns its known value."""
         if func in ASKED and self.known is not None:
             value = self.known.number(args[0])
             if value is not None:
@@ -220,13 +216,11 @@ class Recorder(StorageCounter):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def begins(self, func: Any) -> None:
-        """Records memory before an operation."""
         self._before = self.live
 
     def ran(
         self, func: Any, call: tuple[Any, Any, Any], taken: list[Tensor], given: list[Tensor]
     ) -> None:
-        """Records an operation."""
         if self.known is not None and not self.backward and not self.quiet:
             self.known.ran(func, call, taken)
         if self.quiet or not (given or _changed(func)):
@@ -274,7 +268,7 @@ class Recorder(StorageCounter):
         )
 
     def _region(self, phase: str) -> ModuleCall | None:
-        """The call whose checkpoint is being recomputed."""
+        """Returns the call whose checkpoint is being recomputed."""
         if phase != RECOMPUTE:
             return None
         forward = self._nodes.get(running_node(), -1)
@@ -294,7 +288,6 @@ class Recorder(StorageCounter):
             owner = owner.parent
 
     def moment(self, operator: int = -1, replayed: tuple[Any, bool] | None = None) -> None:
-        """Records memory before and after an event."""
         before = self._before if operator >= 0 else self.live
         self.moments.append(Moment(before, self.live, self.gradients, operator, replayed))
 
@@ -344,7 +337,6 @@ class Recorder(StorageCounter):
         self._views[storage][_view_of(tensor)] = index
 
     def given_by(self, tensor: Tensor, index: int) -> None:
-        """Records an operator of another call as the producer of a tensor."""
         self._written(tensor, index, False)
 
     def values(self, tensors: list[Tensor]) -> tuple[Value, ...]:
@@ -357,7 +349,6 @@ class Recorder(StorageCounter):
     # What is saved.
 
     def pack(self, value: Tensor) -> Tensor:
-        """Records a tensor that autograd saves."""
         serial, nbytes = self.serial(value), value.untyped_storage().nbytes()
         if not self.backward:
             self._saved(value, serial, nbytes)
@@ -397,7 +388,6 @@ class Recorder(StorageCounter):
             call.taken = frozenset((t.shape, t.dtype) for t in args if isinstance(t, Tensor))
 
     def enter(self, path: str) -> ModuleCall:
-        """Begins a module call."""
         call = ModuleCall(path, self.running, self.phase, len(self.moments), self.live, self.saved)
         call.open = torch.is_grad_enabled() and self.saves
         if call.parent is None:
@@ -415,7 +405,6 @@ class Recorder(StorageCounter):
             self.leave(self._paths[module], output)
 
     def leave(self, path: str, output: Any) -> None:
-        """Ends a module call."""
         while self._running:  # what an exception ended is not left by itself
             call = self._running.pop()
             if call.path == path:
@@ -439,7 +428,7 @@ class Recorder(StorageCounter):
         self._spans(owner, BACKWARD if backward else FORWARD)
 
     def record_placeholder(self, operator: Operator) -> None:
-        """Records an operator in place of a module."""
+        """Records an operator that represents an untraced module."""
         operator.live, self._before = self.live, self.live
         self._operator_calls.append(self.running)
         self.operators.append(operator)
@@ -447,7 +436,7 @@ class Recorder(StorageCounter):
 
 
 def _view_of(tensor: Tensor) -> tuple[Any, ...]:
-    """Offset, shape, strides and dtype of a tensor."""
+    """Returns offset, shape, strides and dtype of a tensor."""
     return tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 

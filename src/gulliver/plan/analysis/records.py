@@ -22,7 +22,7 @@ from gulliver.hardware.operators import operator_seconds
 
 FORWARD, RECOMPUTE, BACKWARD = "forward", "recompute", "backward"
 OPAQUE = "opaque"
-"""Name of the operator that represents a module that could not be followed."""
+"""Name of the operator that represents a module that could not be traced."""
 
 
 # [Note: repeated modules] Equal calls of equal modules are followed once. The operators of that
@@ -90,10 +90,10 @@ class Operator:
     count: int = 1
 
     def seconds_on(self, device: Device) -> float:
-        """Seconds of one call on a device.
+        """Returns the seconds of one call on a device.
 
         Raises:
-            GulliverError: the device has no rate for the dtype of a product.
+            GulliverError: the device has no rate for the operator's dtype.
         """
         if self.view:
             return 0.0
@@ -105,7 +105,7 @@ class Operator:
 
 @dataclass(frozen=True)
 class Cost:
-    """Work of a pass."""
+    """Work of one phase of a step."""
 
     # FLOPs of products of matrices, convolutions and attention.
     flops: int = 0
@@ -117,7 +117,6 @@ class Cost:
     operators: int = 0
 
     def plus(self, operator: Operator, times: int) -> Cost:
-        """Adds the cost of some calls of an operator."""
         return Cost(
             self.flops + times * operator.flops,
             self.read + times * operator.read,
@@ -158,7 +157,6 @@ class ModuleCosts:
 
     @property
     def flops(self) -> int:
-        """FLOPs of all passes."""
         return self.forward.flops + self.recompute.flops + self.backward.flops
 
 
@@ -190,8 +188,8 @@ class UntracedModule:
     def __str__(self) -> str:
         name = f"{self.path} ({self.kind})" if self.path else self.kind
         return (
-            f"{name} cannot be followed ({self.where}: {self.reason}): it stays whole and is "
-            "costed by its parameters and its input"
+            f"{name} cannot be traced ({self.where}: {self.reason}): it is not sharded, and its "
+            f"cost is estimated from its parameters and input"
         )
 
 
@@ -226,7 +224,7 @@ class Analysis:
     notes: tuple[str, ...] = ()
 
     def cost(self, phase: str) -> Cost:
-        """Work of a phase: "forward", "recompute" or "backward"."""
+        """Returns the work of a phase: "forward", "recompute" or "backward"."""
         found = Cost()
         for operator in self.operators:
             if operator.phase == phase:
@@ -235,7 +233,7 @@ class Analysis:
 
     @cached_property
     def flops(self) -> int:
-        """FLOPs of the whole step."""
+        """FLOPs of the full step."""
         return sum(o.flops * o.count for o in self.operators)
 
     def seconds(self, device: Device, phase: str | None = None, path: str = "") -> float:
@@ -245,7 +243,7 @@ class Analysis:
         return sum(count * o.seconds_on(device) for o, count in every)
 
     def module(self, path: str) -> ModuleCosts:
-        """Costs of a module, or of the equal one that was traced in its place."""
+        """Returns the costs of a module, or of the equal module traced instead of it."""
         stands = self.followed(path)
         found = self.modules.get(stands)
         if found is None:
@@ -257,7 +255,7 @@ class Analysis:
         return found if stands == path else replace(found, path=path, alike=stands)
 
     def followed(self, path: str) -> str:
-        """Path of the module that was traced in place of another."""
+        """Returns the path of the module that was traced instead of another."""
         parts = path.split(".")
         for end in range(len(parts), 0, -1):
             head = ".".join(parts[:end])
@@ -266,13 +264,13 @@ class Analysis:
         return path
 
     def graph(self, path: str, phase: str | None = None) -> tuple[Operator, ...]:
-        """Operators, in order, of a module or of the one traced in its place."""
+        """Returns the operators of a module, or of the module traced instead of it, in order."""
         own = self.module(path).alike or path
         inside = (o for o in self.operators if not own or f"{o.path}.".startswith(f"{own}."))
         return tuple(o for o in inside if phase in (None, o.phase))
 
     def stacks(self) -> Iterator[tuple[str, Sequence[str]]]:
-        """Yields each traced module with the equal ones that it represents."""
+        """Yields each traced module with the equal modules that it represents."""
         found: dict[str, list[str]] = {}
         for path, stands in self.alike.items():
             found.setdefault(stands, []).append(path)

@@ -1,8 +1,8 @@
-"""Replays module calls without running them: recreates the effects of an equal call.
+"""Replays repeated module calls: recreates the effects of an equal call without running it.
 
 A replay creates the outputs and one storage for everything saved inside, keeps the inputs that the
-call kept, and creates the gradients of the inputs in backward. So the bytes before and after the
-call are right, and its peak is known from the traced call.
+call kept, and creates the inputs' gradients in backward. So the bytes before and after the call
+are exact, and its peak is known from the traced call.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class _Replay(torch.autograd.Function):
 
 
 FEWEST = 3
-"""Number of equal modules from which on it is worth looking."""
+"""Minimum number of equal modules for replaying."""
 PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 
@@ -189,7 +189,6 @@ class Repeats:
 
     @contextmanager
     def replaying(self, recorder: Recorder) -> Iterator[None]:
-        """Replays equal calls inside the context."""
         self._recorder = recorder
         with calls_through(self._call, list(self._candidates)):
             yield
@@ -214,7 +213,7 @@ class Repeats:
                 yield module, (path, forms[module])
 
     def _form(self, module: nn.Module, forms: dict[nn.Module, int]) -> int:
-        """A number that equal modules share."""
+        """Returns a number that equal modules share."""
         if module not in forms:
             own = [
                 (n, f"{tuple(t.shape)} {t.dtype} {t.requires_grad}") for n, t in _tensors(module)
@@ -295,7 +294,7 @@ class Repeats:
             if ran != kind.first:
                 found = "its first calls differ"
             elif recorder.live - live != held + found.inside:
-                found = "it keeps memory that is neither saved nor given"
+                found = "it keeps memory that is neither saved for backward nor an output"
             elif any(hooks_of(m) for m in module.modules()):
                 found = "it has hooks"
         if isinstance(found, str):
@@ -309,7 +308,7 @@ class Repeats:
 def _left(
     recorder: Recorder, path: str, leaves: list[Any], output: Any, made: list[Any], packed: int
 ) -> Template | str:
-    """Effects of a call, or why it cannot be replayed."""
+    """Returns the effects of a call, or the reason why it cannot be replayed."""
     given, spec = pytree.tree_flatten(output)
     tensors = _distinct(leaves)
     storages = {recorder.serial(t): n for n, t in reversed(list(enumerate(tensors)))}
@@ -331,7 +330,7 @@ def _left(
         return "its output is a view"
     alive = [tensor for ref in made if (tensor := ref()) is not None]
     if any(t.untyped_storage().nbytes() and not any(t is o for o in fresh) for t in alive):
-        return "something keeps what it computes, such as a cache of keys and values"
+        return "something keeps its results, such as a KV cache"
     template = Template(path, spec, found)
     for one in {p.serial: p for p in recorder.packed[packed:]}.values():
         if one.serial in storages:
@@ -341,7 +340,7 @@ def _left(
         elif not one.name:
             template.inside += one.nbytes
         elif one.name in ("input", "outside"):
-            return "it saves what it was not given"
+            return "it saves tensors that are not its inputs"
         elif one.name.startswith(f"{path}."):
             template.own.append(one.name.removeprefix(f"{path}."))
     return template
@@ -374,7 +373,7 @@ def _through(call: Any, kind: type) -> Any:
 
 
 def _signature(leaves: list[Any]) -> tuple[Any, ...]:
-    """The form of arguments; objects are compared by identity."""
+    """Describes arguments for comparison; objects are compared by identity."""
     numbers = dict[int, int]()
     found = list[Any]()
     for leaf in leaves:
@@ -388,7 +387,6 @@ def _signature(leaves: list[Any]) -> tuple[Any, ...]:
 
 
 def _distinct(leaves: list[Any]) -> list[Tensor]:
-    """The distinct tensors of a list."""
     return list({id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}.values())
 
 
@@ -398,12 +396,12 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _is_number(name: str) -> bool:
-    """Whether an attribute only numbers a module among others of its kind."""
+    """Whether an attribute only numbers a module among others of its class."""
     return any(part in name for part in ("idx", "index", "layer_id", "layer_number"))
 
 
 def _comparable(value: Any) -> Any:
-    """A value that compares equal for equal attributes; other objects by identity."""
+    """Returns a value that is equal for equal attributes; other objects by identity."""
     if isinstance(value, PLAIN):
         return value
     if isinstance(value, list | tuple | set | frozenset):

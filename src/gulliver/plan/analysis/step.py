@@ -1,8 +1,8 @@
-"""Runs a step with fake tensors and sums up its costs.
+"""Runs a step with fake tensors and adds up its costs.
 
     analyse(model, {"input_ids": ids, "labels": ids}).peak
 
-It knows neither how a model will be sharded nor the memory that kernels use internally.
+The analysis covers neither sharding nor the workspace memory of kernels.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from gulliver.plan.analysis.repeats import CallOutput, Repeats, Template, calls_
 # requires that the repeated call's backward is contiguous, with no operator of another module in
 # between. If it is not, the step must be followed without replays.
 def summed(model: nn.Module, recorder: Recorder, repeats: Repeats | None) -> Analysis | None:
-    """Sums up a step; None if the replayed part cannot be known."""
+    """Adds up a step; None if the replayed calls' share is unknown."""
     templates = [t for t in repeats.templates if t.forwards] if repeats is not None else []
     operators, moments = recorder.operators, recorder.moments
     for template in templates:
@@ -91,11 +91,11 @@ class Peaks:
         return max((p[0] for p in part), default=0), max((p[1] for p in part), default=0)
 
     def forward(self, call: ModuleCall) -> int:
-        """Peak bytes of a call's forward above those at its start."""
+        """Peak bytes of a call's forward, relative to its start."""
         return max(0, self.most(call.begun, call.ended)[0] - call.before)
 
     def backward(self, call: ModuleCall) -> int:
-        """Peak bytes of a call's backward above those at its start."""
+        """Peak bytes of a call's backward, relative to its start."""
         if not call.span:
             return 0
         first, last = call.span
@@ -128,7 +128,7 @@ class Peaks:
 
 
 def _extend(call: ModuleCall, moments: Sequence[Moment], operators: Sequence[Operator]) -> None:
-    """Extends a call's backward by the accumulations that follow it."""
+    """Extends a call's backward by the gradient accumulations that follow it."""
     while call.span and call.span[1] + 1 < len(moments):
         after = moments[call.span[1] + 1]
         if after.operator < 0 or not _added_up(operators[after.operator]):
@@ -144,7 +144,7 @@ def _added_up(operator: Operator) -> bool:
 def _in_one_piece(
     template: Template, moments: Sequence[Moment], operators: Sequence[Operator]
 ) -> bool:
-    """Whether the backward of a call is contiguous."""
+    """Whether the operators of a call's backward are contiguous."""
     assert template.call is not None
     if not template.call.span:
         return not template.backwards
@@ -159,7 +159,7 @@ def _in_one_piece(
 
 
 def _count(template: Template, moments: Sequence[Moment], operators: Sequence[Operator]) -> None:
-    """Counts the operators of a call as often as it was replayed."""
+    """Multiplies the operators of a traced call by its number of replays."""
     call = template.call
     assert call is not None
     for operator in operators[slice(*template.operators)]:
@@ -184,7 +184,7 @@ def _modules(
     peaks: Peaks,
     templates: Sequence[str],
 ) -> Iterator[tuple[str, ModuleCosts]]:
-    """Yields the costs of the modules that were called, in order of first call."""
+    """Yields the costs of each called module, in order of first call."""
     work = _work(operators, templates)
     calls = dict[str, list[ModuleCall]]()
     for call in recorder.calls:
@@ -208,7 +208,7 @@ def _modules(
 
 
 def _work(operators: Sequence[Operator], templates: Sequence[str]) -> dict[tuple[str, str], Cost]:
-    """Work by path and phase; a replayed call counts once."""
+    """Adds up work by path and phase; a replayed call counts once."""
     found = dict[tuple[str, str], Cost]()
     for operator in operators:
         path = operator.path
@@ -236,7 +236,7 @@ OURS = Path(__file__).parents[2]
 def widened(
     model: nn.Module, known: Mapping[str, UntracedModule], error: Exception, running: str
 ) -> dict[str, UntracedModule]:
-    """Adds the module that failed to those that are not traced."""
+    """Adds the module that failed to the untraced modules."""
     where, line = _where(error), str(error).strip().split("\n")[0]
     if needs_data(error):
         path = running
@@ -246,8 +246,8 @@ def widened(
     else:
         name = f"module {running!r}" if running else "the model"
         raise GulliverError(
-            f"{name} cannot run on this batch ({where}: {type(error).__name__}: {line}): give a "
-            "batch and a loss that the model runs with"
+            f"{name} cannot run on this batch ({where}: {type(error).__name__}: {line}): pass a "
+            f"batch and a loss that work with the model"
         ) from error
     kind = type(model.get_submodule(path))
     alike = [p for p, m in model.named_modules() if type(m) is kind] if path else [""]
@@ -257,7 +257,7 @@ def widened(
 
 
 def _around(running: str, known: Mapping[str, UntracedModule]) -> str:
-    """The innermost module that contains both the running module and an untraced one."""
+    """Returns the innermost module that contains the running module and an untraced one."""
     parts = running.split(".") if running else []
     for end in range(len(parts), 0, -1):
         path = ".".join(parts[:end])
@@ -271,7 +271,7 @@ def _inside(path: str, around: str) -> bool:
 
 
 def _where(error: Exception) -> str:
-    """File and line of the model's code that raised."""
+    """Returns file and line of the model's code that raised."""
     libraries = Path(torch.__file__).parent
     frames = traceback.extract_tb(error.__traceback__)
     own = [
@@ -288,7 +288,7 @@ def _where(error: Exception) -> str:
 def left_out(
     model: nn.Module, recorder: Recorder, opaque: Mapping[str, UntracedModule]
 ) -> AbstractContextManager[None]:
-    """Context in which modules are replaced by placeholders."""
+    """Replaces untraced modules by placeholders inside the block."""
     paths = {model.get_submodule(path): path for path in opaque}
 
     def call(module: nn.Module, run: Any, args: Any, kwargs: Any) -> Any:
@@ -303,13 +303,13 @@ def left_out(
 
 
 def _stand_in(recorder: Recorder, module: nn.Module, path: str, given: Any) -> Any:
-    """Placeholder for the call of a module."""
+    """Creates the placeholder output of an untraced module."""
     leaves = [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor)]
     tensors = list({id(t): t for t in leaves}.values())
     first = next((t for t in tensors if t.is_floating_point()), None)
     if first is None:
         # Then the module around it is replaced.
-        raise ValueError(f"what {path} gives is not known")
+        raise ValueError(f"the output of {path} is unknown")
     forward, backward = operators_of(module, path, tensors, first)
     forward.inputs = recorder.values(tensors)
     recorder.record_placeholder(forward)
@@ -334,7 +334,7 @@ def _stand_in(recorder: Recorder, module: nn.Module, path: str, given: Any) -> A
 def operators_of(
     module: nn.Module, path: str, tensors: list[Tensor], first: Tensor
 ) -> tuple[Operator, Operator]:
-    """Forward and backward operators of a module with only parameters and input known."""
+    """Estimates forward and backward operators of a module from its parameters and input."""
     parameters = list(module.parameters())
     weights = sum(p.numel() for p in parameters if p.ndim > 1)
     rows = first.numel() // max(1, first.shape[-1] if first.ndim else 1)
@@ -363,21 +363,22 @@ def analyse(
     prepare: Callable[[nn.Module], None] = lambda _: None,
     repeats: bool = True,
 ) -> Analysis:
-    """Finds the FLOPs, bytes and memory of a training step, operator by operator.
+    """Analyzes the FLOPs, bytes and memory of a training step, operator by operator.
 
     Forward and backward run with fake tensors, so nothing of the model's size is allocated; equal
     blocks are traced once. The model is not changed.
 
     Args:
         model: model in the mode in which it will run, real or on meta.
-        batch: keyword arguments, a tuple of positional ones, or a single one; real or on meta.
-        criterion: loss of the output; None takes the output's own ``loss``, or the cross entropy of
-            its floating-point tensors.
+        batch: a mapping of keyword arguments, a tuple of positional arguments, or a single
+            argument; real or on meta.
+        criterion: computes the loss from the output; None uses the output's own ``loss``, or the
+            cross entropy of its floating-point tensors.
         autocast: dtype of autocast.
         kernels: device type whose operators are used: "cpu" or "cuda".
         prepare: called with the model before it runs, for example to enable recomputation; its
             changes to modules are undone.
-        repeats: whether equal calls of equal modules are traced once.
+        repeats: whether to trace equal calls of equal modules once.
 
     Raises:
         GulliverError: the model does not run on this batch.
@@ -390,7 +391,7 @@ def analyse(
             return step.followed(recorder, opaque, repeats)
         except _NotContiguous:
             found = step.followed(_Ran(), opaque, False)
-            note = "blocks are not left in one piece in backward: each was followed"
+            note = "the backward of blocks is not contiguous: each block was traced"
             return replace(found, notes=(*found.notes, note))
         except GulliverError as error:
             name = f"module {recorder.path!r}" if recorder.path else type(model).__name__
@@ -402,11 +403,11 @@ def analyse(
 
 
 class _NotContiguous(Exception):
-    """The backward of a replayed call is not contiguous."""
+    """Raised if the backward of a replayed call is not contiguous."""
 
 
 class _Ran:
-    """Finds the module that was running when a step failed."""
+    """Remembers the module that was running when a step failed."""
 
     recorder: Recorder | None = None
 
@@ -417,7 +418,7 @@ class _Ran:
 
 
 class _Step:
-    """A step to analyze; arguments as in `analyse`."""
+    """A step to analyze; for arguments see `analyse`."""
 
     def __init__(
         self,
@@ -465,19 +466,19 @@ class _Step:
         return replace(found, opaque=tuple(opaque.values()), notes=notes)
 
     def _recurrent(self) -> Sequence[str]:
-        """Notes about recurrent layers."""
+        """Returns notes about recurrent layers."""
         if self.kernels != "cuda":
             return ()
         layers = [path for path, m in self.model.named_modules() if isinstance(m, nn.RNNBase)]
         if not layers:
             return ()
         return (
-            f"{', '.join(layers)}: followed token by token; what cuDNN reserves in place of that "
-            "is known on a GPU alone",
+            f"{', '.join(layers)}: traced token by token; cuDNN's workspace is unknown without a "
+            f"GPU",
         )
 
     def whole(self, opaque: UntracedModule) -> Analysis:
-        """Costs of a model of which only parameters and batch are known."""
+        """Estimates the costs of a model of which only parameters and batch are known."""
         tensors = [t for t in pytree.tree_leaves(self.batch) if isinstance(t, Tensor)]
         first = max(tensors, key=Tensor.numel)
         operators = operators_of(self.model, "", tensors, first)
@@ -489,7 +490,7 @@ class _Step:
             gradients=trained,
             parameters=sum(p.nbytes for p in self.model.parameters()),
             opaque=(opaque,),
-            notes=("what the model saves and its peak are not known",),
+            notes=("saved activations and peak memory are unknown",),
         )
 
     @staticmethod

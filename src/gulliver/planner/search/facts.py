@@ -1,7 +1,6 @@
-"""The grids of a search: every combination of axes and choices that a plugin can run.
+"""Enumerates the grids of a search: every combination of axes and options that a plugin can run.
 
-No heuristic drops a grid: `grids_of` yields all that divide, and the search skips only those that a
-bound proves to be no better.
+No heuristic drops a grid: the search skips only grids that, by a lower bound, cannot be better.
 """
 
 from __future__ import annotations
@@ -34,13 +33,12 @@ from gulliver.planner.model import HALVES, cast_floats, convert, modules_kept, r
 from gulliver.planner.ranks import cut_numel
 
 STAGES = (0, 1, 2, 3)
-CHUNKS_MB = (4, 8, 16, 32)
-"""Chunk sizes of ZeRO; the first is the default."""
+CHUNKS_MB = (4, 8, 16, 32)  # chunk sizes to try for ZeRO; the first is the default
 
 
 @dataclass(frozen=True, order=True)
 class Axes:
-    """Sizes of the axes of a mesh, and its sequence mode."""
+    """Sizes of the axes of a mesh, and the sequence mode."""
 
     # Number of replicas that read different samples.
     data: int = 1
@@ -65,7 +63,7 @@ class Axes:
 
 @dataclass(frozen=True, order=True)
 class Grid:
-    """Axes and choices of a parallel run."""
+    """Mesh axes and options of a parallel run."""
 
     axes: Axes
     # Stage of ZeRO over data and sequence ranks.
@@ -99,12 +97,11 @@ class Grid:
 
 
 def divisors(number: int) -> list[int]:
-    """Divisors of a number, in ascending order."""
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
 def axes_of(ranks: int, batch: int, blocks: int, modes: Sequence[str]) -> Iterator[Axes]:
-    """Every mesh whose axes divide the batch and the blocks."""
+    """Yields every mesh whose axes divide the batch and the blocks."""
     apart = [mode for mode in modes if mode in SHARED_BY_SEQUENCE]
     for pipeline in divisors(ranks):
         if pipeline > max(1, blocks):
@@ -123,12 +120,11 @@ def axes_of(ranks: int, batch: int, blocks: int, modes: Sequence[str]) -> Iterat
                     yield Axes(data, sequence, tensor, pipeline, "split_gather")
 
 
-FORWARD_ONLY = ("gpipe", "interleaved")
-"""Schedules that differ without a backward."""
+FORWARD_ONLY = ("gpipe", "interleaved")  # schedules that differ in a forward-only pipeline
 
 
 def grids_of(axes: Axes, batch: int, blocks: int, trains: bool = True) -> Iterator[Grid]:
-    """Every grid on a mesh, without recomputation."""
+    """Yields every grid on a mesh, without recomputation."""
     stages = STAGES if axes.data * axes.sequence > 1 else (0,)
     for micro in divisors(batch // axes.data):
         if axes.pipeline == 1:
@@ -145,7 +141,6 @@ def grids_of(axes: Axes, batch: int, blocks: int, trains: bool = True) -> Iterat
 
 @cache
 def _ordered(schedule: str, stages: int, ranks: int, micro_batches: int) -> bool:
-    """Whether a schedule supports this number of micro-batches."""
     try:
         check_counts(schedule, stages, ranks, micro_batches)
     except GulliverError:
@@ -161,7 +156,7 @@ def _ordered(schedule: str, stages: int, ranks: int, micro_batches: int) -> bool
 
 @dataclass(frozen=True)
 class ModelPart:
-    """Costs of a block, or of everything outside blocks, for one sample on one device."""
+    """Cost of a block, or of the part outside blocks, for one sample on one device."""
 
     # Seconds of its forward, but for launching operators.
     forward_s: float = 0.0
@@ -181,7 +176,7 @@ class ModelPart:
 
 @dataclass(frozen=True)
 class TensorShares:
-    """How the ranks of a tensor axis share a model."""
+    """Shares of a model that each rank of a tensor axis computes and stores."""
 
     # Number of ranks.
     size: int
@@ -207,7 +202,7 @@ class TensorShares:
 
 @dataclass
 class Facts:
-    """A model and a batch as numbers."""
+    """Costs of a model and a batch, from which grids are priced."""
 
     # Whole model, perhaps on meta.
     model: nn.Module
@@ -239,17 +234,15 @@ class Facts:
     _shared: dict[int, TensorShares | None] = field(default_factory=dict)
 
     def on(self, device: Device) -> Facts:
-        """The same model on another device."""
         return replace(self, device=device, refused={}, _shared={})
 
     @cached_property
     def parameters(self) -> int:
-        """Elements of all parameters."""
         return sum(p.numel() for p in self.model.parameters())
 
     @cached_property
     def blocks(self) -> tuple[str, ...]:
-        """Paths of the blocks that a pipeline can divide, or that can be recomputed."""
+        """Paths of the blocks that can be split over a pipeline, or recomputed."""
         try:
             return tuple(stack_of(self.model, None).blocks)
         except GulliverError:
@@ -257,7 +250,7 @@ class Facts:
 
     @cached_property
     def has_stack(self) -> bool:
-        """Whether the blocks are a chain with most of the model, which a pipeline can split."""
+        """Whether the blocks form a chain with most of the model, which a pipeline can split."""
         try:
             blocks = stack_of(self.model, None).blocks
         except GulliverError:
@@ -267,12 +260,11 @@ class Facts:
 
     @cached_property
     def recomputable(self) -> frozenset[str]:
-        """Paths of the blocks that can be recomputed."""
         return frozenset(self.blocks) & frozenset(recomputable_blocks(self.model))
 
     @cached_property
     def parts(self) -> tuple[ModelPart, ...]:
-        """Costs of the blocks in order; equal blocks are computed once."""
+        """Costs of the blocks in order; identical blocks are analyzed once."""
         known: dict[str, ModelPart] = {}
         found = []
         for path in self.blocks:
@@ -284,7 +276,7 @@ class Facts:
 
     @cached_property
     def outside(self) -> ModelPart:
-        """Costs outside blocks: embeddings, head and loss."""
+        """Cost of the part outside blocks: embeddings, head and loss."""
         whole, n = self.analysis, self.samples
 
         def rest(of_all: float, name: str) -> float:
@@ -306,12 +298,12 @@ class Facts:
         )
 
     def _each(self, seconds: float, operators: int) -> float:
-        """Seconds of one sample without launches, from those of the analyzed batch."""
+        """Seconds per sample, without launch overhead, in the analyzed batch."""
         return max(0.0, seconds - self.device.launch_s * operators) / self.samples
 
     @cached_property
     def ends(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Names of parameters outside blocks on the first and the last pipeline rank."""
+        """Names of parameters outside blocks on the first and on the last pipeline rank."""
         # Those of modules that every rank keeps are in both; without a pipeline the first has all.
         inside = {f"{path}." for path in self.blocks}
 
@@ -329,7 +321,6 @@ class Facts:
         return before, after
 
     def _peak_behind(self) -> int:
-        """Peak bytes during forward and backward of head and loss."""
         operators = self.analysis.operators
         own = _within(self.analysis, self.blocks)
         inside = [number for number, operator in enumerate(operators) if own(operator)]
@@ -357,9 +348,9 @@ class Facts:
         )
 
     def _before(self, path: str) -> int:
-        """Bytes that exist when a block starts and that backward does not need.
+        """Bytes that are live when a block starts but are not saved for backward.
 
-        The caller holds the block's inputs, and perhaps more, such as embeddings.
+        The caller holds the block's inputs, and possibly other tensors such as embeddings.
         """
         own = _within(self.analysis, [path])
         first = next(operator for operator in self.analysis.operators if own(operator))
@@ -367,17 +358,17 @@ class Facts:
 
     @cached_property
     def forward_s(self) -> float:
-        """Seconds of a forward of one sample on one device, without launches."""
+        """Forward seconds of one sample on one device, without launch overhead."""
         return self.outside.forward_s + sum(part.forward_s for part in self.parts)
 
     @cached_property
     def backward_s(self) -> float:
-        """Seconds of a backward of one sample on one device, without launches."""
+        """Backward seconds of one sample on one device, without launch overhead."""
         return self.outside.backward_s + sum(part.backward_s for part in self.parts)
 
     @cached_property
     def launches(self) -> tuple[float, float]:
-        """Seconds to launch the operators of a forward, and of a backward."""
+        """Launch overhead of the forward and the backward pass, in seconds."""
         parts = (*self.parts, self.outside)
         forward, backward = (sum(part.operators[n] for part in parts) for n in (0, 1))
         return self.device.launch_s * forward, self.device.launch_s * backward
@@ -399,21 +390,20 @@ class Facts:
 
     @cached_property
     def saved(self) -> int:
-        """Activation bytes of a sample."""
+        """Activation bytes of one sample."""
         return self.outside.saved + sum(part.saved for part in self.parts)
 
     @cached_property
     def hidden(self) -> int:
-        """Bytes of a hidden state of one sample."""
+        """Bytes of the hidden state of one sample."""
         return max((part.output for part in self.parts), default=0)
 
     @cached_property
     def update_s(self) -> float:
-        """Seconds of a step of the optimizer on one device."""
         return update_seconds(self.device, 4 * self.trained, self.states)
 
     def shared(self, size: int) -> TensorShares | None:
-        """The parts split over `size` tensor ranks; None if unsupported (see `refused`)."""
+        """How `size` tensor ranks share the model; None if unsupported (see `refused`)."""
         if size not in self._shared:
             try:
                 self._shared[size] = self._shares(plan_tensor(self.model, size, None, True, True))
@@ -444,7 +434,6 @@ class Facts:
         )
 
     def _elements(self, tensor: TensorPlan) -> tuple[Any, Any]:
-        """Elements of a rank's parameters: per block, and outside blocks."""
         named, known = dict(self.model.named_parameters()), dict[str, tuple[int, ...]]()
         # A tied parameter counts at each of its names.
         every = dict(self.model.named_parameters(remove_duplicate=False))
@@ -464,7 +453,6 @@ class Facts:
         return tuple(found), (counts(before), counts(after), counts(rest))
 
     def _divided(self, tensor: TensorPlan) -> tuple[float, float]:
-        """Shares of the activations of blocks, and of head and loss, that tensor ranks split."""
         analysis, kept = self.analysis, self.analysis.kept
         own, apart = _within(analysis, self.blocks), _apart(analysis, tensor)
         cut, seen = [0, 0], set[int]()
@@ -485,7 +473,6 @@ class Facts:
         return operator.count * operator.seconds_on(self.device)
 
     def _bytes(self, path: str, side: str) -> int:
-        """Bytes of a module's first input or last output for one sample."""
         try:
             own = [o for o in self.analysis.graph(path, FORWARD) if not o.in_place]
         except GulliverError:
@@ -498,7 +485,7 @@ class Facts:
 
 
 def _within(analysis: Analysis, paths: Iterable[str]) -> Callable[[Operator], bool]:
-    """A predicate for operators that run inside some modules."""
+    """Returns a predicate for operators that run inside the named modules."""
     heads = {analysis.followed(path) for path in paths}
 
     def inside(operator: Operator) -> bool:
@@ -509,7 +496,7 @@ def _within(analysis: Analysis, paths: Iterable[str]) -> Callable[[Operator], bo
 
 
 def _apart(analysis: Analysis, tensor: TensorPlan) -> set[int]:
-    """Storages of a forward that are sharded over tensor ranks."""
+    """Storages of a forward pass that are sharded over tensor ranks."""
     # Outputs of row-parallel modules and of expert modules are replicated again.
     cut = {analysis.followed(path): placed for path, placed in tensor.modules.items()}
     found = dict[int, str]()
@@ -552,7 +539,6 @@ def facts_of(
     precision: str = "bf16",
     on_cpu: bool = False,
 ) -> Facts:
-    """Analyzes a model."""
     check_shapes(model)
     batch = dict(batch) if isinstance(batch, Mapping) else batch
     half = HALVES.get(precision)
@@ -598,7 +584,6 @@ def check_shapes(model: nn.Module) -> None:
 
 
 def on_meta(model: nn.Module) -> nn.Module:
-    """A copy of a model on meta."""
     own = [*model.parameters(), *model.buffers()]
     memo: dict[int, Any] = {}
     for tensor in own:
@@ -619,7 +604,7 @@ def _tensors(batch: Any) -> list[torch.Tensor]:
 
 
 def _trained(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple[int, int]:
-    """Trained elements, and their number of optimizer states."""
+    """Number of trained elements, and of optimizer state elements per trained element."""
     if optimizer is None:
         return 0, 0
     count = most = 0

@@ -1,10 +1,10 @@
-"""The search over grids: the fastest way to run a model on a cluster within its memory.
+"""Searches for the fastest grid on which a model fits a cluster's memory.
 
     found = search_grids(model, optimizer, batch, cluster, samples=512, memory="70GiB")
     print(found)
 
-Meshes are visited in the order of a lower bound. The search ends when the next bound is no better
-than the worst grid kept, so it is exact under the cost formulas.
+Meshes are visited by increasing lower bound. The search ends when the next bound is no better than
+the worst grid kept, so the result is optimal under the cost formulas.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ from gulliver.planner.search.score import Scored, Scorer
 from gulliver.planner.tiers import NOTHING, OffloadTiers
 
 BEST = 10
-RESERVED = 0.06
-"""Share of a GPU's memory reserved for its context, the allocator and libraries."""
+RESERVED = 0.06  # share of a GPU's memory reserved for its context, allocator and libraries
 
 
 @dataclass(frozen=True)
@@ -80,19 +79,17 @@ class Found:
         return "\n".join(lines)
 
     def why_none(self) -> str:
-        """Explains why nothing fits, and how many bytes would suffice."""
         least = self.least
         kinds = {**vars(least.memory), "working memory": least.working}
         largest = max(kinds, key=lambda kind: kinds[kind])
         return (
             f"nothing fits {size_at_least(self.limit)} per rank: the minimum is "
             f"{size_at_least(least.bytes)} ({least.grid}), of which {largest.replace('_', ' ')} "
-            f"are {size_text(kinds[largest])}; give more memory, more ranks or a smaller batch"
+            f"are {size_text(kinds[largest])}; use more memory, more ranks or a smaller batch"
             + self._off_load()
         )
 
     def _off_load(self) -> str:
-        """Requirements with offloading."""
         if self.offloaded is None or self.offloaded.bytes >= self.least.bytes:
             return f"; off-load to {self.behind} does not help" if self.behind else ""
         where = "the host" if self.cluster.device.to_device_rate is not None else "a disk"
@@ -119,17 +116,17 @@ def search_grids(
     """Searches all grids that a plugin can run.
 
     Args:
-        model: whole model, perhaps on meta; it is not changed.
+        model: full model, possibly on the meta device; it is not changed.
         optimizer: optimizer of its parameters; None if it is not trained.
-        batch: one sample or a few, as the model takes them; real or on meta.
-        cluster: machines, one rank for each device.
+        batch: one sample or a few, as passed to the model; real or on the meta device.
+        cluster: machines, with one rank per device.
         samples: samples per step over all ranks.
         memory: limit per rank; None for the device's memory minus a reserve.
         precision: ``fp32``, ``bf16`` or ``fp16``.
         best: number of grids to return.
-        facts: facts from an earlier search over the same model.
+        facts: results of `facts_of` for the same model.
         behind: slower tiers of each rank, for offloading state that does not fit.
-        explain: whether to find, if nothing fits, the minimum memory with offloading.
+        explain: whether to compute the minimum memory with offloading if nothing fits.
 
     Raises:
         GulliverError: the model does not run on this batch, there are too few samples, no mesh is
@@ -164,7 +161,7 @@ def search_grids(
 
 
 def _possible(scorer: Scorer) -> tuple[list[Axes], dict[str, str]]:
-    """Meshes that the model can run on, and why not on the others."""
+    """Returns the meshes that can run the model, and reasons for those that cannot."""
     facts, ranks = scorer.facts, scorer.cluster.size
     blocks = len(facts.blocks) if facts.has_stack else 0
     meshes = axes_of(ranks, scorer.batch, blocks, modes_of(facts))
@@ -178,8 +175,6 @@ def _possible(scorer: Scorer) -> tuple[list[Axes], dict[str, str]]:
 
 
 class _Looked(NamedTuple):
-    """The fastest grids, the smallest one, and how many grids and meshes were priced."""
-
     ranked: tuple[Scored, ...]
     least: Grid
     priced: int
@@ -187,7 +182,7 @@ class _Looked(NamedTuple):
 
 
 def _view_of(scorer: Scorer, possible: Sequence[Axes], limit: int, best: int) -> _Looked:
-    """Prices the grids of meshes in bound order, and keeps the fastest of each."""
+    """Prices the grids of each mesh in the order of their bounds, and keeps each mesh's fastest."""
     facts, tie = scorer.facts, itertools.count()
     chosen: list[tuple[float, int, Scored]] = []
     least: tuple[int, Grid] | None = None
@@ -226,7 +221,7 @@ def _with_offloaded(
     best: int,
     explain: bool,
 ) -> tuple[tuple[Scored, ...], int, MinimumOffload | None]:
-    """Grids including offloading ones, how many were skipped, and the least memory if none fits."""
+    """Adds offloading grids; also returns how many were skipped, and the least memory needed."""
     behind, unlooked, offloaded = offloader.behind, 0, None
     if behind:
         ranked, unlooked = with_offload(offloader, possible, ranked, best)
@@ -240,13 +235,13 @@ def _with_offloaded(
 
 
 def _order(scored: Scored) -> tuple[float, int, int]:
-    """Sort key: faster first; ties (to four digits) by fewer micro-batches, then fewer bytes."""
+    """Sorts by step time (four digits), then micro-batches, then bytes."""
     step = float(f"{scored.seconds.step:.4g}")
     return step, scored.grid.micro_batches, scored.bytes
 
 
 def modes_of(facts: Facts) -> Sequence[str]:
-    """Searched sequence modes that a model supports."""
+    """Sequence modes to search that a model supports."""
     family = family_of(facts.model)
     if family.sequences is None or not (family.classes or is_hugging_face(facts.model)):
         return ()
@@ -265,7 +260,6 @@ def _limit(memory: int | str | None, cluster: Cluster, on_cpu: bool) -> int:
 
 
 def axes_text(axes: Axes) -> str:
-    """Short description of a mesh."""
     return str(Grid(axes))
 
 
@@ -273,19 +267,16 @@ def axes_text(axes: Axes) -> str:
 
 
 GIB = 1 << 30
-SHARES = (0.5, 0.75, 1.0, 1.5)
-"""Fractions of the given limit at which memory is priced."""
-DOUBLINGS = 4
-"""Times that a cluster that is too small is doubled."""
-COUNTS = 24
-"""Numbers of ranks that are searched individually."""
+SHARES = (0.5, 0.75, 1.0, 1.5)  # multiples of the limit at which memory is priced
+DOUBLINGS = 4  # maximum number of times that a cluster is doubled if the model does not fit
+COUNTS = 24  # numbers of ranks up to this one are searched individually
 
 
 # [Note: few searches] The fastest grid under a limit is also the fastest under every limit between
 # its own bytes and that one, so most limits need no search.
 @dataclass(frozen=True)
 class Price:
-    """The fastest grid under a limit."""
+    """The fastest grid under a memory limit."""
 
     # Bytes that a rank may hold.
     limit: int
@@ -295,7 +286,7 @@ class Price:
 
 @dataclass(frozen=True)
 class MinimumResources:
-    """Least memory and fewest ranks that suffice."""
+    """Minimum memory and minimum number of ranks."""
 
     # Least bytes of a rank that a grid on this cluster holds.
     bytes: int
@@ -312,7 +303,7 @@ class MinimumResources:
 def searched_again(
     found: Found, samples: int, cluster: Cluster | None = None, **others: int | None
 ) -> Found:
-    """Repeats a search with other machines or limits, for the fastest grid only."""
+    """Repeats a search with other machines or limits; returns only the fastest grid."""
     machines = cluster or found.cluster
     facts = (
         found.facts if machines.device == found.facts.device else found.facts.on(machines.device)
@@ -322,7 +313,7 @@ def searched_again(
 
 
 def prices_of_memory(found: Found, samples: int) -> tuple[Price, ...]:
-    """Step times under smaller and larger limits, and with one GiB more."""
+    """Step times under smaller and larger memory limits, and with one more GiB."""
     if not found.best:
         return ()
     limit, best = found.limit, found.best[0]
@@ -336,7 +327,6 @@ def prices_of_memory(found: Found, samples: int) -> tuple[Price, ...]:
 
 
 def _priced_one_by_one(limits: Sequence[int], search: Callable[..., Found]) -> tuple[Price, ...]:
-    """Prices of limits with offloading, where every byte changes the traffic."""
     # What runs under a limit also runs under a larger one, whose chunk size may be chosen worse.
     found, best = list[Price](), None
     for at in limits:
@@ -348,7 +338,6 @@ def _priced_one_by_one(limits: Sequence[int], search: Callable[..., Found]) -> t
 
 
 def _limits(limit: int) -> list[int]:
-    """Limits to price, including the given one."""
     return sorted({*(int(limit * share) for share in SHARES), limit + GIB})
 
 
@@ -359,7 +348,7 @@ def _first(found: Found) -> Scored | None:
 def _under(
     at: int, limit: int, best: Scored, free: Scored, search: Callable[..., Found]
 ) -> Scored | None:
-    """The fastest grid under a limit; searches only if no known one applies."""
+    """The fastest grid under a limit; searches only if no known result applies."""
     if at >= free.bytes:
         return free
     if best.bytes <= at <= limit:
@@ -368,13 +357,11 @@ def _under(
 
 
 def saved_by_a_gib(prices: Sequence[Price], limit: int) -> float:
-    """Step time saved by one more GiB."""
     steps = {p.limit: p.scored.seconds.step for p in prices if p.scored is not None}
     return steps[limit] - steps[limit + GIB]
 
 
 def minimum_resources(found: Found, samples: int) -> MinimumResources:
-    """The least memory on this cluster and the fewest ranks that suffice."""
     least, grid = least_bytes(found.facts, found.cluster, samples)
     offloaded = _offloaded(found, samples)
     if offloaded is not None and offloaded.bytes >= least:
@@ -383,7 +370,6 @@ def minimum_resources(found: Found, samples: int) -> MinimumResources:
 
 
 def _offloaded(found: Found, samples: int) -> MinimumOffload | None:
-    """The least memory that suffices with offloading."""
     if found.offloaded is not None or found.facts.optimizer is None:
         return found.offloaded
     scorer, meshes = _scorer(found.facts, found.cluster, samples)
@@ -391,7 +377,7 @@ def _offloaded(found: Found, samples: int) -> MinimumOffload | None:
 
 
 def _scorer(facts: Facts, cluster: Cluster, samples: int) -> tuple[Scorer, list[Axes]]:
-    """A scorer for a model on a cluster, and the possible meshes."""
+    """Returns a scorer for a model on a cluster, and the possible meshes."""
     on_cpu = cluster.device.to_device_rate is None
     scorer = Scorer(facts, cluster, samples, "cpu" if on_cpu else "cuda", 0.0)
     blocks = len(facts.blocks) * facts.has_stack
@@ -419,7 +405,7 @@ def _enough(found: Found, samples: int, least: int, grid: Grid) -> MinimumResour
 
 
 def _fewest(found: Found) -> int:
-    """A lower bound on the ranks that can hold the state."""
+    """A lower bound on the number of ranks whose memory holds the state."""
     facts = found.facts
     master = WIDE if facts.copied else facts.item
     # What the optimizer works with: its numbers, what it steps, and the gradients of that.
@@ -437,7 +423,7 @@ def _fits(found: Found, samples: int, ranks: int) -> bool:
 
 
 def least_bytes(facts: Facts, cluster: Cluster, samples: int, limit: int = 0) -> tuple[int, Grid]:
-    """The grid whose fullest rank is smallest, with every block recomputed."""
+    """Minimum memory per rank over all grids, with every block recomputed; and its grid."""
     scorer, meshes = _scorer(facts, cluster, samples)
     again, trains = len(facts.recomputable), facts.optimizer is not None
     best: tuple[int, Grid] | None = None

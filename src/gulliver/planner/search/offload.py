@@ -1,7 +1,7 @@
 """Grids that offload state to host memory or disk.
 
-Traffic and waiting times come from the replay of the memory engine, for the plan that the grid's
-plugin makes; only a bound is computed here.
+Traffic and waiting times come from replaying the memory manager on the plan of the grid's plugin;
+this module only computes a lower bound.
 """
 
 from __future__ import annotations
@@ -34,12 +34,9 @@ from gulliver.planner.state_bytes import BACKWARD, FORWARD
 from gulliver.planner.tiers import OffloadTiers
 
 ENDLESS = 1 << 60
-REPLAYED = 96
-"""Maximum micro-batches of ranks replayed in a search, over all grids."""
-ASKED = 32
-"""The same for the minimum memory."""
-MICRO_BATCHES = 16
-"""Those of a grid at most: a pipeline of more is not replayed."""
+REPLAYED = 96  # maximum number of replayed micro-batches (summed over ranks and grids) in a search
+ASKED = 32  # the same limit when searching for the minimum memory
+MICRO_BATCHES = 16  # pipelines with more micro-batches are not replayed
 
 
 # [Note: few replays] A replay takes from 10 ms to some seconds, and there are thousands of grids.
@@ -48,7 +45,7 @@ MICRO_BATCHES = 16
 # replayed in its order until it is no better than the best result.
 @dataclass(frozen=True)
 class MinimumOffload:
-    """The least memory that suffices with offloading."""
+    """Minimum memory with offloading."""
 
     # Bytes of a rank.
     bytes: int
@@ -62,7 +59,7 @@ class MinimumOffload:
 
 
 def offloaded_grids(scorer: Scorer, axes: Axes, behind: OffloadTiers) -> Iterator[Grid]:
-    """Every offloading grid of a mesh, with all or none of its blocks recomputed."""
+    """Yields every offloading grid of a mesh, with all or none of its blocks recomputed."""
     # State is offloaded in chunks of ZeRO stage 3. Gradient accumulation is not replayed and left
     # out, as are pipelines with more than `MICRO_BATCHES`.
     facts = scorer.facts
@@ -85,13 +82,11 @@ class Offloader:
         self.looked = self.replayed = 0
 
     def needs_offload(self, grid: Grid) -> bool:
-        """Whether a grid fits only with offloading."""
         if smallest_limit(0, self.scorer.other_bytes(grid)) > self.limit:
             return False
         return self.scorer.bytes_of(replace(grid, offload="")) > self.limit
 
     def bound(self, grid: Grid) -> float:
-        """A lower bound of the seconds of a step."""
         scorer = self.scorer
         seconds = scorer.score(grid).seconds
         held, learned = scorer.resting(grid)
@@ -121,7 +116,6 @@ class Offloader:
         return Scored(known.grid, seconds, memory, 0, known.samples, moved)
 
     def _fullest(self, grid: Grid, resolved: ResolvedPlan) -> MemoryPlan:
-        """Bytes of state and of everything else at the peak."""
         facts, plan = self.scorer.facts, resolved.plan
         assert plan.tiers is not None, "what off-loads has a limit"
         # Cached: `tiered_step` has asked for the same.
@@ -142,13 +136,12 @@ class Offloader:
         return most
 
     def plan(self, grid: Grid) -> Plan:
-        """The plan of a grid's plugin for the searched cluster."""
         facts, cluster = self.scorer.facts, self.scorer.cluster
         plugin, plan = self._choices(grid)
         return plugin.for_model(plan, facts.model, facts.optimizer, cluster)
 
     def least(self, grid: Grid) -> MinimumOffload | None:
-        """The least memory of a grid; None if it cannot run."""
+        """Minimum memory of a grid; None if it cannot run."""
         facts, model = self.scorer.facts, self.scorer.facts.model
         self._count(grid, 1)
         try:
@@ -199,7 +192,7 @@ class Offloader:
 def with_offload(
     offloader: Offloader, meshes: Sequence[Axes], found: Sequence[Scored], best: int
 ) -> tuple[tuple[Scored, ...], int]:
-    """The fastest grids, one per mesh, including offloading ones; and how many were skipped."""
+    """Returns the fastest grid per mesh, including offloading ones, and how many were skipped."""
     scorer, fastest = offloader.scorer, {scored.grid.axes: scored for scored in found}
     grids = [g for axes in meshes for g in offloaded_grids(scorer, axes, offloader.behind)]
     bounds = sorted(
@@ -225,7 +218,7 @@ def _fastest(found: Iterable[Scored], best: int) -> tuple[Scored, ...]:
 
 
 def least_offloaded(scorer: Scorer, meshes: list[Axes]) -> MinimumOffload | None:
-    """The minimum memory of a rank with unlimited slower tiers."""
+    """Minimum memory per rank with unlimited slower tiers."""
     # Grids are tried in the order of their bytes that are not state. The search ends when these
     # alone exceed the best total, or after `ASKED` micro-batches.
     on_host = host_rates(scorer.cluster.device) is not None

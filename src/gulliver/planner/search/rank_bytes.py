@@ -1,7 +1,7 @@
-"""Closed form of a rank's peak bytes on a grid.
+"""Computes a rank's peak bytes on a grid in closed form.
 
-State as in ZeRO (Rajbhandari et al. 2020), activations of the micro-batches in flight. A plan
-predicts its bytes chunk by chunk; this form is fast enough to compare thousands of grids.
+Counts state as in ZeRO (Rajbhandari et al. 2020) and activations of the micro-batches in flight. A
+plan's own prediction goes chunk by chunk; this one is fast enough to compare thousands of grids.
 """
 
 from __future__ import annotations
@@ -20,16 +20,13 @@ from gulliver.plan.tree import SHARED_BY_TENSOR
 from gulliver.planner.search.facts import CHUNKS_MB, Facts, Grid, TensorShares
 
 MIB = 1 << 20
-AHEAD = 2
-"""Chunks that stage 3 prefetches by default."""
+AHEAD = 2  # number of chunks that stage 3 prefetches by default
 GATHERED = AHEAD + 2
-"""Chunks that are gathered at once at stage 3: prefetched, current and previous."""
-PUTS_OFF = ("zero_bubble", "zbv")
-"""Schedules that put off gradients of weights."""
+"""Number of chunks gathered together at stage 3: prefetched, current and previous."""
+PUTS_OFF = ("zero_bubble", "zbv")  # schedules that defer weight gradients
 COLLECTED = IN_FLIGHT + 1
-"""Chunks with full gradients at once from stage 2 on: in flight, and filling."""
-WIDE = 4
-"""Bytes of a float32."""
+"""Number of chunks with full gradients from stage 2: being reduced or being filled."""
+WIDE = 4  # bytes per float32 element
 
 
 # [Note: moments] Activations peak when a backward begins, gradients when it ends, and the
@@ -48,7 +45,7 @@ WIDE = 4
 # rank as on the first), under zbv only the current one.
 @dataclass(frozen=True)
 class RankBlocks:
-    """The blocks of a rank."""
+    """The blocks of a pipeline rank."""
 
     # Numbers of the blocks in the order in which the rank runs them.
     blocks: tuple[int, ...]
@@ -66,7 +63,7 @@ class RankBlocks:
 
 @dataclass(frozen=True)
 class _Moment:
-    """Bytes of one sample at a moment in the backward of one micro-batch."""
+    """Bytes per sample at one point of a micro-batch's backward pass."""
 
     # Bytes kept for later operations.
     kept: float
@@ -77,13 +74,12 @@ class _Moment:
 
     @cached_property
     def all(self) -> float:
-        """Bytes kept or used as workspace."""
         return self.kept + self.working
 
 
 @dataclass(frozen=True)
 class _Gradients:
-    """Bytes of gradients during the last backward of a step."""
+    """Bytes of gradients during the last backward pass of a step."""
 
     # Bytes as it begins.
     begin: float
@@ -98,7 +94,7 @@ class _Gradients:
 
 
 class RankBytes:
-    """Bytes of ranks on grids of one model."""
+    """Predicts peak bytes of ranks for the grids of one model."""
 
     def __init__(self, facts: Facts, batch: int) -> None:
         self.facts, self.batch = facts, batch
@@ -112,7 +108,7 @@ class RankBytes:
     def held(
         self, grid: Grid, stage: RankBlocks, flying: float, waiting: int = 0
     ) -> tuple[MemoryPlan, int]:
-        """Peak bytes of a rank by kind, and its working memory."""
+        """Peak bytes of a rank by kind, and its workspace."""
         parameters, window, state = self._state(grid, stage)
         inputs, found = self._inputs(grid, stage), []
         for gradients, others in self._backwards(grid, stage, flying):
@@ -125,7 +121,6 @@ class RankBytes:
         return MemoryPlan(held, grads, int(state), kept), working
 
     def _inputs(self, grid: Grid, stage: RankBlocks) -> float:
-        """Bytes of a step's samples on a rank, and of its key-value cache."""
         samples = self.batch // grid.axes.data
         inputs = samples * self.facts.analysis.inputs / self.facts.samples / grid.axes.sequence
         return inputs + samples * self._cached(grid, stage)
@@ -133,7 +128,6 @@ class RankBytes:
     def _fullest(
         self, grid: Grid, stage: RankBlocks, gradients: _Gradients, others: float, waiting: int
     ) -> tuple[float, float, float]:
-        """Bytes of gradients, activations and working memory at the peak of a backward."""
         axes, learns = grid.axes, self._learns
         micro = self.batch // axes.data // grid.micro_batches
         by_tensor = axes.mode in SHARED_BY_TENSOR
@@ -158,13 +152,13 @@ class RankBytes:
         return grads, kept + micro * fullest.kept, micro * fullest.working
 
     def other(self, grid: Grid, stage: RankBlocks, flying: float, waiting: int = 0) -> int:
-        """Peak bytes of a rank other than state: inputs, activations, working memory."""
+        """Peak bytes of a rank excluding state: inputs, activations and workspace."""
         none = _Gradients(0.0, 0.0, 0.0, 0.0, 0.0)
         held = sum(self._fullest(grid, stage, none, flying - 1, waiting))
         return int(max(held, self._inputs(grid, stage) + self._embedded(grid, stage)))
 
     def moments(self, grid: Grid, stage: RankBlocks) -> list[tuple[float, int]]:
-        """Bytes other than state, through the backward of a whole batch and the update."""
+        """Bytes excluding state, at each point of the backward passes and the update of a step."""
         # Each with the elements whose gradients are there by then; in their order.
         axes, inputs = grid.axes, self._inputs(grid, stage)
         by_tensor = axes.mode in SHARED_BY_TENSOR
@@ -175,7 +169,7 @@ class RankBytes:
         return [*held, (own, int(inputs + self._updating(replace(grid, stage=3), stage)))]
 
     def resting(self, grid: Grid, stage: RankBlocks) -> tuple[int, int]:
-        """Bytes of a rank's state between steps at stage 3: in total, and trained."""
+        """Bytes of a rank's state between steps at stage 3: total and trained."""
         own = self._sums(stage, grid.axes.tensor)[0]
         parts = grid.axes.data * grid.axes.sequence
         learned = own * self._learns
@@ -186,7 +180,7 @@ class RankBytes:
     def _backwards(
         self, grid: Grid, stage: RankBlocks, flying: float
     ) -> Iterator[tuple[_Gradients, float]]:
-        """Yields the backwards of a step, with the number of other micro-batches in flight."""
+        """Yields each backward pass of a step, with the number of other micro-batches in flight."""
         several, ranks = grid.micro_batches > 1, grid.axes.pipeline
         if grid.schedule == "dualpipev" and stage.first and grid.micro_batches == 2 * ranks:
             # The first rank runs all forwards of its first stage before its first backward of it;
@@ -204,7 +198,6 @@ class RankBytes:
             yield self._gradients(grid, stage), flying - 1
 
     def state(self, grid: Grid, stage: RankBlocks) -> MemoryPlan:
-        """Peak bytes of parameters, gradients and optimizer state of a rank."""
         parameters, window, state = self._state(grid, stage)
         gradients = self._gradients(grid, stage)
         own, _ = self._sums(stage, grid.axes.tensor)
@@ -218,7 +211,7 @@ class RankBytes:
         return grid.axes.data * grid.axes.sequence if grid.stage else 1
 
     def _state(self, grid: Grid, stage: RankBlocks) -> tuple[float, float, float]:
-        """Bytes of resident parameters, of gathered ones, and of optimizer state."""
+        """Bytes of resident parameters, of gathered parameters, and of optimizer state."""
         facts, parts = self.facts, self._parts(grid)
         own = self._sums(stage, grid.axes.tensor)[0]
         learned = own * self._learns
@@ -232,7 +225,6 @@ class RankBytes:
         return facts.item * shards / parts, window, state
 
     def _gradients(self, grid: Grid, stage: RankBlocks, backwards: int = 0) -> _Gradients:
-        """Bytes of gradients during the last of `backwards`."""
         facts, parts = self.facts, self._parts(grid)
         learned = self._learns * self._sums(stage, grid.axes.tensor)[0]
         master = WIDE if facts.copied else facts.item
@@ -259,12 +251,10 @@ class RankBytes:
         return _Gradients(begin, rate, window, shards * (1 - ahead) + window, shards)
 
     def _embedded(self, grid: Grid, stage: RankBlocks) -> float:
-        """Bytes of the gradient of the embedding."""
         before, *_ = self._shared(grid.axes.tensor).ends
         return self.facts.item * max(before, default=0) * stage.first * self._learns
 
     def _updating(self, grid: Grid, stage: RankBlocks) -> float:
-        """Working memory of an update."""
         facts, parts = self.facts, self._parts(grid)
         if facts.states < 2:
             return 0.0
@@ -285,7 +275,6 @@ class RankBytes:
         return shared
 
     def _sizes_of(self, stage: RankBlocks, tensor: int) -> tuple[int, ...]:
-        """Elements of the rank's parameters, in order, before sharding."""
         shared = self._shared(tensor)
         before, after, both = shared.ends
         found = list(before) if stage.first else []
@@ -299,12 +288,11 @@ class RankBytes:
         )
 
     def _sums_of(self, stage: RankBlocks, tensor: int) -> tuple[int, int]:
-        """Elements of all of the rank's parameters, and of the largest one."""
         sizes = self._sizes(stage, tensor)
         return sum(sizes), max(sizes, default=0)
 
     def _windows_of(self, stage: RankBlocks, tensor: int, capacity: int) -> tuple[int, int]:
-        """Peak bytes of gathered chunks at stage 3, and of gradients in flight from stage 2."""
+        """Peak bytes of gathered chunks at stage 3, and of gradients being reduced from stage 2."""
         chunks = _chunks(self._sizes(stage, tensor), capacity // self.facts.item)
         gathered, collected = (_most_together(chunks, n) for n in (GATHERED, COLLECTED))
         return self.facts.item * gathered, self.facts.item * collected
@@ -312,17 +300,14 @@ class RankBytes:
     # Activations.
 
     def _cached(self, grid: Grid, stage: RankBlocks) -> float:
-        """Bytes of the key-value cache of a sample on a rank."""
         axes, facts = grid.axes, self.facts
         ranks = min(axes.tensor, facts.cached_heads) * axes.sequence
         return facts.cached * stage.count / max(1, len(facts.blocks)) / ranks
 
     def _head(self, grid: Grid) -> float:
-        """Activation bytes of head and loss for a sample."""
         return self.facts.outside.saved * self._divided(grid.axes.tensor, grid.axes.sequence)[1]
 
     def _divided(self, tensor: int, sequence: int) -> tuple[float, float]:
-        """A rank's share of the activations of blocks, and of head and loss."""
         shared, rest = self._shared(tensor), 1 - 1 / tensor
         return (1 - shared.saved * rest) / sequence, (1 - shared.outside * rest) / sequence
 
@@ -335,9 +320,9 @@ class RankBytes:
         recomputed: int,
         parts: int,
     ) -> tuple[tuple[_Moment, ...], float, float]:
-        """Candidate peaks, activation bytes of a micro-batch, and bytes of deferred gradients.
+        """Candidate peaks, activation bytes per micro-batch, and bytes of deferred gradients.
 
-        If `parts` splits the backward in two, the first part frees nothing.
+        With `parts=2` (input and weight gradients), the first half of the backward frees nothing.
         """
         facts, number = self.facts, len(self.facts.blocks)
         inside, outside = self._divided(tensor, sequence)
@@ -378,7 +363,7 @@ class RankBytes:
         return tuple(_undominated(found)), total, sum(noted)
 
     def _noted_of(self, block: int) -> int:
-        """Bytes per sample of output gradients that a block keeps for its weight gradients."""
+        """Bytes per sample of output gradients that a block saves for its weight gradients."""
         facts = self.facts
         path = facts.analysis.followed(facts.blocks[block])
         try:
@@ -391,7 +376,7 @@ class RankBytes:
 
 
 def _undominated(moments: Sequence[_Moment]) -> Iterator[_Moment]:
-    """Yields, in order, the moments that hold more than every later one."""
+    """Yields, in order, the moments that need more bytes than all later ones."""
     most, found = -1.0, []
     for moment in reversed(moments):
         if moment.all > most:
@@ -405,7 +390,7 @@ def _chunk_bytes(facts: Facts, grid: Grid) -> int:
 
 
 def _chunks(sizes: Sequence[int], capacity: int) -> list[int]:
-    """Elements of the chunks that parameters are packed into, as `plan_chunks` does."""
+    """Sizes of the chunks that parameters are packed into, as in `plan_chunks`."""
     found = list[int]()
     for size in sizes:
         if found and found[-1] + size <= capacity:
@@ -416,20 +401,18 @@ def _chunks(sizes: Sequence[int], capacity: int) -> list[int]:
 
 
 def _most_together(chunks: Sequence[int], count: int) -> int:
-    """The largest sum of `count` consecutive chunks."""
     starts = range(max(1, len(chunks) - count + 1))
     return max(sum(chunks[start : start + count]) for start in starts)
 
 
 def stages_of(rank: int, ranks: int, chunks: int, folded: bool) -> list[int]:
-    """Indices of the pipeline stages on a rank."""
     if folded:
         return [rank, 2 * ranks - 1 - rank]
     return [rank + n * ranks for n in range(chunks)]
 
 
 def under_way(grid: Grid, rank: int) -> float:
-    """Maximum micro-batches in flight on a rank, between forward and backward."""
+    """Maximum number of micro-batches in flight on a rank, between forward and backward."""
     # In parts of all the rank's stages, by the definition of the schedules (Narayanan et al. 2021;
     # Qi et al. 2024).
     ranks, chunks, micro = grid.axes.pipeline, grid.chunks, grid.micro_batches
@@ -447,5 +430,5 @@ def under_way(grid: Grid, rank: int) -> float:
 
 
 def put_off(grid: Grid, rank: int) -> int:
-    """Maximum micro-batches of a rank that wait only for weight gradients."""
+    """Maximum number of micro-batches on a rank that only lack their weight gradients."""
     return min(grid.micro_batches - 1, rank) if grid.schedule == "zero_bubble" else 0

@@ -1,7 +1,7 @@
-"""Seconds and bytes of a grid, by the formulas that predict a plan, without creating the plan.
+"""Predicts time and memory of a grid, with the formulas for plans but without creating one.
 
 Bytes refer to the fullest rank: parameters, gradients and optimizer state of its stage,
-activations of the micro-batches in flight, and the working memory of one block.
+activations of the micro-batches in flight, and the workspace of one block.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from gulliver.planner.search.rank_bytes import (
 )
 
 ADDING_UP = ("compute", "recompute", "exposed", "bubble", "update")
-"""Kinds of seconds that add up to a step."""
+"""Kinds of time that add up to a step."""
 
 
 # [Note: recomputation] More recomputed blocks never make a step faster or larger. So the least
@@ -65,19 +65,16 @@ class Scored:
 
     @property
     def bytes(self) -> int:
-        """Total bytes of the fullest rank."""
         held = self.memory
         state = held.parameters + held.gradients + held.optimizer_state
         return state + held.activations + self.working
 
     @property
     def seconds_by_kind(self) -> dict[str, float]:
-        """Seconds of a step by kind, summing to the step."""
         return {kind: getattr(self.seconds, kind) for kind in ADDING_UP}
 
     @property
     def bytes_by_kind(self) -> dict[str, int]:
-        """Bytes of the fullest rank by kind."""
         return {**vars(self.memory), "working": self.working}
 
 
@@ -101,11 +98,11 @@ class Scorer:
         self._bytes = RankBytes(facts, batch)
 
     def shared(self, axes: Axes) -> TensorShares | None:
-        """How tensor ranks share the model on a mesh; None if they cannot."""
+        """How tensor ranks share the model on a mesh; None if unsupported."""
         return self.facts.shared(axes.tensor)
 
     def why_unsupported(self, axes: Axes) -> str:
-        """Why a model cannot run on a mesh; empty if it can."""
+        """Explains why a model cannot run on a mesh; empty if it can."""
         shared = self.shared(axes)
         if shared is None:
             return self.facts.refused[axes.tensor]
@@ -121,7 +118,7 @@ class Scorer:
         return ""
 
     def bound(self, axes: Axes) -> float:
-        """A lower bound of the seconds of all grids on a mesh: compute and exposed messages."""
+        """Lower bound on the step time of all grids on a mesh: compute and exposed messages."""
         shared = self.shared(axes)
         assert shared is not None, "grids are priced whose tensors can be cut"
         share = self._share(axes, shared)
@@ -136,13 +133,12 @@ class Scorer:
         return compute + self.free * open_s / axes.pipeline
 
     def work(self, grid: Grid) -> Work:
-        """Costs of a replica's batch in one process."""
         backwards = 1 if grid.axes.pipeline > 1 else grid.micro_batches
         work = self._work(grid.axes, self.batch // grid.axes.data, backwards)
         return replace(work, peak_rank=self.other_bytes(grid)) if grid.offload else work
 
     def score(self, grid: Grid) -> Scored:
-        """Prices a grid, with its best chunk size."""
+        """Prices a grid with its best chunk size."""
         grid = self.with_best_chunk_size(grid)
         axes = grid.axes
         shared = self.shared(axes)
@@ -172,7 +168,7 @@ class Scorer:
         return Scored(grid, seconds, memory, working, self.batch)
 
     def least(self, grid: Grid, limit: int | None) -> Scored | None:
-        """The grid with the fewest recomputed blocks that fits; None if none does."""
+        """The fitting grid with the fewest recomputed blocks; None if none fits."""
         if limit is None or self.bytes_of(grid) <= limit:
             return self.score(grid)
         count = len(self.facts.recomputable)
@@ -186,23 +182,21 @@ class Scorer:
         return self.score(replace(grid, recomputed=low))
 
     def bytes_of(self, grid: Grid) -> int:
-        """Bytes of the fullest rank."""
         memory, working = self._held(self.with_best_chunk_size(grid))
         return sum(vars(memory).values()) + working
 
     def other_bytes(self, grid: Grid) -> int:
-        """Peak bytes of a rank other than state."""
         ends = self._ends(grid.axes.pipeline, grid.chunks, self._folded(grid))
         count = self._bytes.other
         return max(count(grid, stage, under_way(grid, n), put_off(grid, n)) for n, stage in ends)
 
     def moments(self, grid: Grid) -> list[tuple[float, int]]:
-        """Bytes other than state through a step without a pipeline."""
+        """Bytes excluding state at each point of a step without a pipeline."""
         (stage,) = self._stages(grid)
         return self._bytes.moments(grid, stage)
 
     def resting(self, grid: Grid) -> tuple[int, int]:
-        """Minimum bytes of state between steps at stage 3: in total, and trained."""
+        """Minimum bytes of state between steps at stage 3: total and trained."""
         return min(self._bytes.resting(grid, stage) for stage in self._stages(grid))
 
     # Seconds.
@@ -238,7 +232,6 @@ class Scorer:
         return (1 - shared.seconds * (1 - 1 / axes.tensor)) / axes.sequence
 
     def with_best_chunk_size(self, grid: Grid) -> Grid:
-        """The grid with the chunk size that exposes the least communication."""
         alone = grid.axes.data * grid.axes.sequence == 1
         if grid.chunk_mb or self.facts.chunk_bytes or alone:
             return grid
@@ -262,7 +255,6 @@ class Scorer:
         return min(CHUNKS_MB, key=shown)
 
     def _part(self, grid: Grid) -> float:
-        """Share of the model on the busiest rank of a pipeline."""
         if grid.axes.pipeline == 1:
             return 1.0
         return min(1.0, max(self._dealt(grid.axes.pipeline * grid.chunks)[1]) * grid.chunks)
@@ -270,7 +262,6 @@ class Scorer:
     def _sharded_of(
         self, axes: Axes, stage: int, times: int, part: float, chunk_mb: int
     ) -> list[Message]:
-        """Messages between replicas, with chunks of one size."""
         facts, line = self.facts, self._links(axes)["replicas"]
         shared = self.shared(axes)
         assert shared is not None, "grids are priced whose tensors can be cut"
@@ -296,7 +287,6 @@ class Scorer:
         return Mesh(self.device, {n: size for n, size in sizes.items() if size > 1 or n == "data"})
 
     def _plan(self, grid: Grid, work: Work) -> Plan:
-        """A plan with the fields that its prediction reads."""
         axes, facts = grid.axes, self.facts
         pipeline = PipelineLayout()
         if axes.pipeline > 1:
@@ -343,7 +333,7 @@ class Scorer:
         return attention_sends(plan, self.facts.model)
 
     def _dealt_of(self, stages: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
-        """Blocks and share of the work of each stage; head and loss are on the last."""
+        """Blocks and share of the work of each stage; the last one has head and loss."""
         parts, outside = self.facts.parts, self.facts.outside
         costs = [part.forward_s + part.backward_s for part in parts]
         costs[-1] += outside.forward_s + outside.backward_s
@@ -353,7 +343,6 @@ class Scorer:
         return sizes, shares
 
     def state_of(self, grid: Grid) -> MemoryPlan:
-        """Peak bytes of model state of the fullest rank."""
         grid = self.with_best_chunk_size(grid)
         every = [self._bytes.state(grid, stage) for stage in self._stages(grid)]
         return max(every, key=lambda found: found.total)
@@ -365,20 +354,18 @@ class Scorer:
         return grid.axes.pipeline > 1 and STYLES[grid.schedule].folded
 
     def _held_of(self, grid: Grid) -> tuple[MemoryPlan, int]:
-        """Bytes of the fullest rank by kind, and its working memory."""
         ends = self._ends(grid.axes.pipeline, grid.chunks, self._folded(grid))
         held = self._bytes.held
         every = [held(grid, stage, under_way(grid, n), put_off(grid, n)) for n, stage in ends]
         return max(every, key=lambda found: sum(vars(found[0]).values()) + found[1])
 
     def _ends_of(self, ranks: int, chunks: int, folded: bool) -> list[tuple[int, RankBlocks]]:
-        """Ranks of a pipeline that may be fullest: both ends, and the one with most blocks."""
+        """Pipeline ranks that may be the fullest: both ends, and the rank with the most blocks."""
         stages = self._summed(ranks, chunks, folded)
         fullest = max(range(len(stages)), key=lambda n: stages[n].count)
         return [(n, stages[n]) for n in sorted({0, len(stages) - 1, fullest})]
 
     def _summed_of(self, ranks: int, chunks: int, folded: bool) -> list[RankBlocks]:
-        """The blocks of each rank of a pipeline."""
         if ranks == 1:
             return [RankBlocks(tuple(range(len(self.facts.parts))), True, True)]
         sizes, _ = self._dealt(ranks * chunks)
@@ -396,7 +383,7 @@ class Scorer:
 
 
 def quick_cut(costs: Sequence[float], parts: int) -> list[int]:
-    """Splits a chain into consecutive parts with the smallest possible maximum, by bisection."""
+    """Splits a chain into consecutive parts that minimize the largest cost, by bisection."""
     # `partition_chain` also finds the most even cut, in quadratic time.
     low, high = max(costs), sum(costs)
     best = _filled(costs, parts, high)
@@ -412,7 +399,7 @@ def quick_cut(costs: Sequence[float], parts: int) -> list[int]:
 
 
 def _filled(costs: Sequence[float], parts: int, limit: float) -> list[int] | None:
-    """Bounds of parts filled greedily up to a limit; None if elements are left over."""
+    """Fills parts greedily up to a limit; returns their bounds, or None if elements remain."""
     bounds, held = [0], 0.0
     for number, cost in enumerate(costs):
         left = len(costs) - number  # each part that is still empty needs one

@@ -44,23 +44,21 @@ class Layer:
 
 @dataclass(frozen=True)
 class Selection:
-    """The linear layers of a model."""
+    """Linear layers of a model: those that can compute in FP8, and the others with reasons."""
 
     layers: tuple[Layer, ...]  # All of them, in the model's order
 
     @property
     def taken(self) -> tuple[Layer, ...]:
-        """Layers that compute in FP8."""
         return tuple(layer for layer in self.layers if not layer.why_not)
 
     @property
     def kept(self) -> dict[str, str]:
-        """Reasons for the other layers, by path."""
+        """Reasons why layers cannot compute in FP8, by path."""
         return {layer.path: layer.why_not for layer in self.layers if layer.why_not}
 
     @property
     def weights(self) -> int:
-        """Number of weight elements in FP8."""
         return sum(layer.inputs * layer.outputs for layer in self.taken)
 
     def __str__(self) -> str:
@@ -82,7 +80,7 @@ class _Rules:
     matched: set[str] = field(default_factory=set)
 
     def reason(self, path: str, module: Any, sizes: Sequence[tuple[int, int]]) -> str:
-        """Why a layer stays in high precision; `sizes` are its inputs and outputs on each rank."""
+        """Returns why a layer stays in high precision; `sizes` are its dims on each rank."""
         weight: Tensor = module.weight
         for pattern in self.exclude:
             if fits(path, pattern):
@@ -138,7 +136,7 @@ def _layer(rules: _Rules, path: str, module: Any) -> Layer:
 
 
 def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yields the modules with the weight of a linear layer, once each, by first path."""
+    """Yields the modules that have a linear layer's weight, once each, under their first path."""
     for path, module in model.named_modules():
         linear = isinstance(module, nn.Linear) or is_transposed(module) or type(module) in _own()
         if linear and isinstance(getattr(module, "weight", None), Tensor):
@@ -151,7 +149,7 @@ def is_transposed(module: nn.Module) -> bool:
 
 
 def fits(path: str, pattern: str) -> bool:
-    """Whether a pattern matches a path or its last parts."""
+    """Whether a pattern matches a path or its last components."""
     return fnmatch(path, pattern) or fnmatch(path, f"*.{pattern}")
 
 
@@ -159,7 +157,7 @@ _taking: set[type[nn.Module]] = set()
 
 
 def takes_fp8(kind: type[nn.Module]) -> type[nn.Module]:
-    """Registers a class of linear layers that implements its attribute ``fp8`` itself."""
+    """Registers a class of linear layers that implements the attribute ``fp8`` itself."""
     _taking.add(kind)
     return kind
 
@@ -178,7 +176,7 @@ def _own() -> tuple[type[nn.Module], ...]:
 
 @dataclass(frozen=True)
 class Conversion:
-    """Report of a conversion: layers that compute in FP8, and those that were kept."""
+    """Report of a conversion: converted layers, and layers that stay in high precision."""
 
     recipe: Recipe  # How the layers compute
     layers: tuple[str, ...]  # Paths of the FP8 layers
@@ -207,11 +205,11 @@ def convert_to_fp8(
         model: model, which may be on meta.
         recipe: scaling, ``tensorwise`` or ``rowwise``, or a `Recipe`.
         emulate: emulate the numerics without FP8 units, which is slow.
-        exclude: patterns of paths of layers that are kept; see `select_layers`.
+        exclude: patterns of layer paths that stay in high precision; see `select_layers`.
         layers: paths of the layers to convert; None for all supported ones.
         keep_weights: keep the FP8 copies of the weights from forward to backward (tensorwise):
             one byte per weight and graph; otherwise backward casts them again.
-        shared: dims of layers that ranks share, by path.
+        shared: reductions over ranks that shard dims of a layer, by path.
 
     Returns:
         The converted layers, and the reasons for the others.
@@ -260,14 +258,14 @@ def revert_fp8(model: nn.Module) -> None:
 
 
 def state_of(module: nn.Module) -> LayerState | None:
-    """Returns an FP8 layer's state; None for other modules."""
+    """Returns the state of an FP8 layer; None for other modules."""
     return vars(module).get("fp8")
 
 
 def fp8_events(model: nn.Module) -> dict[str, dict[str, int]]:
-    """Returns how many casts had non-finite elements, by layer and kind.
+    """Returns the number of casts with non-finite elements, by layer and kind.
 
-    Casts in compiled graphs are not counted; there, non-finite values only show in the loss.
+    Casts in compiled graphs are not counted.
     """
     found = {path: state_of(module) for path, module in model.named_modules()}
     events = {path: state.events() for path, state in found.items() if state is not None}
@@ -275,7 +273,7 @@ def fp8_events(model: nn.Module) -> dict[str, dict[str, int]]:
 
 
 def check_hardware(model: nn.Module, recipe: Recipe) -> None:
-    """Rejects FP8 on devices without FP8 units."""
+    """Raises an error on devices without FP8 units."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     if device.type == "meta":
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -288,12 +286,12 @@ def check_hardware(model: nn.Module, recipe: Recipe) -> None:
 
 
 def has_units(device: torch.device) -> bool:
-    """Whether a device has FP8 units that torch uses."""
+    """Whether a device has FP8 units that torch supports."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= FP8_CAPABILITY
 
 
 class _Forward:
-    """The forward of an FP8 layer; copies of the module get their own."""
+    """Forward of an FP8 layer; a copy of the module gets a new one."""
 
     def __init__(self, module: nn.Module, transposed: bool) -> None:
         self.module, self.transposed = module, transposed

@@ -18,9 +18,9 @@ FORWARD = torch.float8_e4m3fn
 GRADIENT = torch.float8_e5m2
 """Format of output gradients, which need a wider range."""
 LARGEST_SCALE = 2.0**126
-"""The inverse is the least normal number of float32."""
+"""Largest scale whose inverse is a normal float32."""
 EXPONENT = 0x7F800000
-"""Bits of the exponent of a float32."""
+"""Exponent bits of a float32."""
 
 
 # [Note: scales are powers of two] A scale maps the largest magnitude of a tensor (tensor-wise), of
@@ -39,7 +39,7 @@ EXPONENT = 0x7F800000
 # Source: Micikevicius et al., FP8 formats for deep learning, 2022 (arXiv 2209.05433): e4m3 has 3
 # bits of mantissa and ends at 448, e5m2 has 2 and ends at 57344.
 class Scaled(NamedTuple):
-    """A matrix in FP8."""
+    """A matrix in FP8 with its scales."""
 
     values: Tensor
     inverse: Tensor  # Factors that turn them back, float32: one, or one for each row or column
@@ -48,12 +48,12 @@ class Scaled(NamedTuple):
         return Scaled(self.values.t(), self.inverse.t())
 
     def decoded(self, dtype: torch.dtype) -> Tensor:
-        """Returns the elements as numbers of a wider dtype."""
+        """Dequantizes to a wider dtype."""
         return self.values.to(dtype) * self.inverse.to(dtype)
 
 
 def magnitude(x: Tensor, dim: int | None = None) -> Tensor:
-    """Returns the largest magnitude in float32; infinite if an element is not finite."""
+    """Returns the largest magnitude in float32; infinite if any element is not finite."""
     if not x.numel():
         shape = () if dim is None else tuple(1 if d == dim else n for d, n in enumerate(x.shape))
         return x.new_zeros(shape, dtype=torch.float32)
@@ -62,14 +62,14 @@ def magnitude(x: Tensor, dim: int | None = None) -> Tensor:
 
 
 def scale_of(largest: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns the power of two that maps a magnitude into the upper half of a format's range."""
+    """Returns the power of two that scales a magnitude to the upper half of a format's range."""
     exact = (torch.finfo(dtype).max / largest).clamp(max=LARGEST_SCALE)
     power = (exact.view(torch.int32) & EXPONENT).view(torch.float32)
     return torch.where(largest.isfinite(), power, 1.0)
 
 
 def encode(x: Tensor, largest: Tensor, dtype: torch.dtype) -> Scaled:
-    """Returns a matrix in FP8."""
+    """Casts a matrix to FP8, given its largest magnitudes."""
     scale = scale_of(largest, dtype)
     factor = torch.where(largest.isfinite(), scale, torch.nan)
     wide = x.float() if x.dtype is torch.float16 else x  # its exponents end too early
@@ -83,9 +83,9 @@ Scaling = Literal["tensorwise", "rowwise"]
 SCALINGS: tuple[str, ...] = get_args(Scaling)
 Role = Literal["input", "weight", "gradient"]
 COPIES = {"tensorwise": 1, "rowwise": 0}
-"""FP8 weights kept for backward; row-wise scaling needs other scales there."""
+"""Number of FP8 weights kept for backward; row-wise scaling needs different scales there."""
 Agree = Callable[[Tensor], Any]
-"""Replaces magnitudes by the largest of all ranks, in place."""
+"""Reduces magnitudes to their maximum over ranks, in place."""
 DIMS: dict[Role, tuple[str, str]] = {
     "input": ("tokens", "inputs"),
     "weight": ("outputs", "inputs"),
@@ -103,7 +103,7 @@ DIMS: dict[Role, tuple[str, str]] = {
 # process.
 @dataclass(frozen=True)
 class Recipe:
-    """Recipe by which linear layers compute in FP8."""
+    """FP8 scaling of linear layers."""
 
     # ``tensorwise``: a scale for each tensor; ``rowwise``: one for each row or column that a
     # product sums over.
@@ -113,7 +113,7 @@ class Recipe:
     def __post_init__(self) -> None:
         if self.scaling not in SCALINGS:
             raise GulliverError(
-                f"FP8 scaling {self.scaling!r} is not known: {nearest(str(self.scaling), SCALINGS)}"
+                f"unknown FP8 scaling {self.scaling!r}: {nearest(str(self.scaling), SCALINGS)}"
             )
 
     def __str__(self) -> str:
@@ -122,21 +122,20 @@ class Recipe:
 
 @dataclass(frozen=True)
 class SharedDims:
-    """Reductions over the ranks that share a dim of a layer; None if each has all of it."""
+    """Max-reductions over the ranks that shard a dim of a layer; None for unsharded dims."""
 
     tokens: Agree | None = None
     inputs: Agree | None = None
     outputs: Agree | None = None
 
     def over(self, role: Role, dim: int | None) -> list[Agree]:
-        """Returns the reductions of a magnitude over one or both dims of a tensor."""
+        """Returns the reductions needed for magnitudes over one or both dims of a tensor."""
         names = DIMS[role] if dim is None else DIMS[role][dim : dim + 1]
         found = (getattr(self, name) for name in names)
         return [agree for agree in found if agree is not None]
 
     @property
     def any(self) -> bool:
-        """Whether ranks share a dim."""
         return any((self.tokens, self.inputs, self.outputs))
 
 
@@ -165,7 +164,7 @@ class LayerState:
         return self.recipe.scaling == "rowwise"
 
     def cast(self, role: Role, x: Tensor, dim: int | None) -> Scaled:
-        """Returns a matrix in FP8, with scales equal on all ranks."""
+        """Casts a matrix to FP8, with the same scales on all ranks."""
         dtype, largest = GRADIENT if role == "gradient" else FORWARD, magnitude(x, dim)
         for agree in self.shared.over(role, dim):
             agree(largest)
@@ -179,12 +178,12 @@ class LayerState:
         self._events[what] = seen if before is None else before + seen
 
     def events(self) -> dict[str, int]:
-        """Returns how many casts had non-finite elements, by kind."""
+        """Returns the number of casts with non-finite elements, by kind."""
         return {what: int(count) for what, count in self._events.items() if int(count)}
 
 
 def plain_cast(role: Role, x: Tensor, dim: int | None) -> Scaled:
-    """Returns a matrix in FP8 without recording anything, for compiled graphs."""
+    """Casts a matrix to FP8 without recording anything, for compiled graphs."""
     return encode(x, magnitude(x, dim), GRADIENT if role == "gradient" else FORWARD)
 
 
@@ -217,7 +216,7 @@ MULTIPLE = 16
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, state: LayerState, transposed: bool = False
 ) -> Tensor:
-    """Returns ``x @ weight.T + bias`` with an FP8 product: ``[..., outputs]``."""
+    """Computes ``x @ weight.T + bias`` with an FP8 matmul: ``[..., outputs]``."""
     traced = torch.compiler.is_compiling()
     if traced and state.shared.any:  # what is sent cannot be traced
         y = _uncompiled(x, weight, state, transposed, False)
@@ -251,7 +250,7 @@ _uncompiled: Any = uncompiled(_product)
 
 
 def _input(given: Tensor, rows: Tensor, state: LayerState, dim: int | None) -> Scaled:
-    """Returns the input in FP8, reusing the cast of another layer."""
+    """Casts the input to FP8, or reuses the cast of another layer."""
     if state.shared.any or given.grad_fn is None or not torch.is_grad_enabled():
         return state.cast("input", rows.detach(), dim)
     known, key = vars(given).get("_fp8"), (given._version, rows.dtype, dim)
@@ -262,7 +261,7 @@ def _input(given: Tensor, rows: Tensor, state: LayerState, dim: int | None) -> S
 
 
 class _Linear(Function):
-    """The matmuls of a layer, saving only the quantized factors if sufficient."""
+    """Matmuls of a layer; saves only the FP8 operands if backward needs no others."""
 
     @staticmethod
     def forward(
@@ -316,7 +315,7 @@ class _Linear(Function):
 
 
 def matmul(a: Scaled, b: Scaled, dtype: torch.dtype, emulate: bool, fast: bool = False) -> Tensor:
-    """Returns the product of two FP8 matrices, summed in high precision."""
+    """Multiplies two FP8 matrices, with high-precision accumulation."""
     if emulate:
         return emulated(a, b, dtype)
     if 0 in (*a.values.shape, *b.values.shape):
@@ -331,7 +330,7 @@ def matmul(a: Scaled, b: Scaled, dtype: torch.dtype, emulate: bool, fast: bool =
 
 
 def emulated(a: Scaled, b: Scaled, dtype: torch.dtype) -> Tensor:
-    """Emulates FP8 units, except for the order in which terms are added."""
+    """Emulates the matmul of FP8 units, except for the order of additions."""
     wide = torch.float64 if dtype is torch.float64 else torch.float32
     with torch.autocast(a.values.device.type, enabled=False):
         # One factor after the other: their product may be less than float32 has.
@@ -340,7 +339,7 @@ def emulated(a: Scaled, b: Scaled, dtype: torch.dtype) -> Tensor:
 
 
 def _padded(a: Scaled) -> Scaled:
-    """Pads the summed dim with zeros to the required multiple."""
+    """Pads the contracted dim with zeros to a multiple of `MULTIPLE`."""
     missing = -a.values.shape[1] % MULTIPLE
     if not missing:
         return a

@@ -1,9 +1,9 @@
 """Weights as int8 rows and int4 groups, and conversions.
 
-A weight is a matrix ``[outputs, inputs]``. In int8 each row has a scale: its largest magnitude is
-127. In int4 each 128 inputs of a row have one: the value of largest magnitude is -8, and two values
-are in a byte (`packed_int4` says which). Source: LLM.int8(), Dettmers et al., 2022 (arXiv
-2208.07339); the groups are those of llama.cpp's Q4_0, of 128 instead of 32.
+A weight is a matrix ``[outputs, inputs]``. In int8, a scale per row maps its largest magnitude to
+127. In int4, a scale per group of 128 inputs maps the value of largest magnitude to -8, and a byte
+holds two values (see `packed_int4`). Source: LLM.int8(), Dettmers et al., 2022 (arXiv
+2208.07339); the groups are those of llama.cpp's Q4_0, with 128 inputs instead of 32.
 
 Rows are independent, so a shard of rows has the same values as the full weight. A shard of inputs
 does too if given the full weight's largest magnitudes (`largest=`).
@@ -21,7 +21,7 @@ from gulliver.errors import GulliverError
 GROUP = 128
 """Inputs that share a scale in int4."""
 CHUNK = 1 << 20
-"""Elements converted at a time, so that no float32 copy of a weight is made."""
+"""Elements converted at a time, which avoids a float32 copy of the weight."""
 
 
 def _chunks(outputs: int, inputs: int) -> Iterator[slice]:
@@ -30,34 +30,31 @@ def _chunks(outputs: int, inputs: int) -> Iterator[slice]:
 
 
 def largest_of(weight: Tensor, path: str) -> Tensor:
-    """Returns the largest magnitude of each row, in float32."""
     largest = weight.new_zeros(len(weight), dtype=torch.float32)
     if weight.numel():
         for rows in _chunks(*weight.shape):
             largest[rows] = weight[rows].float().abs().amax(1)
     if not weight.is_meta and not bool(largest.isfinite().all()):
         raise GulliverError(
-            f"{path}.weight has values that are not finite: a quantised row would be lost; check "
-            "the weights, or exclude the layer"
+            f"{path}.weight has values that are not finite; check the weights, or exclude the layer"
         )
     return largest
 
 
 def check_int4(largest: Tensor, inputs: int, path: str) -> None:
-    """Rejects weights whose int4 products would overflow."""
+    """Raises an error for weights whose int4 products would overflow."""
     # Kernels add the groups of a row up before the row's activations are scaled back: up to 127
     # times the weights' magnitude for each input.
     most = torch.finfo(torch.float32).max / 127 / max(1, inputs)
     if not largest.is_meta and largest.numel() and float(largest.max()) > most:
         raise GulliverError(
-            f"{path}.weight has magnitudes of {float(largest.max()):.2g}, and int4 sums of "
-            f"{inputs} inputs overflow from {most:.2g} on: use mode='int8', or exclude the layer"
+            f"{path}.weight has magnitudes up to {float(largest.max()):.2g}, but int4 sums over "
+            f"{inputs} inputs overflow above {most:.2g}; use mode='int8', or exclude the layer"
         )
 
 
 @torch.no_grad()
 def to_int8(weight: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
-    """Rounds a weight to int8."""
     values = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
     inverse = torch.where(largest > 1e-36, 127.0 / largest, 0.0)[:, None]
     for rows in _chunks(*weight.shape):
@@ -67,7 +64,6 @@ def to_int8(weight: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def to_int4(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Rounds a weight to int4."""
     outputs, inputs = weight.shape
     packed = torch.empty(outputs, inputs // 2, dtype=torch.int8, device=weight.device)
     scales = weight.new_empty(outputs, inputs // GROUP, dtype=torch.float32)
@@ -81,7 +77,7 @@ def to_int4(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def scale_int4(groups: Tensor) -> Tensor:
-    """Returns the scales of groups ``[..., inputs]``; the value of largest magnitude becomes -8."""
+    """Returns scales for groups ``[..., inputs]``; the value of largest magnitude becomes -8."""
     largest = groups.abs().argmax(-1, keepdim=True)
     return groups.gather(-1, largest).squeeze(-1) / -8.0
 
@@ -93,12 +89,10 @@ def packed_int4(values: Tensor) -> Tensor:
 
 
 def from_int8(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Dequantizes int8 values."""
     return (values.float() * scales[:, None]).to(dtype)
 
 
 def from_int4(packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Dequantizes int4 bytes."""
     groups = packed.view(torch.uint8).unflatten(1, (-1, GROUP // 2))
     values = torch.cat([groups & 15, groups >> 4], dim=2).float() - 8.0
     return (values * scales[:, :, None]).flatten(1).to(dtype)
@@ -118,14 +112,14 @@ def from_int4(packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 DAMPING = 0.01
-"""Share of the mean diagonal that is added to it, for a stable inverse."""
+"""Fraction of the mean diagonal that is added to the diagonal, for a stable inverse."""
 
 
 @torch.no_grad()
 def round_calibrated(
     weight: Tensor, products: Tensor, mode: str, damping: float = DAMPING
 ) -> tuple[Tensor, Tensor]:
-    """Rounds a weight using the products of calibration inputs."""
+    """Rounds a weight with GPTQ, given the sum of outer products of calibration inputs."""
     factor = _factor(products, damping)
     left = torch.empty(weight.shape, dtype=torch.float64, device=weight.device).copy_(weight)
     codes = torch.empty_like(left)  # row by row, as kernels read it, whatever the weight is

@@ -1,8 +1,8 @@
 """Layers with quantized weights: linear, convolution, embedding.
 
-A layer keeps two buffers, ``weight`` (int8) and ``weight_scale`` (float32), and the bias as it was,
-so its state dict can be saved as usual. They have no gradient, and a backward pass through them
-raises. Scales stay in float32 if the model is cast.
+A layer keeps two buffers, ``weight`` (int8) and ``weight_scale`` (float32), and its original bias,
+so its state dict can be saved as usual. The buffers have no gradient, and backward raises an
+error. Scales stay in float32 if the model is cast.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class QuantizedLayer(nn.Module, ABC):
 
     @property
     def stored(self) -> Stored:
-        """The weight in the form that kernels take."""
+        """Weight as passed to kernels."""
         weight, scales, version = self._state()
         known = self._stored
         # Sums are recomputed when the weight was replaced or written.
@@ -72,7 +72,7 @@ class QuantizedLayer(nn.Module, ABC):
         return known[1]
 
     def moved(self) -> None:
-        """Updates the pointers after buffers moved; the row sums stay valid."""
+        """Updates data pointers after buffers moved; the row sums stay valid."""
         if self._stored is not None:
             weight, scales, version = self._state()
             self._stored = version, replace(self._stored[1], values=weight, scales=scales)
@@ -102,14 +102,14 @@ class QuantizedLayer(nn.Module, ABC):
     def _check(self, weight: Tensor, scales: Any) -> None:
         if weight.dtype != torch.int8 or not isinstance(scales, Tensor):
             raise GulliverError(
-                f"{self.path} is quantised to {self.mode}, but the new weight is "
-                f"{_name(weight.dtype)}: load it before replace_module, or load quantised weights"
+                f"{self.path} is quantized to {self.mode}, but the new weight is "
+                f"{_name(weight.dtype)}; load it before replace_module, or load quantized weights"
             )
         if weight.shape != self.weight.shape or scales.shape != self.weight_scale.shape:
             raise GulliverError(
                 f"{self.path} is {self.mode} with values {list(self.weight.shape)} and scales "
                 f"{list(self.weight_scale.shape)}; got {list(weight.shape)} and "
-                f"{list(scales.shape)}, of another model or mode"
+                f"{list(scales.shape)}, from another model or mode"
             )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -124,14 +124,14 @@ class QuantizedLayer(nn.Module, ABC):
 
     @abstractmethod
     def run(self, x: Tensor) -> Tensor:
-        """Returns the output, which has no gradient."""
+        pass
 
     def _activations(self, x: Tensor) -> Tensor:
-        """Casts an input as autocast does; rejects integers."""
+        """Casts an input as autocast does; raises an error for integers."""
         if not (x.is_floating_point() or x.is_complex()):
             raise GulliverError(
                 f"{self.path} takes floats, not {_name(x.dtype)}: the model casts its input to the "
-                f"dtype of the quantised weight; use exclude=[{self.path!r}]"
+                f"dtype of the quantized weight; use exclude=[{self.path!r}]"
             )
         device = x.device.type
         return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
@@ -155,11 +155,10 @@ class QuantizedLinear(QuantizedLayer):
         return self.outputs
 
     def run(self, x: Tensor) -> Tensor:
-        """Returns the product with the weight, plus the bias."""
         return self.multiply(x, self.bias)
 
     def multiply(self, x: Tensor, bias: Tensor | None, largest: Tensor | None = None) -> Tensor:
-        """Returns the product; `largest` as for `gulliver.precision.int8.product`."""
+        """Multiplies by the weight; `largest` as for `gulliver.precision.int8.product`."""
         x = self._activations(x)
         if x.shape[-1] != self.inputs:
             raise GulliverError(f"{self.path} has {self.inputs} inputs, not {x.shape[-1]}")
@@ -169,7 +168,7 @@ class QuantizedLinear(QuantizedLayer):
 
 
 class QuantizedConvolution(QuantizedLayer):
-    """A convolution with an int8 weight, dequantized in each call."""
+    """A convolution with an int8 weight, dequantized in every call."""
 
     def __init__(self, like: Any, path: str, values: Tensor, scales: Tensor) -> None:
         inputs = values[:1].numel()
@@ -182,7 +181,6 @@ class QuantizedConvolution(QuantizedLayer):
         self._around = like._reversed_padding_repeated_twice
 
     def run(self, x: Tensor) -> Tensor:
-        """Returns the convolution with the dequantized weight."""
         x = self._activations(x)
         values = self.weight.flatten(1)
         weight = from_int8(values, self.weight_scale, x.dtype).view(self.weight.shape)
@@ -194,7 +192,7 @@ class QuantizedConvolution(QuantizedLayer):
 
 
 class QuantizedEmbedding(QuantizedLayer):
-    """An embedding with int8 rows, dequantized on look-up."""
+    """An embedding with int8 rows, dequantized on lookup."""
 
     def __init__(
         self,
@@ -218,14 +216,13 @@ class QuantizedEmbedding(QuantizedLayer):
         return self.inputs
 
     def run(self, x: Tensor) -> Tensor:
-        """Looks up ids ``[...]`` as ``[..., width]``."""
         vectors = F.embedding(x, self.weight).float()
         scales = F.embedding(x, self.weight_scale[:, None])
         return vectors.mul_(scales).to(cast(Tensor, self.like).dtype)
 
 
 class _Forward(Function):
-    """A forward pass whose backward raises, with the layer's path."""
+    """Forward pass whose backward raises an error that names the layer."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, layer: Any) -> Tensor:

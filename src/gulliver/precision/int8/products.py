@@ -20,11 +20,11 @@ from gulliver.precision.int8.formats import GROUP, from_int4, from_int8
 INTERFACE = 2
 """Version of the extension's interface, incremented on both sides when calls change."""
 INSTRUCTIONS = ("avx512-vnni", "avx2", "none")
-"""Values of ``$GULLIVER_INT8``; by default the first that the processor supports."""
+"""Values of ``$GULLIVER_INT8``; default: the first that the processor supports."""
 
 
 def kernels_problem() -> str | None:
-    """Why native kernels are not available; None if they are."""
+    """Returns why native kernels are unavailable; None if they are available."""
     try:
         built = importlib.import_module("gulliver.precision.int8._kernels")
         importlib.import_module("gulliver.serve._decoder")
@@ -75,7 +75,7 @@ MODES = ("int8", "int8_dynamic", "int4")
 KINDS = {"int8": 3, "int4": 4}
 """Kinds of weights by their numbers in `native/decoder.hpp`."""
 PIECE = 16 << 20
-"""Elements of a weight that are dequantised at once."""
+"""Elements of a weight that are dequantized at a time."""
 TINY = 1e-36
 MOST_ROWS = 128
 """Rows above which dequantized products beat native ones with unrounded activations."""
@@ -103,13 +103,13 @@ class Stored:
 
 
 def product(w: Stored, x: Tensor, bias: Tensor | None, largest: Tensor | None = None) -> Tensor:
-    """Returns the product of rows with a quantized weight.
+    """Multiplies rows by a quantized weight.
 
     Args:
-        w: quantised weight.
+        w: quantized weight.
         x: activations ``[rows, inputs]``.
         bias: bias ``[outputs]``, or None.
-        largest: largest magnitude below the threshold of each full row, if `x` is a shard of its
+        largest: each complete row's largest magnitude below the threshold, if `x` is a shard of its
             inputs.
     """
     if torch.compiler.is_compiling():  # a graph ends here, and goes on behind
@@ -184,7 +184,7 @@ def _added(out: Tensor, bias: Tensor | None, added: Tensor | None) -> Tensor:
 
 
 def largest_in_rows(x: Tensor, threshold: float) -> Tensor:
-    """Returns the largest magnitude below a threshold of each row, in float32."""
+    """Returns each row's largest magnitude below a threshold, in float32."""
     size = x.float().abs()
     return torch.where(size < threshold, size, 0.0).amax(1)
 

@@ -41,7 +41,7 @@ from gulliver.precision.int8.products import MODES
 
 @dataclass(frozen=True)
 class Layer:
-    """Report on one layer."""
+    """Report on a layer."""
 
     path: str
     kind: str
@@ -56,7 +56,7 @@ class Layer:
 
 @dataclass
 class Report:
-    """Report on a model's layers and its kernels."""
+    """Report on a model's layers and on kernels."""
 
     mode: str  # Mode that was asked for
     # All layers with a weight of two dims or more, replaced and kept.
@@ -66,12 +66,10 @@ class Report:
 
     @property
     def replaced(self) -> list[Layer]:
-        """Layers that are quantized."""
         return [layer for layer in self.layers if layer.format]
 
     @property
     def kept(self) -> list[Layer]:
-        """Layers that were not quantized."""
         return [layer for layer in self.layers if not layer.format]
 
     def __str__(self) -> str:
@@ -83,7 +81,7 @@ class Report:
             lines[row] = lines.get(row, 0) + 1
         widths = [max((len(row[i]) for row in lines), default=0) for i in range(4)]
         text = [
-            f"{self.mode}: {len(self.replaced)} layers quantised, {len(self.kept)} unchanged; "
+            f"{self.mode}: {len(self.replaced)} layers quantized, {len(self.kept)} unchanged; "
             f"{size_text(self.before)} before, {size_text(self.after)} after"
         ]
         for row, count in lines.items():
@@ -102,7 +100,7 @@ LOG = logging.getLogger("gulliver")
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 Model = TypeVar("Model", bound=nn.Module)
 NOTE = "_quantisation"
-"""Attribute of a model that has its report."""
+"""Name of the model attribute that holds the report."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +153,7 @@ class QuantizeArguments:
 
 Make = Callable[[Any, QuantizeArguments], nn.Module]
 REPLACED: dict[type[nn.Module], Make] = {}
-"""Quantised layer factories by layer class, for layers of other packages."""
+"""Factories of quantized layers by layer class, for layers of other packages."""
 GROUPED: dict[type[nn.Module], Callable[[Any, str], bool]] = {}
 """Functions by layer class that check whether int4 groups divide a layer's inputs."""
 
@@ -178,18 +176,18 @@ def replace_module(
     `report_of` lists what was done to each layer.
 
     Args:
-        model: any model; its linear layers (and transformers' Conv1D) and convolutions are
-            replaced by layers that have the same names in it.
-        mode: ``"int8_dynamic"``, int8 weights and activations as LLM.int8 has them, ``"int8"``,
-            weights only, or ``"int4"``, weights in groups of 128 inputs.
+        model: any model; its linear layers (including transformers' Conv1D) and convolutions are
+            replaced under the same names.
+        mode: ``"int8_dynamic"``, int8 weights and activations as in LLM.int8(); ``"int8"``,
+            int8 weights only; or ``"int4"``, int4 weights in groups of 128 inputs.
         exclude: patterns of paths to keep, matching a path or its end (``"lm_head"``,
             ``"*.attn.*"``).
-        outlier_threshold: magnitude from which activations are not quantized; None quantizes all.
+        outlier_threshold: activations of at least this magnitude are not quantized; None: all are.
         embeddings: whether to quantize embeddings.
         convolutions: whether to quantize convolutions.
         only: patterns of the paths to quantize; None for all.
-        load: fills a layer whose parameters are on meta, given its path and itself, before it is
-            quantized; its weight is freed afterwards.
+        load: function of path and layer that fills a layer on meta before it is quantized; its
+            float weight is freed afterwards.
         errors: whether to report the error of each weight.
         rounded: pre-rounded weights of linear layers, by path; see
             `gulliver.quantize.replace_calibrated`.
@@ -199,7 +197,7 @@ def replace_module(
 
     Raises:
         GulliverError: the mode or a pattern is unknown, the threshold is not positive, the model is
-            quantised already, or a weight is not finite or too large; nothing is changed then.
+            already quantized, or a weight is not finite or too large; nothing is changed then.
     """
     _check(model, mode, outlier_threshold)
     threshold = math.inf if outlier_threshold is None else float(outlier_threshold)
@@ -213,7 +211,7 @@ def replace_module(
 def linear_modes(
     model: nn.Module, mode: str = "int8_dynamic", exclude: Iterable[str] = ()
 ) -> dict[str, str]:
-    """Returns the modes that `replace_module` would choose for linear layers, by path."""
+    """Returns the modes that `replace_module` would use for linear layers, by path."""
     # Those whose weights other layers share are not among them, nor are layers of other packages.
     _check(model, mode, None)
     replacing = _Replacing(model, QuantizeArguments(mode, math.inf), False, False)
@@ -240,11 +238,11 @@ def report_of(model: nn.Module) -> Report:
     """Returns a report of what `replace_module` did to a model.
 
     Raises:
-        GulliverError: nothing, so far.
+        GulliverError: the model is not quantized.
     """
     report = vars(model).get(NOTE)
     if report is None:
-        raise GulliverError("the model is not quantised: call replace_module(model) first")
+        raise GulliverError("the model is not quantized; call replace_module(model) first")
     return report
 
 
@@ -252,7 +250,7 @@ def _check(model: nn.Module, mode: str, threshold: float | None) -> None:
     if mode not in MODES:
         raise GulliverError(f"unknown mode {mode!r}: {nearest(mode, MODES)}")
     if threshold is not None and not threshold > 0:
-        raise GulliverError(f"outlier_threshold is {threshold}: it is above 0, or None")
+        raise GulliverError(f"outlier_threshold={threshold} must be above 0, or None")
     for path, parameter in model.named_parameters():
         if is_lazy(parameter):
             raise GulliverError(
@@ -261,7 +259,7 @@ def _check(model: nn.Module, mode: str, threshold: float | None) -> None:
     for path, module in model.named_modules():
         if isinstance(module, QuantizedLayer):
             raise GulliverError(
-                f"the model is quantised already ({path or 'it'} is {module.mode}): load its float "
+                f"the model is already quantized ({path or 'it'} is {module.mode}); load its float "
                 "weights again to change the mode"
             )
 
@@ -277,10 +275,10 @@ class _Replacing:
         self.report = Report(options.mode, before=model_bytes(model))
 
     def match(self, exclude: Sequence[str], only: Sequence[str] | None) -> None:
-        """Finds the paths that match patterns; a pattern without matches raises."""
+        """Finds the paths that match patterns; raises an error for a pattern without matches."""
         for pattern in (*exclude, *(only or ())):
             if not any(_matches(path, pattern) for path in self.modules):
-                raise GulliverError(f"no module matches {pattern!r}: name a path or its end")
+                raise GulliverError(f"no module matches {pattern!r}; give a path or its end")
         for path in self.modules:
             wanted = only is None or any(_matches(path, p) or _under(path, p) for p in only)
             if not wanted or any(_matches(path, p) or _under(path, p) for p in exclude):
@@ -366,12 +364,12 @@ class _Replacing:
             return ("" if self.convolutions else "convolutions=False"), "int8"
         if type(module) in REPLACED or _is_linear(module):
             return "", mode
-        return f"no quantised {type(module).__name__} is known", mode
+        return f"no quantized {type(module).__name__} is known", mode
 
     def _loaded(
         self, path: str, module: Any, mode: str, weight: Tensor
     ) -> tuple[nn.Module | None, str]:
-        """Quantizes a meta layer, which is filled only during that time."""
+        """Quantizes a layer on meta; its float weight exists only meanwhile."""
         self.options.path, self.options.key, self.options.error = path, id(weight), None
         if self.options.load is not None:
             self.options.load(path, module)
@@ -380,7 +378,7 @@ class _Replacing:
             module._parameters["weight"] = weight
         if all((id(weight), int4) in self.options.made for int4 in (True, False)):
             why = "; ".join(
-                filter(None, (why, ("untied: the other layer's weight is not quantised") + mode))
+                filter(None, (why, ("untied: the other layer's weight is not quantized") + mode))
             )
         return made, why
 
@@ -419,7 +417,6 @@ class _Replacing:
 
 
 def quantized_linear(module: Any, options: QuantizeArguments) -> nn.Module:
-    """Creates a quantized layer from `nn.Linear` or transformers' Conv1D."""
     weight = matrix_of(module)
     values, scales = options.quantised(weight, options.mode)
     return QuantizedLinear(
@@ -434,7 +431,7 @@ def matrix_of(module: Any) -> Tensor:
 
 
 def _reads_weight(parent: nn.Module | None, name: str, what: str) -> bool:
-    """Whether a module's forward reads its layer's weight, such as CLIP's for the dtype."""
+    """Whether a module's forward reads its layer's weight, as CLIP's does for the dtype."""
     # Forwards that mention int8 are taken to know of quantised weights, as T5's does. BLOOM's has a
     # branch for slices of its weights that no one takes, so that other uses than dtypes do not
     # count.
@@ -469,13 +466,13 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def layer_bytes(layer: QuantizedLayer) -> int:
-    """Returns the bytes of a layer's values, scales and sums of rows."""
+    """Returns the bytes of a layer's values, scales and row sums."""
     sums = 0 if layer.mode == "int4" or not isinstance(layer, QuantizedLinear) else layer.outputs
     return layer.weight.nbytes + layer.weight_scale.nbytes + 4 * sums
 
 
 def model_bytes(model: nn.Module) -> int:
-    """Returns the bytes of a model's parameters, buffers and sums of rows, each storage once."""
+    """Returns the bytes of a model's parameters, buffers and row sums; storages count once."""
     seen: dict[Any, int] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         # Those on meta have no address: each is its own.

@@ -2,12 +2,12 @@
 
 | name | bits | an element is | error of a cast of normal numbers |
 |---|---|---|---|
-| identity, fp32 | its own | as it is | none |
+| identity, fp32 | its own | unchanged | none |
 | bf16 | 16 | 8 bits of mantissa, its own range | 0.17 % |
 | fp8 | 8 | e4m3 times the block's scale | 2.7 % |
 | fp8_e5m2 | 8 | e5m2 times the block's scale | 5.2 % |
-| int8 | 8 | whole steps of 1/127 of the block's largest | 0.6 % |
-| int4 | 4 | whole steps of 1/7 of the block's largest | 12 % |
+| int8 | 8 | a multiple of 1/127 of the block's largest | 0.6 % |
+| int4 | 4 | a multiple of 1/7 of the block's largest | 12 % |
 
 A block is 256 consecutive elements with one float32 scale: 1.6 % of an fp8 block. Its
 largest element becomes the largest number of the format, so nothing overflows.
@@ -26,12 +26,12 @@ BLOCK = 256
 BLOCKS = (64, 128, 256, 512, 1024)
 SCALE_BYTES = 4
 LEAST_SCALE = 2.0**-126
-"""Minimum scale, the smallest normal number, so that nothing is divided by zero."""
+"""Minimum scale, the smallest normal number, which avoids divisions by zero."""
 
 
 @dataclass(frozen=True)
 class ElementKind:
-    """Kind of the elements of a format."""
+    """Element type of a format."""
 
     bits: int  # Bits of an element
     largest: float  # Largest number before it is scaled
@@ -43,7 +43,6 @@ class ElementKind:
 
     @property
     def floats(self) -> bool:
-        """Whether elements have exponents."""
         return self.mantissa > 0
 
 
@@ -71,24 +70,23 @@ class WireFormat:
 
     @property
     def kind(self) -> ElementKind:
-        """Kind of its elements; the identity has none."""
+        """Element type; the identity has none."""
         return KINDS[self.name]
 
     @property
     def scaled(self) -> bool:
-        """Whether blocks have scales."""
         return self.name in KINDS and self.name != "bf16"
 
     @property
     def code(self) -> int:
-        """Number from 0 to 31, unique per format; part of message tags."""
+        """Unique number of the format from 0 to 31; part of message tags."""
         names = [name for name in KINDS if name != "bf16"]
         if self.name not in names:
             return 0 if self.name == "identity" else 1
         return 2 + names.index(self.name) * len(BLOCKS) + BLOCKS.index(self.block)
 
     def of(self, tensor: Tensor, numel: int | None = None) -> WireFormat:
-        """The format for a tensor's elements: this one, or identity."""
+        """Returns this format, or the identity for integers and tensors that would not shrink."""
         # Whole numbers have to be exact, and what would not become smaller is left alone. Both ends
         # of a message know shape and dtype, so both find the same.
         if self.name == "identity" or not tensor.dtype.is_floating_point:
@@ -97,7 +95,7 @@ class WireFormat:
         return self if packed_bytes(count, self) < count * tensor.element_size() else IDENTITY
 
     def ratio(self, itemsize: int = 4) -> float:
-        """Packed bytes of many elements relative to unpacked ones."""
+        """Returns the bytes of many packed elements relative to unpacked ones."""
         if self.name not in KINDS:
             return 1.0
         each = self.kind.bits / 8 + (SCALE_BYTES / self.block if self.scaled else 0)
@@ -105,11 +103,11 @@ class WireFormat:
 
 
 IDENTITY = WireFormat("identity")
-"""The elements as they are."""
+"""Leaves elements unchanged."""
 
 
 def wire_format(text: str | WireFormat) -> WireFormat:
-    """Parses a format: ``fp8``, or with another block size ``fp8:128``.
+    """Parses a format such as ``fp8``, or ``fp8:128`` for another block size.
 
     Raises:
         GulliverError: an unknown name or block.
@@ -129,12 +127,14 @@ def _checked(wire: WireFormat) -> WireFormat:
         raise GulliverError(f"unknown wire format {wire.name!r}: {nearest(wire.name, NAMES)}")
     if wire.block not in BLOCKS:
         known = ", ".join(map(str, BLOCKS))
-        raise GulliverError(f"wire format {wire.name}: a block has {known} elements")
+        raise GulliverError(
+            f"block size {wire.block} of wire format {wire.name} must be one of {known}"
+        )
     return wire
 
 
 def packed_bytes(numel: int, wire: WireFormat, itemsize: int = 4) -> int:
-    """Bytes of packed elements: scales, then elements, padded to a multiple of four."""
+    """Returns the size in bytes: scales, then elements, padded to a multiple of four."""
     if wire.name == "identity":
         return numel * itemsize
     scales = SCALE_BYTES * -(-numel // wire.block) if wire.scaled else 0
@@ -151,7 +151,7 @@ class ErrorBound:
     typical: float  # Relative Frobenius error of many normally distributed elements
 
     def limit(self, tensor: Tensor, block: int = BLOCK) -> Tensor:
-        """Error bound of each element of a flat tensor, in float64."""
+        """Returns the error bound of each element of a flat tensor, in float64."""
         size = tensor.abs().double()
         padded = torch.nn.functional.pad(size, (0, -size.numel() % block)).view(-1, block)
         largest = padded.amax(1, keepdim=True).expand_as(padded).reshape(-1)[: size.numel()]
@@ -159,7 +159,7 @@ class ErrorBound:
 
 
 def error_bound(wire: WireFormat) -> ErrorBound:
-    """Relative error bound of a format for finite elements, by number of bits."""
+    """Returns the error bound of a format for finite elements."""
     if wire.name == "identity":
         return ErrorBound(0.0, 0.0, 0.0, 0.0)
     kind = wire.kind

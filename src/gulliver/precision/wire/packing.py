@@ -28,10 +28,10 @@ from gulliver.precision.wire.formats import (
 )
 
 RUN = 1 << 16
-"""Elements that are worked on at once."""
+"""Elements processed at a time."""
 _LARGEST = torch.finfo(torch.float32).max
 _NAN = {torch.float8_e4m3fn: 0x7F, torch.float8_e5m2: 0x7F, torch.int8: 0x80, None: 0}
-"""Codes of nan, by the dtype of elements; those of int4 are in halves of a byte."""
+"""Codes of NaN by element dtype; int4 codes are half bytes."""
 _LOG = logging.getLogger("gulliver")
 _TOLD = (
     "a message has an infinity or a nan, which the receiver gets too; see "
@@ -40,7 +40,7 @@ _TOLD = (
 _lock = threading.Lock()
 _nonfinite = 0
 _on_devices: dict[torch.device, Tensor] = {}
-"""Counters on devices, read on request because reading waits for the device."""
+"""Counters on devices; reading them waits for the device."""
 
 
 # [Note: passes] What is packed is as large as the gradients of a chunk, and on a CPU each pass over
@@ -59,7 +59,7 @@ _on_devices: dict[torch.device, Tensor] = {}
 # [Note: small blocks] A scale is at least the least normal float32. So a block of zeros gives
 # zeros, nothing is divided by zero, and what is below 1e-35 loses bits.
 def nonfinite_blocks() -> int:
-    """Number of blocks with an infinity or a nan that this process has packed."""
+    """Returns the number of blocks with an infinity or NaN packed by this process."""
     return _nonfinite + sum(int(count) for count in list(_on_devices.values()))
 
 
@@ -71,7 +71,9 @@ def pack(tensor: Tensor, wire: WireFormat, out: Tensor | None = None) -> Tensor:
         packed.copy_(flat.contiguous().view(torch.uint8))
         return packed
     if not flat.is_floating_point():
-        raise GulliverError(f"{flat.dtype} does not travel as {wire}: whole numbers must be exact")
+        raise GulliverError(
+            f"{flat.dtype} cannot be packed as {wire}, because integers must be exact"
+        )
     if not wire.scaled:
         size = 2 * flat.numel()
         packed[size:].zero_()
@@ -138,13 +140,13 @@ def unpack(
 
 
 def _places(packed: Tensor, numel: int, wire: WireFormat) -> tuple[Tensor, Tensor]:
-    """The scales of packed elements, and the bytes of the elements."""
+    """Splits packed data into scales and elements."""
     end = SCALE_BYTES * -(-numel // wire.block)
     return packed[:end].view(torch.float32), packed[end:]
 
 
 def _runs(flat: Tensor, block: int) -> Iterator[tuple[int, int, int]]:
-    """Ranges processed at once: first element, number of blocks, and elements per block."""
+    """Yields ranges to process: first element, number of blocks, and elements per block."""
     whole, rest = divmod(flat.numel(), block)
     step = RUN // block if flat.device.type == "cpu" else max(whole, 1)
     for row in range(0, whole, step):
@@ -159,11 +161,11 @@ def _scratch(like: Tensor) -> Tensor:
 
 
 Marks = tuple[Tensor, Tensor]
-"""Mask of elements that are not finite [blocks, elements], and the codes that they travel as."""
+"""Mask of non-finite elements [blocks, elements], and their codes."""
 
 
 def _scale(run: Tensor, buffer: Tensor, scales: Tensor, kind: ElementKind) -> Marks | None:
-    """Writes the scales of blocks, and the blocks divided by them to the buffer."""
+    """Writes the scales of blocks to `scales`, and the scaled blocks to `buffer`."""
     if run.dtype is not torch.float32:
         run = buffer.copy_(run)
     largest, marks = _largest(run), None
@@ -206,7 +208,6 @@ def _marks(run: Tensor, kind: ElementKind) -> Marks | None:
 
 
 def _mark(values: Tensor, bad: Tensor, codes: Tensor) -> None:
-    """Writes the codes of non-finite elements."""
     half = values.shape[1]
     if half == bad.shape[1]:
         values.copy_(torch.where(bad, codes, values))
@@ -217,7 +218,6 @@ def _mark(values: Tensor, bad: Tensor, codes: Tensor) -> None:
 
 
 def _encode(buffer: Tensor, values: Tensor, wire: WireFormat) -> None:
-    """Encodes scaled elements; overwrites the buffer."""
     if wire.kind.floats:
         assert wire.kind.dtype is not None, "formats of floats have a dtype"
         values.view(wire.kind.dtype).copy_(buffer)
@@ -234,7 +234,7 @@ def _encode(buffer: Tensor, values: Tensor, wire: WireFormat) -> None:
 
 
 def _decode(values: Tensor, buffer: Tensor, wire: WireFormat) -> None:
-    """Writes elements before they are scaled."""
+    """Writes the elements to `buffer`, without applying scales."""
     if wire.kind.dtype is None:
         half = values.shape[1]
         buffer[:, :half].copy_(values & 15)
@@ -253,7 +253,7 @@ def _decode(values: Tensor, buffer: Tensor, wire: WireFormat) -> None:
 
 
 def _factor(kind: ElementKind) -> float:
-    """The remaining factor after `_decode`: exponents of a float16 begin at -14."""
+    """Returns the factor that `_decode` leaves out: exponents of a float16 begin at -14."""
     return 2.0 ** (14 + kind.least_exponent) if kind.floats else 1.0
 
 
@@ -263,13 +263,13 @@ def _factor(kind: ElementKind) -> float:
 
 
 SAMPLE = 1 << 18
-"""Elements that are packed to measure: more than one run, and soon done."""
+"""Elements packed in a measurement: several runs, but only milliseconds."""
 ROUNDS = 5
 
 
 @dataclass(frozen=True)
 class PackRates:
-    """Seconds per element."""
+    """Seconds per packed and unpacked element."""
 
     pack_s: float  # Seconds that packing takes
     unpack_s: float  # Seconds that unpacking takes
@@ -278,7 +278,7 @@ class PackRates:
 
 @lru_cache
 def pack_rates(wire: WireFormat, device: str = "cpu") -> PackRates:
-    """Returns how fast a device packs float32, from the cache or measured in milliseconds."""
+    """Returns how fast a device packs float32, cached or measured in milliseconds."""
     if wire.name == "identity":
         return PackRates(0.0, 0.0)
     facts = {"what": "packing 1", "wire": str(wire), "device": device}

@@ -1,4 +1,4 @@
-"""Runs real jobs with the policies of `gulliver.schedule`: submission, resizing, restarts."""
+"""Runs real jobs under the policies of `gulliver.schedule`: submission, resizing, restarts."""
 
 from typing import TYPE_CHECKING
 

@@ -1,8 +1,8 @@
 """Runs a policy on live jobs.
 
-A `tick` collects events, asks the policy for a decision if there are any, and moves jobs towards
-it. The last part only compares the current with the desired state, so the order of events does not
-matter. Times are seconds since the start of the schedule.
+A `tick` collects events, asks the policy for a decision if there are any, and acts on it. Acting
+only compares the current with the desired state, so the order of events does not matter. Times are
+seconds since the start of the schedule.
 """
 
 from __future__ import annotations
@@ -27,15 +27,13 @@ from gulliver.schedule.live.tracking import (
 from gulliver.schedule.simulator import Change, Round, Segment
 from gulliver.schedule.state import Policy, View, limits_of, placed
 
-ROUNDS = 1000
-"""Number of decisions kept."""
-LEAST_SECONDS = 0.5
-"""Minimum seconds between decisions caused by time alone."""
+ROUNDS = 1000  # number of decisions to keep
+LEAST_SECONDS = 0.5  # minimum seconds between decisions that are triggered only by time
 
 
 @dataclass
 class Controller:
-    """State of a live schedule."""
+    """Runs a schedule of live jobs."""
 
     spool: Spool
     backend: Nodes
@@ -60,11 +58,9 @@ class Controller:
 
     @property
     def busy(self) -> bool:
-        """Whether any job is unfinished."""
         return any(not job.phase.over for job in self.jobs.values())
 
     def tick(self) -> None:
-        """Collects events, decides and acts."""
         now = self._now()
         self._account(now)
         # Ends first: an unresponsive rank is how a lost node is noticed.
@@ -78,7 +74,7 @@ class Controller:
         self.changed |= bool(causes)
 
     def _account(self, now: float) -> None:
-        """Adds up slot-seconds, and records the slots that jobs have held since the last tick."""
+        """Updates slot-seconds, and records the slots that jobs have held since the last tick."""
         for job in self.jobs.values():
             if job.held and now > self._last_tick:
                 job.state.service += len(job.held) * (now - self._last_tick)
@@ -176,7 +172,7 @@ class Controller:
         return self._ended(job, now)
 
     def _ended(self, job: LiveJob, now: float) -> list[str]:
-        """Handles the end of all ranks without an error or a request."""
+        """Handles the end of all ranks without an error or a stop request."""
         if not job.starts:
             note = "ended without a report; call job.report of elastic() in every step"
             return self._finish(job, Phase.ENDED, now, note)
@@ -230,7 +226,7 @@ class Controller:
         return [f"{job.name} was measured"] if job.measure() else []
 
     def _begins(self, job: LiveJob, begun: float) -> None:
-        """Handles the first step of an attempt, which ends its start or resize."""
+        """Handles the first step of an attempt, which ends its start-up or resize."""
         job.heard, job.silent = True, False
         seconds = max(0.0, begun - job.launched)
         if job.attempt == 1:
@@ -259,7 +255,7 @@ class Controller:
         return causes
 
     def _follow_time(self, now: float) -> list[str]:
-        """Reports silent jobs, and kills those that exceed their grace period."""
+        """Reports silent jobs, and kills jobs that exceed their grace period."""
         causes = []
         for job in self.jobs.values():
             given = job.submission
@@ -368,7 +364,7 @@ class Controller:
         self.changed = True
 
     def drain(self) -> bool:
-        """Asks all jobs to save and leave; the next scheduler in this folder continues them."""
+        """Asks all jobs to save and leave; the folder's next scheduler continues them."""
         self.draining = True
         for job in self.jobs.values():
             job.assigned = ()
@@ -378,7 +374,7 @@ class Controller:
         return not any(job.alive for job in self.jobs.values())
 
     def close(self) -> None:
-        """Kills all running jobs; the next scheduler in this folder continues them."""
+        """Kills all running jobs; the folder's next scheduler continues them."""
         for job in self.jobs.values():
             if job.alive:
                 self.backend.kill(job.run)
@@ -395,7 +391,6 @@ def _draw(job: LiveJob, begin: float, end: float, rate: float) -> None:
 
 
 def last_line(log: Path) -> str:
-    """Returns the last non-empty line of a rank's output."""
     # Terminal control characters are escaped.
     try:
         lines = log.read_text(encoding="utf-8", errors="replace")[-4000:].splitlines()

@@ -33,15 +33,13 @@ from gulliver.schedule.policies import make_policy
 PROGRAM = "from gulliver.schedule.live.daemon import main; main()"
 TICK_S = 0.1
 SECONDS_BETWEEN_WRITES = 0.5
-DRAIN_S = 60.0
-"""Seconds that jobs have to save when the scheduler is stopped."""
-START_S = 300.0
-"""Seconds within which a new scheduler must report that it is running."""
+DRAIN_S = 60.0  # seconds for jobs to save when the scheduler is stopped
+START_S = 300.0  # seconds for a new scheduler to report that it is running
 
 
 @contextmanager
 def only_one(spool: Spool) -> Iterator[None]:
-    """Holds the folder's lock."""
+    """Holds the lock of the scheduler's folder."""
     path = spool.path / "scheduler.lock"
     with named_errors(path):
         path.touch()
@@ -57,7 +55,6 @@ def only_one(spool: Spool) -> Iterator[None]:
 
 
 def has_scheduler(spool: Spool) -> bool:
-    """Whether a scheduler holds the folder's lock."""
     path = spool.path / "scheduler.lock"
     if not path.exists():
         return False
@@ -69,7 +66,6 @@ def has_scheduler(spool: Spool) -> bool:
 
 
 def make_nodes(options: SchedulerOptions) -> Nodes:
-    """Creates the backend for an address."""
     if options.address == HERE:
         return LocalNodes(options.cluster_slots or os.cpu_count() or 1)
     address = None if options.address == LOCAL else options.address
@@ -77,7 +73,7 @@ def make_nodes(options: SchedulerOptions) -> Nodes:
 
 
 def serve(options: SchedulerOptions) -> None:
-    """Schedules until there has been no job for some time, or a signal arrives."""
+    """Runs the scheduler until it has been idle for some time, or receives a signal."""
     spool = Spool(options.path)
     spool.make()
     policy = make_policy(options.policy, options.seed)
@@ -137,7 +133,6 @@ def _loop(controller: Controller, options: SchedulerOptions, stop: StopRequest) 
 
 
 def keep(controller: Controller, options: SchedulerOptions) -> ScheduleHistory:
-    """Writes the history and its page."""
     history = ScheduleHistory(
         controller.begun,
         controller.clock() - controller.begun,
@@ -157,7 +152,7 @@ def keep(controller: Controller, options: SchedulerOptions) -> ScheduleHistory:
 
 
 def has_new(spool: Spool) -> bool:
-    """Whether a job arrived while the idle scheduler was shutting down."""
+    """Whether a job was submitted while the idle scheduler was shutting down."""
     history = read_history(spool)
     known = set() if history is None else {*history.jobs, *history.refused}
     return bool(set(spool.names()) - known)
@@ -193,7 +188,7 @@ def ensure_scheduler(options: SchedulerOptions) -> bool:
 
 
 def stop_scheduler(folder: Path) -> None:
-    """Stops the scheduler of a folder: jobs save and leave, and wait for the next one."""
+    """Stops the scheduler of a folder; its jobs save, leave, and wait for the next scheduler."""
     spool = Spool(folder)
     about = spool.scheduler()
     if about is None or not has_scheduler(spool):
@@ -205,7 +200,6 @@ def stop_scheduler(folder: Path) -> None:
 
 
 def main() -> None:
-    """Runs the scheduler with options in JSON as its argument."""
     options = from_plain(json.loads(sys.argv[1]), SchedulerOptions)
     try:
         serve(options)

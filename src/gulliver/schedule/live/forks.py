@@ -1,10 +1,4 @@
-"""A process that has imported torch and forks ranks: a start takes tenths of a second.
-
-It reads one JSON object per line from stdin, ``{"start": ...}`` or ``{"kill": key}``, and writes
-one for each rank that has ended, ``{"key": ..., "code": ...}``. At the end of its input it kills
-its ranks and exits; if it is killed, so are they (Linux). It never runs a torch operator or starts
-a thread, so that forks are clean. A ``fresh`` rank gets a new interpreter.
-"""
+"""A process that imports torch once and forks ranks, so that they start in tenths of a second."""
 
 from __future__ import annotations
 
@@ -23,12 +17,11 @@ from importlib import import_module
 from typing import Any
 
 PRELOADED = ("torch", "gulliver.booster", "gulliver.checkpoint", "gulliver.schedule")
-DIE_WITH_PARENT = 1
-"""PR_SET_PDEATHSIG of prctl."""
+DIE_WITH_PARENT = 1  # `PR_SET_PDEATHSIG` of prctl
 
 
 class Forker:
-    """State of the process: its ranks by process id."""
+    """State of the forking process: its ranks by process id."""
 
     def __init__(self, commands: int, answers: int) -> None:
         self.commands, self.answers = commands, answers
@@ -36,7 +29,7 @@ class Forker:
         self.rest = b""
 
     def run(self) -> None:
-        """Serves until the end of the input; a forked rank leaves only by exiting."""
+        """Serves requests until the input ends; a forked rank never returns."""
         read, write = os.pipe()
         os.set_blocking(write, False)
         os.set_blocking(read, False)
@@ -104,7 +97,6 @@ class Forker:
 
 
 def kill_group(pid: int) -> None:
-    """Kills a rank and the processes it has started."""
     for kill in (os.killpg, os.kill):
         with suppress(ProcessLookupError, PermissionError):
             kill(pid, signal.SIGKILL)
@@ -119,7 +111,6 @@ def die_with_parent(parent: int) -> None:
 
 
 def _run_rank(rank: dict[str, Any]) -> None:
-    """Turns this process into a rank: runs its script and exits."""
     code = 1
     try:
         _redirect(rank["log"])
@@ -169,7 +160,7 @@ def _redirect(log: str) -> None:
 
 
 def main() -> None:
-    """Serves stdin and stdout; output of imports is redirected to stderr."""
+    """Serves requests on stdin and stdout; output of imports goes to stderr."""
     commands, answers = os.dup(0), os.dup(1)
     os.set_inheritable(commands, False)
     os.set_inheritable(answers, False)

@@ -1,4 +1,4 @@
-"""The state of a schedule in a file, for commands to display and for the next scheduler."""
+"""Stores the state of a schedule in a file, for display and for the next scheduler."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ PLAIN = (
     "note", "batch", "attempt", "launched", "heard", "silent", "stopping", "progress", "resizes",
     "starts", "base", "failures", "ended",
 )  # fmt: skip
-"""Attributes of a job that are stored as they are."""
+"""Attributes of a `LiveJob` that are stored unchanged."""
 STATE = ("done", "drawn", "started", "changed", "service", "resizes", "batch")
-"""Attributes of its state that are stored."""
+"""Attributes of a `JobState` that are stored."""
 
 
 @dataclass
 class ScheduleHistory:
-    """A schedule as it happened."""
+    """State and history of a live schedule."""
 
     # Unix time of its start; all other times are relative to it.
     begun: float
@@ -49,7 +49,7 @@ class ScheduleHistory:
     refused: dict[str, str] = field(default_factory=dict)
 
     def job(self, name: str) -> LiveJob:
-        """Returns a job."""
+        """Returns a job; raises an error if it is unknown or was rejected."""
         if name in self.refused:
             raise GulliverError(f"job {name!r} was rejected: {self.refused[name]}")
         if name not in self.jobs:
@@ -58,16 +58,14 @@ class ScheduleHistory:
 
     @property
     def measured(self) -> MeasuredSeconds:
-        """Seconds measured over all jobs so far."""
+        """Start and resize times measured over all jobs so far."""
         return MeasuredSeconds.of(self.jobs.values())
 
     def cluster(self) -> JobCluster:
-        """The available slots."""
         return JobCluster(max(1, len(self.slots)), self.quotas)
 
 
 def write_history(spool: Spool, history: ScheduleHistory) -> None:
-    """Writes the history."""
     values = asdict(replace(history, jobs={}, rounds=[]))
     values["jobs"] = {name: _job_values(job) for name, job in history.jobs.items()}
     values["rounds"] = [
@@ -89,7 +87,6 @@ def _job_values(job: LiveJob) -> dict[str, Any]:
 
 
 def read_history(spool: Spool) -> ScheduleHistory | None:
-    """Reads the history; None if nothing was scheduled yet."""
     values = read_object(spool.path / "schedule.json")
     if values is None:
         return None
@@ -123,7 +120,7 @@ def _job_from(spool: Spool, name: str, values: Mapping[str, Any]) -> LiveJob:
 
 
 def take_up(job: LiveJob) -> None:
-    """Puts a job of a previous scheduler, whose ranks have ended with it, back into the queue."""
+    """Puts a job of a previous scheduler back into the queue."""
     if not job.phase.over:
         job.phase, job.note = Phase.WAITING, "continued by a new scheduler"
         job.assigned, job.held, job.alive, job.heard = (), (), set(), False
@@ -131,7 +128,7 @@ def take_up(job: LiveJob) -> None:
 
 
 def result_of(history: ScheduleHistory) -> Result:
-    """Builds a result like the simulator's; unfinished jobs end now."""
+    """Converts the history to a simulator's result; unfinished jobs end now."""
     ran = [job for job in history.jobs.values() if job.segments]
     jobs = tuple(_counted(job) for job in ran)
     slots = [s for job in ran for segment in job.segments for s in segment.slots]
@@ -148,7 +145,7 @@ def result_of(history: ScheduleHistory) -> Result:
 
 
 def _counted(job: LiveJob) -> Job:
-    """The job, with the samples it has done, for the bound of the past."""
+    """The job with the samples done so far, for the lower bound."""
     found = job.job()
     if job.phase is Phase.ENDED and job.submission.samples is not None:
         return found
@@ -156,7 +153,6 @@ def _counted(job: LiveJob) -> Job:
 
 
 def live_page(history: ScheduleHistory) -> str:
-    """Renders the schedule as it happened."""
     lines = [f"{job.name}: {status_line(job, history)}" for job in history.jobs.values()]
     lines += [f"{name} was rejected: {why}" for name, why in history.refused.items()]
     result = result_of(history)
@@ -166,7 +162,6 @@ def live_page(history: ScheduleHistory) -> str:
 
 
 def status_line(job: LiveJob, history: ScheduleHistory) -> str:
-    """Describes a job's state in one line."""
     if job.phase.over:
         return f"{job.phase.value} at {job.ended:.4g} s: {job.note}"
     text = f"{job.phase.value} on {len(job.held)} slots" if job.held else "waits"
@@ -176,7 +171,7 @@ def status_line(job: LiveJob, history: ScheduleHistory) -> str:
 
 
 def expected_ends(history: ScheduleHistory) -> dict[str, float]:
-    """Predicts when jobs end if no more arrive, by simulating from the current state."""
+    """Predicts when jobs end if no more arrive, by simulation from the current state."""
     # Silent jobs, and those of unknown length, are left out and keep their slots.
     silent = {s for job in history.jobs.values() if job.silent for s in job.held}
     here = sorted(set(history.slots) - silent)
@@ -198,7 +193,6 @@ def expected_ends(history: ScheduleHistory) -> dict[str, float]:
 
 
 def live_why(history: ScheduleHistory, name: str) -> list[str]:
-    """Explains a live job: its slots and why, its last change, and its expected end."""
     job = history.job(name)
     lines = [f"{name} at {history.now:.4g} s, policy {history.policy}: {status_line(job, history)}"]
     if job.phase.over:

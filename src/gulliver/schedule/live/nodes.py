@@ -1,7 +1,7 @@
-"""Slots on nodes, and the ranks that run there.
+"""Slots on nodes, and the ranks that run on them.
 
 An `Agent` runs on each node and starts ranks. `Nodes` maps slots to nodes and starts an attempt of
-a job over several nodes; `RayNodes` finds nodes through Ray.
+a job on several nodes; `RayNodes` finds nodes through Ray.
 """
 
 from __future__ import annotations
@@ -24,14 +24,12 @@ from gulliver.errors import GulliverError, missing_extra
 from gulliver.schedule.live.options import Submission
 from gulliver.schedule.live.training import ATTEMPT, BATCH, JOB
 
-IMPORTS_S = 300.0
-"""Seconds for the forking process to import torch."""
-KILLED = -9
-"""Exit code of ranks on a lost node."""
+IMPORTS_S = 300.0  # seconds for the forking process to import torch
+KILLED = -9  # exit code reported for ranks on a lost node
 
 
 class RankEnd(NamedTuple):
-    """The end of a rank."""
+    """Exit of a rank."""
 
     # LiveRun of the rank.
     run: str
@@ -43,7 +41,7 @@ class RankEnd(NamedTuple):
 
 @dataclass(frozen=True)
 class Launch:
-    """An attempt of a job."""
+    """An attempt of a job to start."""
 
     run: str
     # Number of the attempt, starting at 1.
@@ -56,13 +54,12 @@ class Launch:
     folder: Path
 
     def log(self, rank: int) -> Path:
-        """Log file of a rank's output."""
         return self.folder / "logs" / f"attempt-{self.attempt:03d}-rank-{rank}.log"
 
 
 @dataclass(frozen=True)
 class RankStart:
-    """A rank to be started."""
+    """A rank to start."""
 
     key: str
     argv: Sequence[str]
@@ -122,13 +119,12 @@ class Agent:
             self._program.stdin.flush()
 
     def address(self) -> tuple[str, int]:
-        """Address of this node, and a port that is currently free."""
+        """Address of this node, and a currently free port."""
         with socket.socket() as probe:
             probe.bind(("", 0))
             return own_address(), probe.getsockname()[1]
 
     def start(self, ranks: Sequence[RankStart]) -> None:
-        """Starts ranks."""
         self.ready()
         with self._lock:
             self._running |= {rank.key for rank in ranks}
@@ -136,13 +132,12 @@ class Agent:
             self._describe(start=asdict(rank))
 
     def ended(self) -> dict[str, int]:
-        """Exit codes of the ranks that ended since the last call."""
+        """Exit codes of ranks that ended since the last call."""
         with self._lock:
             found, self._ended = self._ended, {}
         return found
 
     def kill(self, keys: Sequence[str]) -> None:
-        """Kills ranks and the processes they have started."""
         if self._program is not None:
             for key in keys:
                 self._describe(kill=key)
@@ -152,7 +147,6 @@ class Agent:
         return getattr(self, method)(*arguments)
 
     def close(self) -> None:
-        """Stops the forking process and all ranks."""
         if self._program is not None and self._program.stdin is not None:
             with suppress(BrokenPipeError):
                 self._program.stdin.close()
@@ -160,7 +154,7 @@ class Agent:
 
 
 def own_address() -> str:
-    """Address under which other nodes reach this one; no packet is sent."""
+    """Address under which other nodes reach this one."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("10.255.255.255", 1))
@@ -170,19 +164,19 @@ def own_address() -> str:
 
 
 class NodeLost(Exception):
-    """A node does not respond anymore; the message is its name."""
+    """A node no longer responds; the message is its name."""
 
 
 @dataclass
 class LiveRun:
-    """Ranks of an attempt: the node of each, and those still running."""
+    """Ranks of a running attempt: their nodes, and which are alive."""
 
     nodes: list[str]
     alive: set[int] = field(default_factory=set)
 
 
 class Nodes:
-    """Runs attempts on nodes with agents; subclasses find the nodes."""
+    """Runs attempts on nodes with agents; subclasses discover the nodes."""
 
     def __init__(self) -> None:
         # Agents by node name; Ray's may raise `NodeLost`.
@@ -195,11 +189,10 @@ class Nodes:
         self._lost: list[RankEnd] = []
 
     def slots(self) -> Mapping[int, str]:
-        """The available slots with their nodes."""
         return self.places
 
     def start(self, launch: Launch) -> None:
-        """Starts the ranks of a run; if a node is lost meanwhile they count as ended."""
+        """Starts the ranks of an attempt; if a node is lost meanwhile, its ranks count as ended."""
         run = LiveRun([self.places[slot] for slot in launch.slots])
         run.alive = set(range(len(run.nodes)))
         self.runs[launch.run] = run
@@ -247,7 +240,6 @@ class Nodes:
         ]
 
     def ended(self) -> list[RankEnd]:
-        """The ranks that ended since the last call."""
         found, self._lost = self._lost, []
         for name in list(self.nodes):
             try:
@@ -271,7 +263,6 @@ class Nodes:
         return [RankEnd(name, rank, code, why)]
 
     def remove_lost(self, node: str) -> None:
-        """Removes a lost node with its slots and ranks."""
         self.nodes.pop(node, None)
         self.places = {slot: where for slot, where in self.places.items() if where != node}
         for name, run in list(self.runs.items()):
@@ -279,7 +270,6 @@ class Nodes:
                 self._lost += self._end(name, rank, KILLED, f"node {node} was lost")
 
     def kill(self, run: str) -> None:
-        """Kills the remaining ranks of a run."""
         found = self.runs.get(run)
         for node in dict.fromkeys(found.nodes if found else ()):
             assert found is not None
@@ -291,7 +281,6 @@ class Nodes:
                     self.remove_lost(node)
 
     def close(self) -> None:
-        """Stops all agents, and so all ranks."""
         for node in self.nodes.values():
             with suppress(NodeLost):
                 node.call("close")
@@ -311,21 +300,16 @@ class LocalNodes(Nodes):
 # Nodes of a Ray cluster: an agent on each reserves the node's CPUs or GPUs as slots.
 
 
-AUTH_MODE = "RAY_AUTH_MODE"
-"""Variable that enables Ray's token authentication."""
+AUTH_MODE = "RAY_AUTH_MODE"  # environment variable that enables Ray's token authentication
 NAMESPACE, SCHEDULER = "gulliver", "gulliver-scheduler"
-SECONDS_BETWEEN_LOOKS = 1.0
-"""Seconds between checks for new or lost nodes."""
-ANSWER_S = 30.0
-"""Seconds after which an unresponsive agent counts as lost."""
-START_S = 180.0
-"""Seconds for the first process of a new cluster to start."""
-STORE_BYTES = 80 << 20
-"""Bytes of a local cluster's object store, which is hardly used."""
+SECONDS_BETWEEN_LOOKS = 1.0  # seconds between checks for new or lost nodes
+ANSWER_S = 30.0  # seconds until an unresponsive agent counts as lost
+START_S = 180.0  # seconds for the first process of a new Ray cluster to start
+STORE_BYTES = 80 << 20  # bytes of a local cluster's object store, which is hardly used
 
 
 def show_token(address: str) -> None:
-    """Makes Ray send its token to a cluster on this machine."""
+    """Lets Ray authenticate with its token at a cluster on this machine."""
     # Ray requires one on every cluster that it starts, but does not send it to an explicit address.
     # It is never sent to other machines automatically, because they may belong to another cluster.
     host, token = address.rpartition(":")[0], Path.home() / ".ray" / "auth_token"
@@ -334,7 +318,6 @@ def show_token(address: str) -> None:
 
 
 def require_ray() -> None:
-    """Raises an error if Ray is not installed."""
     if find_spec("ray") is None:
         raise missing_extra(
             "ray is not installed; --address here runs processes on this machine without it", "ray"
@@ -342,24 +325,22 @@ def require_ray() -> None:
 
 
 class Holder:
-    """Actor that identifies the scheduler to a second one."""
+    """Ray actor that marks a cluster as having a scheduler."""
 
     def __init__(self, scheduler: str) -> None:
         self._scheduler = scheduler
 
     def scheduler(self) -> str:
-        """Folder and host of the scheduler."""
         return self._scheduler
 
 
 class RayNode:
-    """An agent on a node of the cluster."""
+    """Client of an agent on a Ray node."""
 
     def __init__(self, name: str, actor: Any) -> None:
         self.name, self.actor = name, actor
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """Calls a method of the agent."""
         import ray
         from ray.exceptions import RayError, RayTaskError
 
@@ -375,10 +356,9 @@ class RayNode:
 
 
 class RayAgent(Agent):
-    """The agent as an actor."""
+    """An agent as a Ray actor."""
 
     def devices(self) -> list[str]:
-        """GPUs assigned by Ray."""
         given = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         return [device for device in given.split(",") if device]
 
@@ -441,7 +421,6 @@ class RayNodes(Nodes):
             ) from None
 
     def slots(self) -> Mapping[int, str]:
-        """The available slots with their nodes."""
         if time.monotonic() - self._looked >= SECONDS_BETWEEN_LOOKS:
             self._looked = time.monotonic()
             self._poll_nodes()
@@ -496,7 +475,7 @@ class RayNodes(Nodes):
         self.gpus |= dict(zip(self._numbers[node], devices, strict=False))
 
     def close(self) -> None:
-        """Stops all agents, and disconnects; a cluster started here is stopped."""
+        """Stops all agents and disconnects; also stops a cluster that was started here."""
         import ray
 
         super().close()
@@ -504,5 +483,5 @@ class RayNodes(Nodes):
 
 
 def own_name(folder: str) -> str:
-    """Description of this scheduler for a second one."""
+    """Description of this scheduler, for error messages of a second one."""
     return f"folder {folder} on {socket.gethostname()}, process {os.getpid()}"

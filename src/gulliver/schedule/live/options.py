@@ -1,6 +1,6 @@
-"""Options of schedulers and submitted jobs, shared by Python, command line and files.
+"""Options of schedulers and submitted jobs, shared by Python API, command line and files.
 
-Nothing here imports torch at its top: ``gulliver jobs --help`` reads this module.
+This module does not import torch, so that ``gulliver jobs --help`` is fast.
 """
 
 from __future__ import annotations
@@ -19,11 +19,9 @@ if TYPE_CHECKING:
     from gulliver.hardware.scaling import Scaling
     from gulliver.schedule.jobs import Job
 
-HERE, LOCAL = "here", "local"
-"""Addresses without Ray, and of a Ray cluster started for the schedule."""
+HERE, LOCAL = "here", "local"  # addresses for no Ray, and for a new local Ray cluster
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-ENDLESS = 1e15
-"""Samples of a job of unknown length."""
+ENDLESS = 1e15  # number of samples of a job of unknown length
 SLOTS = Range(1, 4096)
 DAY = Range(0, 86400, open_below=True)
 
@@ -41,7 +39,6 @@ class JobsFolder(Options):
 
     @property
     def path(self) -> Path:
-        """The folder, as given or default."""
         given = self.folder or os.environ.get("GULLIVER_JOBS") or Path.home() / ".gulliver" / "jobs"
         return Path(given).absolute()
 
@@ -72,12 +69,10 @@ class SchedulerOptions(JobsFolder):
 
     @property
     def quotas(self) -> dict[str, int]:
-        """Slots by tenant."""
         return quotas_of(self.quota)
 
 
 def quotas_of(texts: Sequence[str]) -> dict[str, int]:
-    """Parses slots by tenant."""
     quotas = {}
     for text in texts:
         tenant, equals, slots = text.partition("=")
@@ -142,7 +137,7 @@ class Submission(Options):
     submitted: Annotated[float, AT_LEAST_0] = 0.0
 
     def check_combinations(self) -> None:
-        """Raises an error for invalid names, and for jobs that policies cannot predict."""
+        """Rejects invalid names, and jobs whose length policies cannot predict."""
         super().check_combinations()
         if not self.name:
             object.__setattr__(self, "name", Path(self.script).stem)
@@ -161,12 +156,11 @@ class Submission(Options):
 
     @property
     def environment(self) -> dict[str, str]:
-        """Environment variables."""
         return dict(text.split("=", 1) for text in self.env)
 
     @property
     def first_scaling(self) -> Scaling:
-        """The given costs; default: a second per step on the requested slots."""
+        """The submitted step costs; default: one second per step on the requested slots."""
         from gulliver.hardware.scaling import Scaling
 
         if self.sample_seconds is None:
@@ -174,7 +168,6 @@ class Submission(Options):
         return Scaling(self.sample_seconds, self.step_seconds, self.exchange_seconds)
 
     def job(self, arrival: float, scaling: Scaling, resize: float, start: float) -> Job:
-        """Creates the job that policies see."""
         from gulliver.schedule.jobs import Job
 
         # A rank without a sample would only block a slot, unless several share a model: then the

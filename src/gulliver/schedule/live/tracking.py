@@ -1,8 +1,7 @@
 """Submitted jobs, and the folder through which scheduler, commands and jobs communicate.
 
-All communication goes through files in one folder that all nodes can see, like the checkpoints: a
-job is submitted, reports its progress, and is asked to stop through files. So a scheduler that is
-killed can be replaced by a new one.
+All communication goes through files in one folder that all nodes share: submissions, progress and
+stop requests. So a new scheduler can replace one that was killed.
 
     scheduler.json, scheduler.log    process, host and slots of the scheduler
     schedule.json, schedule.html     history and its chart
@@ -36,7 +35,7 @@ from gulliver.schedule.state import JobState
 
 
 def read_object(path: Path) -> dict[str, Any] | None:
-    """Reads a JSON object; None if the file does not exist yet."""
+    """Reads a JSON object; None if the file does not exist."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -58,26 +57,22 @@ class Spool:
 
     @property
     def jobs(self) -> Path:
-        """Folder of the jobs."""
         return self.path / "jobs"
 
     def job(self, name: str) -> Path:
-        """Folder of a job."""
         return self.jobs / name
 
     def make(self) -> None:
-        """Creates the folder."""
         with named_errors(self.path):
             self.jobs.mkdir(parents=True, exist_ok=True)
 
     def names(self) -> list[str]:
-        """Names of all jobs."""
         if not self.jobs.is_dir():
             return []
         return sorted(p.name for p in self.jobs.iterdir() if (p / "job.json").is_file())
 
     def known(self, name: str) -> Path:
-        """Folder of an existing job."""
+        """Folder of an existing job; raises an error for unknown names."""
         names = self.names()
         if name not in names:
             hint = nearest(name, names) if names else "nothing was submitted there"
@@ -85,7 +80,6 @@ class Spool:
         return self.job(name)
 
     def check(self, submission: Submission) -> None:
-        """Raises an error for submissions that can never run."""
         script = Path(submission.directory, submission.script)
         if not script.is_file():
             raise GulliverError(
@@ -97,7 +91,6 @@ class Spool:
             )
 
     def submit(self, submission: Submission) -> Path:
-        """Writes a submission for the scheduler to find."""
         self.check(submission)
         folder = self.job(submission.name)
         self.make()
@@ -108,7 +101,6 @@ class Spool:
         return folder
 
     def read(self, name: str) -> Submission:
-        """Reads a submission."""
         values = read_object(self.job(name) / "job.json")
         known = {f.name for f in fields(Submission)}
         if values is None or not {"name", "script", "batch_size"} <= set(values) <= known:
@@ -117,29 +109,24 @@ class Spool:
         return Submission(**values)
 
     def scheduler(self) -> dict[str, Any] | None:
-        """The scheduler's description; None if there is none."""
         return read_object(self.path / "scheduler.json")
 
 
 # A live job: its phase, its measurements, and the job that policies see.
 
 
-RESIZE_SECONDS = 10.0
-"""Assumed seconds of a resize until one is measured."""
-LAST = 5
-"""Number of recent measurements used."""
-FEW = 3
-"""Minimum steps of an attempt before their mean is used."""
-NOTICED = 0.05
-"""Relative change of a step's seconds that triggers a new fit of the costs."""
+RESIZE_SECONDS = 10.0  # seconds assumed for a resize until one has been measured
+LAST = 5  # number of recent measurements to use
+FEW = 3  # minimum number of steps of an attempt before their mean is used
+NOTICED = 0.05  # relative change of the step time that triggers a new fit of the costs
 
 
 class MeasuredSeconds(NamedTuple):
-    """Measured seconds of jobs.
+    """Measured start and resize times of jobs.
 
     Attributes:
         starts: seconds from the first slots to the first step.
-        resizes: seconds from the last step to the first one after.
+        resizes: seconds from the last step before a resize to the first one after.
     """
 
     starts: list[float]
@@ -147,12 +134,11 @@ class MeasuredSeconds(NamedTuple):
 
     @classmethod
     def of(cls, jobs: Iterable[LiveJob]) -> MeasuredSeconds:
-        """Collects the measurements of jobs."""
         found = [job.measured for job in jobs]
         return cls(*(list(chain.from_iterable(values)) for values in zip(*found, strict=True)))
 
     def or_of(self, others: MeasuredSeconds) -> MeasuredSeconds:
-        """Fills gaps with measurements of other jobs, using only the latest of all."""
+        """Fills gaps with measurements of other jobs; keeps only the most recent ones."""
         return MeasuredSeconds(
             *((own or other)[-LAST:] for own, other in zip(self, others, strict=True))
         )
@@ -174,7 +160,6 @@ class Phase(Enum):
 
     @property
     def over(self) -> bool:
-        """Whether it will never run again."""
         return self in OVER
 
 
@@ -260,26 +245,22 @@ class LiveJob:
 
     @property
     def name(self) -> str:
-        """Name of the job."""
         return self.submission.name
 
     @property
     def run(self) -> str:
-        """Name of the attempt."""
         return f"{self.name}/{self.attempt}"
 
     def set_phase(self, phase: Phase, note: str = "") -> None:
-        """Changes its phase."""
         assert phase in TRANSITIONS[self.phase], f"{self.name}: {self.phase} to {phase}"
         self.phase, self.note = phase, note or self.note
 
     @property
     def measured(self) -> MeasuredSeconds:
-        """Measured seconds of starts and resizes."""
         return MeasuredSeconds(self.starts, self.resizes)
 
     def job(self, others: MeasuredSeconds = NOTHING) -> Job:
-        """Creates the job that policies see, from current knowledge."""
+        """Creates the job that policies see, from the latest measurements."""
         known = self.measured.or_of(others)
         resize = fmean(known.resizes) if known.resizes else RESIZE_SECONDS
         start = fmean(known.starts) if known.starts else 0.0
@@ -290,7 +271,7 @@ class LiveJob:
         )
 
     def measure(self) -> bool:
-        """Records the reported seconds of a step; returns whether its costs have changed."""
+        """Records the reported step time; returns whether the fitted costs have changed."""
         report = self.progress
         # Means of few steps are noisy: evaluated after 3, 6, 12 ... steps.
         if report.get("seconds") is None or report["steps"] < max(FEW, 2 * self.looked):
@@ -306,7 +287,7 @@ class LiveJob:
         return True
 
     def _fitted(self) -> Scaling:
-        """Fits costs; with a single number of slots the submitted costs are scaled."""
+        """Fits step costs; with measurements at only one slot count, scales the submitted costs."""
         points = [(n, b, speed) for (n, b), speed in self.points.items()]
         if len({n for n, _, _ in points}) > 1 or self.submission.sample_seconds is None:
             return fit_scaling(points)
@@ -316,7 +297,6 @@ class LiveJob:
         return Scaling(*(off * seconds for seconds in costs))
 
     def seen(self, now: float, places: Mapping[int, int], others: MeasuredSeconds) -> JobState:
-        """The job state that policies see."""
         state, report = self.state, self.progress
         job = self.job(others)
         count = len(places)

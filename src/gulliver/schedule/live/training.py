@@ -8,7 +8,7 @@
         booster.backward(loss * job.weight(), optimizer)     # gradients of the whole batch's mean
         optimizer.step()
         optimizer.zero_grad()
-        if job.report(loss) or step % 100 == 99:             # True: save now, the loop ends then
+        if job.report(loss) or step % 100 == 99:             # True: save now; then the loop ends
             booster.save(job.checkpoints, step, model, optimizer)
     booster.close()
 
@@ -30,13 +30,12 @@ from gulliver.jobs.log import Log
 from gulliver.schedule.live.tracking import read_object, write_object
 
 JOB, ATTEMPT, BATCH = "GULLIVER_JOB", "GULLIVER_JOB_ATTEMPT", "GULLIVER_JOB_BATCH"
-"""Variables with the job's folder, attempt and initial batch size."""
-SECONDS_BETWEEN = 0.2
-"""Seconds between writes of progress."""
+"""Environment variables with the job's folder, attempt and initial batch size."""
+SECONDS_BETWEEN = 0.2  # minimum seconds between writes of progress
 
 
 def share_of(batch: int, part: int, parts: int) -> range:
-    """Samples of a batch for one of several parts: contiguous, with sizes equal up to one."""
+    """Contiguous range of a batch's samples for one part; part sizes differ by at most one."""
     # Rank r of n takes the samples from floor(r B / n) to floor((r + 1) B / n) of B. Gradients are
     # averaged over ranks, so a rank's mean loss is weighted by its samples times n / B
     # (`Elastic.weight`): the step equals that of one rank up to rounding, for any number of slots.
@@ -46,12 +45,12 @@ def share_of(batch: int, part: int, parts: int) -> range:
 def elastic(
     checkpoints: str | Path = "checkpoints", batch: int | None = None, samples: float | None = None
 ) -> Elastic:
-    """Joins the job for which the scheduler has started this rank.
+    """Joins the job for which the scheduler started this rank.
 
     Args:
-        checkpoints: checkpoint folder without a scheduler; a scheduled job has its own.
-        batch: global batch size without a scheduler.
-        samples: samples to process without a scheduler; None: only steps end the run.
+        checkpoints: checkpoint folder if there is no scheduler.
+        batch: global batch size if there is no scheduler.
+        samples: samples to process if there is no scheduler; None for no limit.
     """
     place = os.environ.get(JOB)
     if place is None:
@@ -107,7 +106,7 @@ class Elastic:
 
     @property
     def leaving(self) -> bool:
-        """Whether the scheduler asked the job to save and stop."""
+        """Whether the scheduler has asked the job to save and stop."""
         return self._leaving
 
     def share(self, part: int | None = None, parts: int | None = None) -> range:
@@ -125,23 +124,23 @@ class Elastic:
         )
 
     def weight(self, part: int | None = None, parts: int | None = None) -> float:
-        """Factor for this rank's mean loss that makes gradients those of the whole batch's mean."""
+        """Scale of this rank's mean loss that yields the gradients of the global mean loss."""
         count = _world().size if parts is None else parts
         return len(self.share(part, parts)) * count / self.batch
 
     def rate_factor(self, rule: Literal["linear", "sqrt"] = "linear") -> float:
-        """Learning rate factor for a batch size that differs from the submitted one."""
+        """Learning rate factor if the batch size differs from the submitted one."""
         if rule not in ("linear", "sqrt"):
             raise GulliverError(f"rule {rule!r} is unknown; use 'linear' or 'sqrt'")
         grown = self.batch / self.base
         return grown if rule == "linear" else grown**0.5
 
     def steps(self, first: int = 0, last: int | None = None) -> Iterator[int]:
-        """Yields steps until the job is done, or has saved to leave.
+        """Yields step numbers until the job is done, or has saved because it must leave.
 
         Args:
-            first: first step: 0, or the one after the loaded checkpoint.
-            last: total number of steps of the job; None continues until all samples are done.
+            first: 0, or the step after the loaded checkpoint.
+            last: total number of steps of the job; None to continue until all samples are done.
 
         Raises:
             GulliverError: the job has no length, or a step was not reported.
@@ -163,7 +162,8 @@ class Elastic:
         """Reports that a step is done; every rank calls it once per step.
 
         Args:
-            loss: this rank's mean loss, a number or a tensor; the mean over all samples is stored.
+            loss: this rank's mean loss, a number or tensor; the mean over all ranks' samples is
+                stored.
             samples: samples processed by this rank; default: its share. If several ranks share a
                 model, all but one of them pass 0.
             noise: gradient noise scale in samples, if measured.
@@ -197,7 +197,7 @@ class Elastic:
         return self.samples is not None and self.done >= self.samples * (1 - 1e-12)
 
     def _begin(self, first: int) -> None:
-        """Continues the counts of the steps before `first`; later steps are removed."""
+        """Restores the counts at step `first`, and removes later steps from the curve."""
         from gulliver.comm.collectives import broadcast_object
 
         counted = (0.0, 0.0)
@@ -213,7 +213,7 @@ class Elastic:
             self._report_step()
 
     def _read_requests(self) -> tuple[bool, int]:
-        """The scheduler's requests, read by rank 0: to leave, and another batch size."""
+        """Reads the scheduler's requests on rank 0: whether to leave, and the next batch size."""
         if self.folder is None or not _world().is_main:
             return False, 0
         path = self.folder / "control.json"
@@ -246,29 +246,27 @@ class Elastic:
 
 
 class Pace:
-    """Seconds of the steps of one attempt, without the first, which warms up."""
+    """Measures the steps of one attempt, excluding the first, which warms up."""
 
     def begin(self, ranks: int, first: int) -> None:
-        """Starts the clock."""
         self.ranks, self.first = ranks, first
         self.begun = self.last = self.written = time.time()
         self.warm, self.count = self.begun, 0
 
     def step(self, now: float) -> None:
-        """Counts a step."""
         self.count += 1
         self.warm = now if self.count == 1 else self.warm
         self.last = now
 
     def due(self, now: float) -> bool:
-        """Whether progress should be written: after the first step, and periodically."""
+        """Whether to write progress: after the first step, and then periodically."""
         if self.count > 1 and now - self.written < SECONDS_BETWEEN:
             return False
         self.written = now
         return True
 
     def values(self, step: int | None) -> dict[str, Any]:
-        """Values for the scheduler; times are Unix times."""
+        """Measurements for the scheduler; times are Unix times."""
         mean = (self.last - self.warm) / (self.count - 1) if self.count > 1 else None
         return {
             "ranks": self.ranks,
@@ -290,7 +288,7 @@ def _world() -> Any:
 def _agree(
     count: int, loss: Any, leave: bool, batch: int, noise: float
 ) -> tuple[float, float | None, bool, int, float]:
-    """Sums over ranks, and broadcasts the scheduler's requests from rank 0."""
+    """Sums counts over ranks, and broadcasts the scheduler's requests from rank 0."""
     world = _world()
     value = None if loss is None else float(getattr(loss, "detach", lambda: loss)())
     if world.size == 1:
@@ -311,5 +309,5 @@ def _agree(
 
 
 def read_curve(folder: Path) -> list[dict[str, Any]]:
-    """Reads the valid steps of a job, each once: step, samples, loss, batch, attempt."""
+    """Reads a job's valid steps without duplicates: step, samples, loss, batch, attempt."""
     return Log(folder / "curve.jsonl").read()

@@ -1,6 +1,6 @@
-"""Events as JSON of the OpenAI API: complete responses, stream chunks, log-probabilities.
+"""Formats events as JSON of the OpenAI API: responses, stream chunks, log-probabilities.
 
-A token's text is its decoding on its own. Tokens that are not whole characters are written as
+A token's text is the token decoded alone. Tokens that are not full characters are written as
 ``token_id:17``, since only the id is lossless.
 """
 
@@ -35,7 +35,7 @@ def names_of(tokenizer: Any) -> Names:
 
 @dataclass
 class AnswerChoice:
-    """One completion so far."""
+    """State of one completion."""
 
     # Index of the completion in the request.
     index: int
@@ -56,7 +56,6 @@ class Usage:
 
     @property
     def json(self) -> dict[str, Any]:
-        """The usage of a request, as JSON."""
         return {
             "prompt_tokens": self.prompt,
             "completion_tokens": self.answer,
@@ -100,7 +99,7 @@ class AnswerFormat(ABC):
 
     @abstractmethod
     def first(self, index: int) -> dict[str, Any] | None:
-        """Formats the part before the first token of a completion, if any."""
+        """Formats what precedes the first token of a completion, if anything."""
 
     @abstractmethod
     def next(
@@ -130,13 +129,12 @@ class CompletionFormat(AnswerFormat):
         return self._echo[index] if self._echo else ""
 
     def first(self, index: int) -> dict[str, Any] | None:
-        """The prompt, if it is part of the response."""
+        """Returns the prompt, if it is part of the response."""
         return self.next(index, self._front(index), (), None) if self._echo else None
 
     def next(
         self, index: int, text: str, tokens: Sequence[Token], finish: str | None
     ) -> dict[str, Any]:
-        """New text of a completion."""
         made = {"index": index, "text": text, "finish_reason": finish}
         return {**made, "logprobs": self._logprobs(index, tokens), **self._ids(tokens)}
 
@@ -164,14 +162,13 @@ class ChatFormat(AnswerFormat):
     prefix, whole_object, piece_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def first(self, index: int) -> dict[str, Any] | None:
-        """The role."""
+        """Returns the role."""
         delta = {"role": "assistant", "content": ""}
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def next(
         self, index: int, text: str, tokens: Sequence[Token], finish: str | None
     ) -> dict[str, Any]:
-        """New text of a completion."""
         made = {"index": index, "delta": {"content": text} if text else {}, "finish_reason": finish}
         return {**made, "logprobs": self._logprobs(tokens), **self._ids(tokens)}
 
@@ -199,15 +196,15 @@ class ChatFormat(AnswerFormat):
 
 
 def _finite(logprob: float | None) -> float | None:
-    """A log-probability that JSON can represent: -9999 for minus infinity, as in the OpenAI API."""
+    """Makes a log-probability valid JSON: -9999 for minus infinity, as in the OpenAI API."""
     return None if logprob is None else max(logprob, -9999.0)
 
 
 def event(value: dict[str, Any]) -> bytes:
-    """An event of a stream (server-sent events)."""
+    """Formats a server-sent event."""
     return b"data: " + json.dumps(value, separators=(",", ":")).encode() + b"\n\n"
 
 
 DONE = b"data: [DONE]\n\n"
 ALIVE = b": waiting\n\n"
-"""A comment, which clients pass over; one that has gone shows by it."""
+"""A server-sent comment, which clients ignore; sending it detects lost connections."""

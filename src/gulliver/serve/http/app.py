@@ -54,7 +54,7 @@ from gulliver.serve.requests import chat_tokens
 from gulliver.serve.sampling import Event, SamplingParams, Token
 
 ALIVE_S = 15.0
-"""Seconds without tokens after which a stream says that it is alive."""
+"""Seconds without tokens after which a stream sends a keep-alive comment."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,6 @@ class Reply(Response):
         self._started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Responds (an ASGI application)."""
         gate, metrics = self._context.gate, self._context.metrics
         count = len(self._choices)
         try:
@@ -167,7 +166,7 @@ class Reply(Response):
     async def _next_events(
         self, send: Send | None = None
     ) -> list[tuple[int, AnswerChoice, str, list[Token]]]:
-        """Waits for events; events of one completion that arrived meanwhile are merged."""
+        """Waits for events; merges events of one completion that have arrived together."""
         while self._inbox.empty():
             try:
                 news = await asyncio.wait_for(self._inbox.get(), ALIVE_S if send else None)
@@ -194,7 +193,7 @@ class Reply(Response):
         return [(index, self._choices[index], *pair) for index, pair in found.items()]
 
     def _note(self, choice: AnswerChoice, one: Event) -> None:
-        """Records times, token counts and the end."""
+        """Records times, token counts and the finish reason."""
         if one.finish == "error":
             message = one.error or "the answer ended in an error"
             raise ApiError(500, message, code="engine_error")
@@ -232,7 +231,7 @@ async def _send_part(send: Send, part: bytes, more: bool = True) -> None:
 
 
 def response_of(error: ApiError) -> JSONResponse:
-    """The response for an error."""
+    """Creates the response for an error."""
     return JSONResponse(error.body, error.status, error.headers)
 
 
@@ -263,7 +262,6 @@ class Routes:
         self.began = int(time.time())
 
     def close(self) -> None:
-        """Ends the tokenizer's thread."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def authorise(self, request: Request) -> None:
@@ -275,12 +273,10 @@ class Routes:
         # The name of a scheme may be in any case (RFC 9110, 11.1).
         right = hmac.compare_digest(given.strip().encode("utf-8", "replace"), key.encode())
         if scheme.lower() != "bearer" or not right:
-            message = "no or a wrong API key: send the header Authorization: Bearer KEY"
+            message = "missing or wrong API key: send the header Authorization: Bearer KEY"
             raise ApiError(401, message, code="invalid_api_key")
 
     async def completion(self, request: Request) -> Response:
-        """Handles /v1/completions."""
-
         async def jobs(body: CompletionBody) -> tuple[AnswerFormat, list[PromptJob]]:
             prompts = prompts_of(body)
             encoded = [
@@ -301,8 +297,6 @@ class Routes:
         return await self._reply(request, CompletionBody, jobs)
 
     async def chat(self, request: Request) -> Response:
-        """Handles /v1/chat/completions."""
-
         async def jobs(body: ChatBody) -> tuple[AnswerFormat, list[PromptJob]]:
             messages = messages_of(body)
             try:
@@ -334,11 +328,10 @@ class Routes:
             raise self._too_large()
 
     def _too_large(self) -> ApiError:
-        message = f"the body exceeds {self.body_bytes:,} bytes, the most that this server reads"
+        message = f"the body exceeds {self.body_bytes:,} bytes, the limit of this server"
         return ApiError(413, message, code="body_too_large")
 
     async def _read(self, request: Request) -> bytes:
-        """Reads the body, up to the limit."""
         held = bytearray()
         seconds = self._options.body_seconds
         try:
@@ -348,7 +341,7 @@ class Routes:
                         raise self._too_large()
                     held += part
         except TimeoutError:
-            message = f"the body did not come within {seconds:g} seconds"
+            message = f"the body did not arrive within {seconds:g} seconds"
             raise ApiError(408, message, code="too_slow") from None
         except ClientDisconnect:
             # Nobody reads it.
@@ -370,16 +363,14 @@ class Routes:
         return PromptJob(tokens, sampling_of(body, tokens, self.limits, many))
 
     async def models(self, request: Request) -> Response:
-        """Handles /v1/models."""
         self.authorise(request)
         return JSONResponse({"object": "list", "data": [self._model()]})
 
     async def model(self, request: Request) -> Response:
-        """Handles /v1/models/NAME."""
         self.authorise(request)
         name = request.path_params["name"]
         if name != self.limits.name:
-            message = f"model {name!r} is not served here: there is {self.limits.name!r}"
+            message = f"model {name!r} is not served here: use {self.limits.name!r}"
             raise ApiError(404, message, "model", "model_not_found")
         return JSONResponse(self._model())
 
@@ -396,7 +387,6 @@ class Routes:
         return JSONResponse(answer, 200 if state == "ok" else 503)
 
     async def metrics(self, request: Request) -> Response:
-        """Handles /metrics."""
         self.authorise(request)
         kind = "text/plain; version=0.0.4; charset=utf-8"
         return Response(self.context.metrics.text(), media_type=kind)
@@ -426,7 +416,7 @@ def make_app(routes: Routes) -> ASGIApp:
 
     async def unknown(request: Request, error: Exception) -> Response:
         del request
-        message = f"this should not happen: {type(error).__name__}, see the server's log"
+        message = f"internal error: {type(error).__name__}, see the server's log"
         return JSONResponse(ApiError(500, message, code="internal").body, 500)
 
     app.add_exception_handler(ApiError, known)

@@ -1,4 +1,4 @@
-"""`Measured`: results of a load, as numbers, as a table and as JSON."""
+"""The load generator: sends requests and measures times."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Measured:
 
     Attributes:
         samples: sent requests.
-        rate: requested requests per second; infinite for all at once.
+        rate: requested requests per second; infinite if all are sent immediately.
         seed: seed of arrivals and prompts.
     """
 
@@ -155,12 +155,12 @@ _COMMON = (
     "not but what all were when we there can an your which said if do will each about how up out"
 )
 WORDS = _COMMON.split()
-"""Words of prompts: each is a token or two of most tokenizers."""
+"""Words of generated prompts; most tokenizers encode each as one or two tokens."""
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """A request to be sent."""
+    """A request and the time to send it."""
 
     at: float
     prompt: str
@@ -193,7 +193,7 @@ def generate_load(
         progress: called after each request.
 
     Returns:
-        The results; only of requests sent so far after Ctrl+C.
+        The results; after Ctrl+C, of the requests sent before.
 
     Raises:
         GulliverError: the server is unreachable, or lists no model.
@@ -247,7 +247,7 @@ async def _model(client: httpx.AsyncClient, load: Load) -> str:
     except httpx.HTTPError as error:
         raise GulliverError(f"{where} does not answer: {error or type(error).__name__}") from None
     except (ValueError, KeyError, IndexError, TypeError):
-        raise GulliverError(f"{where} names no model: name one with --model") from None
+        raise GulliverError(f"{where} lists no model: set --model") from None
 
 
 def _body(load: Load, model: str, arrival: Arrival) -> dict[str, Any]:
@@ -277,12 +277,11 @@ async def _send(
     except httpx.HTTPError as error:
         sample.error = type(error).__name__
     except (ValueError, KeyError, TypeError):
-        sample.error = "an answer that is not of OpenAI's interface"
+        sample.error = "a response that does not follow the OpenAI API"
     sample.ended = time.perf_counter()
 
 
 async def _listen(answer: httpx.Response, sample: RequestTiming) -> None:
-    """Reads a stream (server-sent events)."""
     done = False
     async for line in answer.aiter_lines():
         if not line.startswith("data:"):
@@ -312,7 +311,7 @@ def _text(choice: dict[str, Any]) -> str:
 
 
 def _message(text: str) -> str:
-    """The message of an error, in one line."""
+    """Extracts an error's message as one line."""
     try:
         error = json.loads(text)["error"]
         text = error["message"] if isinstance(error, dict) else str(error)

@@ -12,13 +12,13 @@ from gulliver.errors import GulliverError
 from gulliver.options import AT_LEAST_1, SEED, Options, Range, byte_size
 
 KEY_VARIABLE = "GULLIVER_API_KEY"
-"""Environment variable with the key, where no option gives it."""
+"""Environment variable with the API key, if no option sets it."""
 BODY_BASE, BODY_TOKEN = 64 * 1024, 32
-"""Bytes of a body excluding its prompt, and per token of the prompt, escapes included."""
+"""Bytes of a body excluding its prompt, and bytes per token of the prompt including escapes."""
 PROBE_S = 15
-"""Seconds without a byte after which the kernel asks whether a client is there."""
+"""Seconds without data after which TCP keep-alive probes a client."""
 UNREAD_BYTES = 128 * 1024
-"""Bytes that the kernel keeps for a client that has not read them."""
+"""Maximum unread bytes that the kernel buffers for a client."""
 
 
 @dataclass(frozen=True)
@@ -26,20 +26,21 @@ class ServerOptions(Options):
     """Limits of a server; every limit is finite.
 
     Attributes:
-        host: Address to listen at; 0.0.0.0 lets other machines in.
-        port: Port to listen at; 0 for any that is free.
-        name: Name that clients give the model; that of the folder by default.
-        api_key: Key that clients must send; the variable GULLIVER_API_KEY says it where no list
-            of processes shows it.
+        host: Address to listen on; 0.0.0.0 accepts other machines.
+        port: Port to listen on; 0 chooses a free port.
+        name: Model name for clients; by default that of the folder.
+        api_key: Key that clients must send; unlike the option, the variable GULLIVER_API_KEY is not
+            visible in process lists.
         queue: Requests that may wait while others run; more get status 429.
-        most_n: Most answers to a prompt.
-        max_tokens: Most tokens of an answer; what the context leaves by default.
-        body_bytes: Largest body of a request, such as 1MiB; by default 64 KiB and 32 bytes a token.
-        connections: Open connections; while there are more, requests are answered with 503.
-        header_seconds: Seconds in which the head of a first request must have come.
-        body_seconds: Seconds in which its body must have come.
+        most_n: Maximum completions per prompt.
+        max_tokens: Maximum tokens of a completion; by default limited only by the context.
+        body_bytes: Maximum size of a request's body, such as 1MiB; by default 64 KiB plus 32 bytes
+            per token.
+        connections: Maximum open connections; requests on others get status 503.
+        header_seconds: Time limit for receiving the head of a connection's first request.
+        body_seconds: Time limit for receiving a request's body.
         idle_seconds: Seconds that a connection stays open between requests.
-        stall_seconds: Seconds that a client may leave its answer unread.
+        stall_seconds: Seconds that a client may leave its response unread.
         drain_seconds: Seconds that running requests get after SIGTERM or Ctrl+C.
     """
 
@@ -62,11 +63,11 @@ class ServerOptions(Options):
         """Rejects a key that no client could send."""
         super().check_combinations()
         if self.api_key is not None and not (self.api_key.isascii() and self.api_key.strip()):
-            raise GulliverError("the API key is empty or not ASCII: give letters and digits")
+            raise GulliverError("the API key is empty or not ASCII: use letters and digits")
 
     @property
     def key(self) -> str | None:
-        """Key that clients must send: from the option, else the environment."""
+        """API key from the option, otherwise from the environment."""
         return self.api_key or os.environ.get(KEY_VARIABLE) or None
 
     def body_limit(self, context: int) -> int:
@@ -76,10 +77,10 @@ class ServerOptions(Options):
         return BODY_BASE + BODY_TOKEN * context
 
     def listen(self) -> socket.socket:
-        """Binds the port; no connection is accepted yet.
+        """Binds the port; connections are not accepted yet.
 
         Raises:
-            GulliverError: the port is in use, or the address is not one of this machine.
+            GulliverError: the port is in use, or the address does not belong to this machine.
         """
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         made = socket.socket(family, socket.SOCK_STREAM)
@@ -100,31 +101,31 @@ class ServerOptions(Options):
         except OSError as error:
             made.close()
             raise GulliverError(
-                f"{self.host}:{self.port} cannot be listened at ({error.strerror}): name another "
-                "port, 0 for any that is free"
+                f"{self.host}:{self.port} is not available ({error.strerror}): use another port, "
+                f"or 0 for a free one"
             ) from None
         return made
 
 
 @dataclass(frozen=True)
 class Load(Options):
-    """A load for any server of OpenAI's interface.
+    """A load for any server with the OpenAI API.
 
     Attributes:
         url: Address of the server, with or without /v1.
-        model: Name of the model; the first that the server names by default.
-        requests: Requests to send.
-        rate: Requests a second, as a Poisson process; all at once by default.
-        prompt_words: Least and most words of a prompt, drawn at random.
-        max_tokens: Least and most tokens of an answer.
-        prompts: Prompts to send in turns, instead of random words.
-        endpoint: What is asked: completions or chats.
-        temperature: Temperature of the answers.
-        ignore_eos: Ask for answers of full length; not all servers know it.
+        model: Name of the model; by default the first that the server lists.
+        requests: Number of requests.
+        rate: Requests per second, as a Poisson process; by default all are sent immediately.
+        prompt_words: Minimum and maximum words of a random prompt.
+        max_tokens: Minimum and maximum tokens of a completion.
+        prompts: Prompts to use in turn instead of random words.
+        endpoint: API to call: completions or chats.
+        temperature: Sampling temperature.
+        ignore_eos: Request completions of full length; not all servers support it.
         seed: Seed of arrivals, lengths and words.
-        api_key: Key of the server; GULLIVER_API_KEY by default.
-        connections: Most requests in flight; later ones are sent late.
-        timeout: Seconds without a byte after which a request has failed.
+        api_key: API key of the server; by default GULLIVER_API_KEY.
+        connections: Maximum requests in flight; later ones are delayed.
+        timeout: Seconds without data after which a request has failed.
     """
 
     url: str
@@ -146,11 +147,13 @@ class Load(Options):
         """Rejects malformed addresses and empty ranges."""
         super().check_combinations()
         if not self.url.startswith(("http://", "https://")):
-            raise GulliverError(f"url={self.url!r}: give an address such as http://127.0.0.1:8000")
+            raise GulliverError(f"url={self.url!r}: use an address such as http://127.0.0.1:8000")
         for name in ("prompt_words", "max_tokens"):
             low, high = getattr(self, name)
             if not 1 <= low <= high:
-                raise GulliverError(f"{name}={low} {high}: give the least and the most, from 1 on")
+                raise GulliverError(
+                    f"{name}={low} {high}: use a minimum and a maximum of at least 1"
+                )
 
     @property
     def base(self) -> str:
@@ -160,5 +163,5 @@ class Load(Options):
 
     @property
     def key(self) -> str | None:
-        """Key of the server: from the option, else the environment."""
+        """API key of the server, from the option, otherwise from the environment."""
         return self.api_key or os.environ.get(KEY_VARIABLE) or None

@@ -1,4 +1,4 @@
-"""`ApiError`: an error in the format of the OpenAI API."""
+"""Request bodies of the OpenAI API: parsing, validation and errors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gulliver.serve.sampling import SamplingParams
 
 
 class ApiError(Exception):
-    """Ends a request with a status and a body that explains why."""
+    """An API error: status, and a body with the reason."""
 
     def __init__(
         self,
@@ -59,12 +59,12 @@ _KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_
 
 
 def wrong(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """The error for an invalid request."""
+    """Creates the error for an invalid request."""
     return ApiError(400, message, param, code)
 
 
 def overloaded(message: str, seconds: float) -> ApiError:
-    """The error for an overloaded server."""
+    """Creates the error for an overloaded server."""
     return ApiError(429, message, code="overloaded", retry_after=seconds)
 
 
@@ -76,9 +76,9 @@ def overloaded(message: str, seconds: float) -> ApiError:
 
 
 STOPS, STOP_LENGTH = 16, 1024
-"""Most stop texts of a request, and most characters of one."""
+"""Maximum number of stop texts per request, and of characters per stop text."""
 COMPLETION_TOKENS = 16
-"""Tokens of a completion that names no number, as OpenAI's interface has it."""
+"""Default `max_tokens` of a completion, as in the OpenAI API."""
 
 
 class StreamOptions(BaseModel):
@@ -111,7 +111,7 @@ class RequestBody(BaseModel, ABC):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
-    """Return the numbers of tokens next to texts."""
+    """Also return token ids."""
 
     # Without effect on the response.
     user: str | None = None
@@ -185,13 +185,13 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "reasoning_effort": (),
 }
-"""Fields that are not supported, and their values that ask for nothing."""
+"""Unsupported fields, and the values that are accepted because they have no effect."""
 Kind = TypeVar("Kind", CompletionBody, ChatBody)
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a request."""
+    """Limits that requests are validated against."""
 
     # Name of the model.
     name: str
@@ -206,7 +206,7 @@ class Limits:
 
 
 def read(kind: type[Kind], data: bytes, limits: Limits) -> Kind:
-    """Parses a body."""
+    """Parses and validates a body."""
     try:
         body = kind.model_validate_json(data)
     except ValidationError as error:
@@ -218,12 +218,12 @@ def read(kind: type[Kind], data: bytes, limits: Limits) -> Kind:
             value == one and type(value) is type(one) for one in NEUTRAL[name]
         )
         if asks:
-            raise wrong(f"{name} is not supported: leave it out", name, "unsupported_parameter")
+            raise wrong(f"{name} is not supported: omit it", name, "unsupported_parameter")
     if body.model is not None and body.model != limits.name:
         message = f"model {body.model!r} is not served here: {nearest(body.model, [limits.name])}"
         raise ApiError(404, message, "model", "model_not_found")
     if body.stream_options is not None and not body.streamed:
-        raise wrong("stream_options are for stream=true", "stream_options")
+        raise wrong("stream_options needs stream=true", "stream_options")
     if isinstance(body, ChatBody):
         _check_chat(body)
     else:
@@ -233,21 +233,21 @@ def read(kind: type[Kind], data: bytes, limits: Limits) -> Kind:
 
 def _check_chat(body: ChatBody) -> None:
     if body.max_completion_tokens is not None and body.max_tokens is not None:
-        raise wrong("give max_completion_tokens or max_tokens, not both", "max_tokens")
+        raise wrong("set max_completion_tokens or max_tokens, not both", "max_tokens")
     if body.top_logprobs is not None and not body.logprobs:
-        raise wrong("top_logprobs is for logprobs=true", "top_logprobs")
+        raise wrong("top_logprobs needs logprobs=true", "top_logprobs")
 
 
 def _check_completion(body: CompletionBody) -> None:
     if body.best_of is not None and body.best_of != (body.n or 1):
-        raise wrong("best_of is not supported: leave it out", "best_of", "unsupported_parameter")
+        raise wrong("best_of is not supported: omit it", "best_of", "unsupported_parameter")
     if body.echo and body.logprobs is not None:
-        message = "echo with logprobs is not supported: prompts have no probabilities here"
+        message = "echo with logprobs is not supported: prompt tokens have no log-probabilities"
         raise wrong(message, "echo", "unsupported_parameter")
 
 
 def prompts_of(body: CompletionBody) -> list[str | list[int]]:
-    """Prompts of a completion request: texts, or lists of tokens."""
+    """Returns the prompts of a completion request: texts, or lists of tokens."""
     prompt = body.prompt
     several: list[Any] = prompt if isinstance(prompt, list) else [prompt]
     if several and all(_is_token(one) for one in several):
@@ -266,7 +266,7 @@ def _are_tokens(value: Any) -> bool:
 
 
 def messages_of(body: ChatBody) -> list[dict[str, Any]]:
-    """Messages of a chat; the parts of each are joined into one text."""
+    """Returns the messages of a chat; the parts of each are joined into one text."""
     if not isinstance(body.messages, list) or not body.messages:
         raise wrong("messages must be a list of at least one message", "messages")
     return [_message(one, f"messages[{place}]") for place, one in enumerate(body.messages)]
@@ -277,7 +277,7 @@ def _message(message: Any, where: str) -> dict[str, Any]:
         raise wrong(f"{where} must have a role and a content", where)
     for name, value in message.items():
         if name not in ("role", "content", "name") and value not in (None, [], {}):
-            raise wrong(f"{where}.{name} is not supported: leave it out", f"{where}.{name}")
+            raise wrong(f"{where}.{name} is not supported: omit it", f"{where}.{name}")
     made = {"role": message["role"], "content": _content(message.get("content"), where)}
     return {**made, "name": message["name"]} if message.get("name") is not None else made
 
@@ -292,7 +292,7 @@ def _content(content: Any, where: str) -> str:
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind != "text" or not isinstance(part.get("text"), str):
-            raise wrong(f"{where} has a part of type {kind!r}: text alone is supported", where)
+            raise wrong(f"{where} has a part of type {kind!r}: only text is supported", where)
         texts.append(part["text"])
     return "".join(texts)
 
@@ -307,14 +307,14 @@ def sampling_of(
     known = {"prompt": prompt, "max_tokens": name}
     wanted = sampling.max_tokens or 0
     if limits.max_tokens is not None and wanted > limits.max_tokens:
-        raise wrong(f"{name}={wanted}: this server gives at most {limits.max_tokens}", name)
+        raise wrong(f"{name}={wanted}: this server allows at most {limits.max_tokens}", name)
     try:
         check_request(tokens, sampling, limits.facts)
     except RequestError as error:
         message = str(error).replace("max_tokens=", f"{name}=", 1)
         raise wrong(message, known.get(error.field, error.field), error.code) from None
     if sampling.n > limits.n:
-        raise wrong(f"n={sampling.n}: this server gives at most {limits.n}", "n")
+        raise wrong(f"n={sampling.n}: this server allows at most {limits.n}", "n")
     if sampling.n * many > limits.answers:
         raise wrong(
             f"{many} prompts with n={sampling.n} are {sampling.n * many} answers, and this server "
@@ -325,12 +325,12 @@ def sampling_of(
 
 
 def _sampling(body: RequestBody, room: int, limits: Limits) -> tuple[SamplingParams, str]:
-    """Sampling parameters, and the request's name for their token limit."""
+    """Returns the sampling parameters, and the name of the request's token limit."""
     name, wanted = "max_tokens", body.max_tokens
     if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
         name, wanted = "max_completion_tokens", body.max_completion_tokens
     if body.seed is not None and not -(2**63) <= body.seed < 2**64:
-        raise wrong("seed: give a whole number of 64 bits", "seed")
+        raise wrong("seed must be a 64-bit integer", "seed")
     stop = _stops(body.stop)
     given = {key: value for key in _DRAWN if (value := getattr(body, key)) is not None}
     try:
@@ -359,9 +359,9 @@ _DRAWN = (
 def _stops(given: str | list[str] | None) -> tuple[str, ...]:
     stops = (given,) if isinstance(given, str) else tuple(given or ())
     if len(stops) > STOPS:
-        raise wrong(f"stop has {len(stops)} texts: give at most {STOPS}", "stop")
+        raise wrong(f"stop has {len(stops)} texts: use at most {STOPS}", "stop")
     if not all(0 < len(stop) <= STOP_LENGTH for stop in stops):
-        raise wrong(f"stop: give texts of 1 to {STOP_LENGTH} characters", "stop")
+        raise wrong(f"stop: texts must have 1 to {STOP_LENGTH} characters", "stop")
     return stops
 
 
@@ -371,7 +371,7 @@ def _unknown(name: str, known: Collection[str]) -> ApiError:
 
 
 def _first(error: ValidationError) -> ApiError:
-    """The first error in a body, in the client's terms."""
+    """Converts the first validation error of a body to the client's terms."""
     found = error.errors(include_url=False, include_input=False, include_context=False)[0]
     if found["type"] in ("json_invalid", "json_type") or not found["loc"]:
         return wrong(f"the body is not a JSON object: {found['msg']}", code="invalid_json")

@@ -1,4 +1,4 @@
-"""`Server`: a socket, an event loop and an engine, from the first request to the last."""
+"""`Server`: a socket, an event loop and an engine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from gulliver.serve.llm import LLM
 
 _log = logging.getLogger("gulliver")
 HEAD_BYTES = 32 * 1024
-"""Most bytes of the head of a request."""
+"""Maximum size of a request's head in bytes."""
 
 
 def _protocol(header_seconds: float) -> type[H11Protocol]:
@@ -62,7 +62,6 @@ class _Uvicorn(uvicorn.Server):
         self._signalled = signalled
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Handles a signal."""
         del sig, frame
         self._signalled()
 
@@ -95,7 +94,7 @@ class Server:
             GulliverError: the model has no tokenizer, or the port is in use.
         """
         if llm.tokenizer is None:
-            raise GulliverError("a server needs a tokenizer: give the model's own")
+            raise GulliverError("a server needs a tokenizer: pass the model's own")
         self.options = options = options or ServerOptions()
         engine = llm.engine
         facts, sequences = engine.runner.facts, engine.options.sequences
@@ -128,14 +127,14 @@ class Server:
 
     @property
     def dead(self) -> str | None:
-        """Why the engine could not continue; None if it could."""
+        """Why the engine stopped; None while it runs."""
         return self._worker.dead
 
     def run(self) -> int:
-        """Serves until a signal, and drains.
+        """Serves until a signal, then drains.
 
         Returns:
-            Exit code: 1 if the engine could not continue.
+            Exit code: 1 if the engine stopped after an error.
         """
         asyncio.run(self._serve())
         return 1 if self._worker.dead else 0
@@ -154,17 +153,17 @@ class Server:
         """Logs and performs the action of a signal."""
         if self._draining is None:
             _log.warning(
-                "signal: %d answers run or wait and get %g seconds, new ones are refused; a second "
-                "signal ends at once",
+                "signal: %d completions are active and have %g seconds; new requests are "
+                "rejected; a second signal ends immediately",
                 self._gate.inside,
                 self.options.drain_seconds,
             )
         else:
-            _log.warning("second signal: %d answers end now", self._gate.inside)
+            _log.warning("second signal: ending %d completions", self._gate.inside)
         self.drain()
 
     def drain(self) -> None:
-        """Starts draining, from any thread; a second call ends at once."""
+        """Starts draining, from any thread; a second call ends immediately."""
         loop = self._loop
         if loop is not None and not loop.is_closed():
             loop.call_soon_threadsafe(self._drain)
@@ -181,7 +180,7 @@ class Server:
             self._uvicorn.should_exit = self._uvicorn.force_exit = True
 
     async def _ended(self) -> None:
-        """Waits for running requests, and cancels those that do not end."""
+        """Waits for running requests, and cancels those that exceed the time limit."""
         await self._emptied(self.options.drain_seconds)
         if self._gate.inside:
             self._worker.end_all(_ENDING)

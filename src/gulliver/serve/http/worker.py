@@ -1,4 +1,4 @@
-"""`Gate`: limits the completions that a server has accepted."""
+"""Admission, metrics, and the thread that runs the engine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gulliver.serve.sampling import Event, SamplingParams
 
 
 class Gate:
-    """Counts completions from request to end."""
+    """Counts admitted completions and limits their number."""
 
     def __init__(self, most: int) -> None:
         self.most, self.inside = most, 0
@@ -31,16 +31,14 @@ class Gate:
             raise ApiError(503, "the server is shutting down", code="draining", retry_after=5)
 
     def enter(self, answers: int) -> None:
-        """Admits completions."""
         self.check()
         if self.inside + answers > self.most:
             raise overloaded(
-                f"{self.inside} answers run and wait, of at most {self.most}: ask again later", 1
+                f"{self.inside} completions are active, of at most {self.most}: retry later", 1
             )
         self.inside += answers
 
     def leave(self, answers: int) -> None:
-        """Releases completions."""
         self.inside -= answers
 
 
@@ -51,26 +49,26 @@ SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120,
 
 GAUGES = {
     "running": "Answers that run",
-    "waiting": "Answers that wait for blocks",
+    "waiting": "Completions that wait for blocks",
     "blocks": "Blocks of the cache",
-    "free_blocks": "Blocks that can be taken",
-    "kept_blocks": "Free blocks whose keys and values can still be found",
-    "answers": "Answers that were taken on and have not ended",
+    "free_blocks": "Free blocks of the cache",
+    "kept_blocks": "Free blocks whose keys and values can still be reused",
+    "answers": "Completions admitted and not ended",
     "connections": "Open connections",
 }
 COUNTERS = {
-    "steps": "Batches that were run",
-    "tokens": "Tokens that were made",
-    "prompt_tokens": "Tokens of prompts of ended requests",
-    "prefix_cached_tokens": "Tokens of prompts whose keys and values were in the cache",
-    "drafted_tokens": "Tokens that were drafted",
-    "accepted_tokens": "Drafted tokens that were right",
-    "preemptions": "Answers that gave up their blocks",
+    "steps": "Batches run",
+    "tokens": "Tokens generated",
+    "prompt_tokens": "Prompt tokens of ended requests",
+    "prefix_cached_tokens": "Prompt tokens found in the prefix cache",
+    "drafted_tokens": "Draft tokens",
+    "accepted_tokens": "Accepted draft tokens",
+    "preemptions": "Preempted completions",
     "finished": "Answers that ended",
-    "restarts": "Runners that were started again",
+    "restarts": "Runner restarts",
     "failures": "Steps that failed",
 }
-"""Numbers of `Engine.counts` that are exported; one that an engine does not have is left out."""
+"""Descriptions of the exported `Engine.counts`; counts that an engine lacks are omitted."""
 
 
 class Metrics:
@@ -81,21 +79,23 @@ class Metrics:
         self._counts = counts
         made = {"registry": self._registry, "namespace": "gulliver"}
         self.requests = Counter("requests", "Requests, by their end", ["path", "status"], **made)
-        self.left = Counter("clients_left", "Requests whose client left", **made)
+        self.left = Counter("clients_left", "Requests whose client disconnected", **made)
         self.first = Histogram(
-            "first_token_seconds", "From request to first token", buckets=SECONDS, **made
+            "first_token_seconds", "Seconds from request to first token", buckets=SECONDS, **made
         )
         self.between = Histogram(
             "between_tokens_seconds",
-            "From tokens of an answer to its next",
+            "Seconds between tokens of a completion",
             buckets=SECONDS,
             **made,
         )
-        self.whole = Histogram("request_seconds", "From request to end", buckets=SECONDS, **made)
+        self.whole = Histogram(
+            "request_seconds", "Seconds from request to end", buckets=SECONDS, **made
+        )
         self._registry.register(self)  # type: ignore[arg-type]
 
     def collect(self) -> Iterable[Metric]:
-        """The engine's own counts, read at collection."""
+        """Yields the engine's own counts."""
         counts = self._counts()
         for name, what in GAUGES.items():
             if name in counts:
@@ -105,11 +105,11 @@ class Metrics:
                 yield CounterMetricFamily(f"gulliver_{name}", what, counts[name])
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing: counts of the engine are only known at collection."""
+        """Yields nothing, because the engine's counts are only known at collection."""
         return ()
 
     def text(self) -> bytes:
-        """The text of the metrics page."""
+        """Returns the metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
 
@@ -120,16 +120,16 @@ class Metrics:
 
 
 AHEAD = 8
-"""Steps whose events the event loop may not have seen yet."""
+"""Maximum number of steps whose events the event loop has not processed."""
 
 
 Inbox = asyncio.Queue["tuple[int, Event | ApiError]"]
-"""Events of a client's requests, each with the index of its prompt."""
+"""Queue of a client's events, each with the index of its prompt."""
 
 
 @dataclass(eq=False)
 class EngineTicket:
-    """A request in the engine."""
+    """Handle of a request in the engine."""
 
     # Number of the request in the engine.
     number: int
@@ -164,7 +164,7 @@ class EngineThread:
         """The engine's numbers after its last step."""
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Starts the thread; events go to this loop."""
+        """Starts the thread; events go to `loop`."""
         self._loop = loop
         self._thread.start()
 
@@ -204,8 +204,6 @@ class EngineThread:
             taken.set_result(ticket)
 
     def cancel(self, ticket: EngineTicket) -> None:
-        """Cancels a request; its later events are dropped."""
-
         def cancel() -> None:
             if self._tickets.pop(ticket.number, None) is not None:
                 self._engine.cancel(ticket.number)
@@ -213,7 +211,6 @@ class EngineThread:
         self._commands.put(cancel)
 
     def end_all(self, error: ApiError) -> None:
-        """Ends all requests with an error."""
         self._commands.put(lambda: self._end_all(error))
 
     def close(self) -> None:
@@ -237,7 +234,7 @@ class EngineThread:
                 try:
                     self._recover(error)
                 except Exception as second:
-                    self.dead = f"the engine cannot go on: {_one_line(second)}"
+                    self.dead = f"the engine stopped: {_one_line(second)}"
                     self._end_all(ApiError(503, self.dead, code="engine_dead"))
                     self._call_in_loop(self._died)
                     break
@@ -249,7 +246,6 @@ class EngineThread:
             engine.cancel(number)
 
     def _run_commands(self, wait: bool) -> None:
-        """Runs the pending commands."""
         try:
             while True:
                 self._commands.get(block=wait)()
@@ -287,7 +283,7 @@ class EngineThread:
         # all that run end with the error, and the engine starts again with an empty cache.
         if isinstance(error, GulliverError):
             raise error
-        message = f"the step that computed this answer failed: {_one_line(error)}"
+        message = f"the step of this completion failed: {_one_line(error)}"
         self._end_all(ApiError(500, message, code="engine_error"))
         self._engine.replay(self._engine.runner)
 
@@ -298,7 +294,6 @@ class EngineThread:
         self._tickets.clear()
 
     def _call_in_loop(self, function: Callable[..., None], *args: Any) -> None:
-        """Calls a function in the event loop."""
         assert self._loop is not None
         try:
             self._loop.call_soon_threadsafe(function, *args)

@@ -35,8 +35,8 @@ from gulliver.serve.ranks.worker import RankMessage
 from gulliver.serve.weights import BLOCK, check_memory
 
 GRACE_S = 1.0
-"""Longest wait, once a rank has failed, for what others say of it: an error that a rank has by
-itself is message, not that connections to it broke."""
+"""Seconds to wait for other ranks' reports after a failure, because a rank's own error is more
+informative than broken connections."""
 BROKEN = ("connection closed", "connection reset", "broken pipe", "timed out", "gloo")
 
 
@@ -82,7 +82,7 @@ class RanksRunner:
 
     @property
     def max_in_flight(self) -> int:
-        """Batches to keep in flight: one for each stage, and one being sampled."""
+        """Batches to keep in flight: one per stage, and one being sampled."""
         # The stages are balanced and on one machine, so that links take next to nothing. More
         # batches would be smaller ones, each of which reads all weights.
         return self._fixed or (1 if self.layout.stages == 1 else self.layout.stages + 1)
@@ -106,7 +106,6 @@ class RanksRunner:
         return self._crew.restarted()
 
     def close(self) -> None:
-        """Ends the ranks."""
         if not self._closed:
             self._closed = True
             for one in self._out:
@@ -143,7 +142,6 @@ class RanksRunner:
             one.put(value)
 
     def _all(self, what: str, timeout_s: float) -> list[Any]:
-        """Waits for a message from each rank."""
         found: dict[int, Any] = {}
         while len(found) < self.layout.ranks:
             missing = next(r for r in range(self.layout.ranks) if r not in found)
@@ -162,13 +160,12 @@ class RanksRunner:
             self._note(rank, message)
 
     def _next(self, timeout_s: float, late: str | None = None) -> tuple[int, RankMessage]:
-        """Waits for the next message."""
         try:
             rank, message = self._messages.get(timeout=timeout_s)
         except queue.Empty:
             raise RunnerLost(
-                f"{late or self._late()} has said nothing for {timeout_s:g} s: it is too slow, "
-                "stopped or cut off"
+                f"{late or self._late()} has not responded for {timeout_s:g} s: it is too slow, "
+                f"stopped or disconnected"
             ) from None
         if message is None or message.what == "failed":
             raise RunnerLost(self._failure(rank, message))
@@ -213,13 +210,13 @@ def _join(threads: Sequence[threading.Thread]) -> None:
 
 
 def _hang_up(link: Any) -> None:
-    """Shuts a connection down for its readers, without closing it."""
+    """Shuts down a connection, which wakes its readers, without closing it."""
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(link.fileno())) as end:
         end.shutdown(socket.SHUT_RDWR)
 
 
 def _rank(rank: int, message: RankMessage | None) -> int:
-    """0 for the rank's own error, 1 for a death, 2 for a broken connection."""
+    """Priority of a failure: 0 a rank's own error, 1 a death, 2 a broken connection."""
     del rank
     if message is None:
         return 1
@@ -237,14 +234,14 @@ def _rank(rank: int, message: RankMessage | None) -> int:
 
 
 ENDING_S = 5.0
-"""Longest wait for a rank to end by itself."""
+"""Seconds to wait for a rank to end."""
 START_S = 600.0
-"""Longest time for the ranks to start and load."""
+"""Seconds to wait for the ranks to start and load."""
 
 
 @dataclass(frozen=True)
 class RankOrder:
-    """Settings that a rank receives at the start."""
+    """Settings that a rank receives at startup."""
 
     address: str
     secret: bytes
@@ -339,7 +336,6 @@ class Processes:
         self.links = [found[rank] for rank in range(count)]
 
     def _accepted(self, listener: Listener, missing: Sequence[int]) -> Connection:
-        """Waits for one rank to connect."""
         found: list[Connection] = []
 
         def accept() -> None:
@@ -353,8 +349,8 @@ class Processes:
             dead = next((r for r in missing if self._processes[r].poll() is not None), None)
             if dead is not None and not found:
                 raise GulliverError(
-                    f"{self._layout.named(dead)} {self.fate(dead)} as it started: its error stands "
-                    "above"
+                    f"{self._layout.named(dead)} {self.fate(dead)} during startup: see its error "
+                    f"above"
                 )
         if not found:
             raise GulliverError("a rank could not connect to the controller")

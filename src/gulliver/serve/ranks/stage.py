@@ -66,12 +66,10 @@ class Layout:
 
     @property
     def stages(self) -> int:
-        """Number of stages."""
         return len(self.bounds) - 1
 
     @property
     def ranks(self) -> int:
-        """Number of ranks."""
         return self.tensor * self.stages
 
     def place(self, rank: int) -> RankPlace:
@@ -83,7 +81,7 @@ class Layout:
         return tuple(range(stage * self.tensor, (stage + 1) * self.tensor))
 
     def named(self, rank: int) -> str:
-        """Description of a rank for messages."""
+        """Describes a rank for messages."""
         place = self.place(rank)
         return f"rank {rank} (stage {place.stage}, tensor rank {place.tensor})"
 
@@ -93,11 +91,13 @@ def plan_ranks(
 ) -> Layout:
     """Assigns a folder's model to ranks, without loading weights."""
     if speeds is not None and (len(speeds) != pipeline or min(speeds) <= 0):
-        raise GulliverError(f"speeds={list(speeds)}: give {pipeline} numbers above 0, one a stage")
+        raise GulliverError(
+            f"speeds={list(speeds)}: give {pipeline} positive numbers, one per stage"
+        )
     if is_quantised(folder) and tensor > 1:
         raise GulliverError(
-            f"tensor={tensor}: weights that lie quantised in files are not cut over tensor ranks; "
-            "give the folder that they were made of and quantize=, or pipeline= ranks"
+            f"tensor={tensor}: quantized files cannot be sharded over tensor ranks; pass the "
+            f"original folder with quantize=, or use pp_size"
         )
     model = build_on_meta(folder, kept_dtype(folder, dtype))
     check_served(model)
@@ -241,7 +241,7 @@ class StageModel:
 
     @torch.no_grad()
     def _measure(self) -> ModelShape:
-        """Shapes of this rank's keys and values, from a forward of one token."""
+        """Measures the shapes of this rank's keys and values with a forward of one token."""
         one = torch.zeros(1, dtype=torch.int64)
         # A stage behind the first is given hidden states of zeros.
         carry = None if self.place.stage == 0 else torch.zeros(1, 1, self.width, dtype=self.dtype)
@@ -249,12 +249,11 @@ class StageModel:
         return measure(self._model, lambda: self._call(one, one, one, carry), layers, self.last)
 
     def close(self) -> None:
-        """Frees memory."""
         self._paged.close()
 
 
 def _slopes(model: Any) -> dict[str, Tensor]:
-    """ALiBi slopes by attention module, with those of the rank's heads from the full model."""
+    """Collects ALiBi slopes by attention module from the full model."""
     found = {}
     for path, module in model.named_modules():
         if type(module).__name__ == "BloomAttention":

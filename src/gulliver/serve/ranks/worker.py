@@ -1,4 +1,4 @@
-"""`work`: the loop of a rank: commands in, activations between stages, logits out."""
+"""`work`: a rank's loop, which receives batches and sends activations and logits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from gulliver.serve.options import ModelOptions
 from gulliver.serve.ranks.stage import Layout, StageModel
 
 CARRY_TAG = 310
-"""Tag of carries; they are taken in the order in which they were sent."""
+"""Tag of activations sent between stages; they are received in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class RankMessage:
 
 @dataclass
 class _Waiting:
-    """A batch that this rank has received and not run."""
+    """A batch that this rank has received but not run."""
 
     batch: Batch
     carry: Tensor | None
@@ -85,7 +85,6 @@ class _Worker:
         self._ticket: int | None = None
 
     def run(self) -> None:
-        """See `work`."""
         while self._listen():
             self._run(self._waiting.popleft())
 
@@ -109,8 +108,7 @@ class _Worker:
         # command is an error here.
         if self._ticket is not None and batch.ticket != self._ticket:
             raise GulliverError(
-                f"batch {batch.ticket} came where batch {self._ticket} was expected: a command was "
-                "lost"
+                f"batch {batch.ticket} arrived instead of batch {self._ticket}: a command was lost"
             )
         self._ticket = batch.ticket + 1
         if self._previous is None:
@@ -141,7 +139,7 @@ class _Worker:
 
 
 KEPT = 64
-"""Sends that may be pending: more than there are batches in flight."""
+"""Maximum pending sends, more than there are batches in flight."""
 
 
 # `serve`: a rank's life: it loads its part, says what it has room for, and works.

@@ -25,9 +25,9 @@ from gulliver.serve.batch import Batch, Runner, Span
 from gulliver.serve.speculative.small_model import DraftCache, ModelDraft, New
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""Number of the layer, query [B, H, S, D], key, value; returns [B, S, H, D]."""
+"""Attention function: layer number, query [B, H, S, D], key and value; returns [B, S, H, D]."""
 Glimpse = Callable[[int, Tensor], Tensor]
-"""Number of the layer, query [B, H', S, D'] of the target's heads; returns [B, S, H', D']."""
+"""Attention to the target: layer number, query [B, H', S, D']; returns [B, S, H', D']."""
 
 
 # [Note: sizes] The target's values are of the target's size (a root mean square of 2 to 3 was
@@ -119,7 +119,6 @@ class Glide(nn.Module):
     target_frequencies: Tensor
 
     def __init__(self, config: GlideConfig, target_frequencies: Sequence[float] = ()) -> None:
-        """Initializes random weights."""
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocabulary, config.hidden)
@@ -241,7 +240,7 @@ def save_draft(
 def load_draft(folder: Path) -> Glide:
     """Reads a draft model."""
     if not is_draft(folder):
-        raise GulliverError(f"{folder} has no draft: gulliver speculate train makes one")
+        raise GulliverError(f"{folder} has no draft: create one with gulliver speculate train")
     values = read_json(folder / "config.json")
     names = [field.name for field in fields(GlideConfig)]
     lacking = [name for name in names if name not in values]
@@ -266,7 +265,6 @@ class Glimpses:
     """Read-only attention to keys and values that the target has cached."""
 
     def __init__(self, pages: Pages, layers: Sequence[int]) -> None:
-        """Keeps the target's pages."""
         self._pages, self._layers = pages, layers
 
     def begin(self, looks: Sequence[PagedSpan]) -> None:
@@ -274,7 +272,7 @@ class Glimpses:
         self._looks = [look for look in looks if look.count > 0]
 
     def __call__(self, layer: int, query: Tensor) -> Tensor:
-        """Attends: see `Glimpse` of `glide.py`; tokens that see no key get zeros."""
+        """Computes attention as `Glimpse` of `glide.py`; tokens without visible keys get zeros."""
         query = query[0]
         out = query.new_zeros(query.shape[1], query.shape[0], query.shape[2])
         keys, values = (
@@ -296,7 +294,6 @@ class GlideDraft(ModelDraft):
     name = "glide"
 
     def __init__(self, model: Glide, beside: int = 3) -> None:
-        """Stores the model; memory is allocated once the target's runner is known."""
         self._model = model.eval().requires_grad_(False)
         super().__init__(DraftCache(0, 1), None, beside)
 
@@ -366,7 +363,6 @@ class GlideDraft(ModelDraft):
         return self._model.logits(x).float() if rows else torch.empty(0)
 
     def close(self) -> None:
-        """Releases the pages."""
         self._pages.keys.clear()
         self._pages.values.clear()
 

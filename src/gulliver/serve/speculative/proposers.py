@@ -15,7 +15,7 @@ from gulliver.serve.batch import Runner, Wanted
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """Tokens that may follow a sequence: a tree whose first path comes first."""
+    """Candidate draft tokens: a tree whose first path comes first."""
 
     # Guessed tokens; parents precede their children.
     tokens: Sequence[int]
@@ -43,25 +43,25 @@ class Proposer(ABC):
     """Proposes continuations; subclasses implement `propose`, and other methods if needed."""
 
     name: str
-    """Name in what is said to the user."""
+    """Name in messages."""
     free: bool
-    """Whether guesses cost next to nothing: they are then made, and learnt from, also while none
-    is verified."""
+    """Whether proposing is nearly free; proposals are then always made, and learned from, even if
+    none is verified."""
     apart: float = 0.0
-    """Seconds of the last `propose` that are spent once for a sequence, such as on its prompt."""
+    """Seconds of the last `propose` spent once per sequence, such as on its prompt."""
 
     def begin(self, runner: Runner) -> None:  # noqa: B027 - optional
-        """Receives the runner that verifies."""
+        ...
 
     @abstractmethod
     def propose(self, wanted: Sequence[Wanted], depth: int) -> Mapping[int, Proposal]:
         """Returns proposals by sequence number, none deeper than `depth` or its sequence's room."""
 
     def dropped(self, sequence: int) -> None:  # noqa: B027 - optional
-        """Frees the state of a sequence that has ended."""
+        ...
 
     def close(self) -> None:  # noqa: B027 - optional
-        """Frees memory."""
+        ...
 
 
 # Look-up drafts, without training: what followed the same tokens before.
@@ -73,17 +73,16 @@ class Proposer(ABC):
 
 
 LONGEST, SHORTEST = 8, 2
-"""Most and fewest tokens of a context that is looked up."""
+"""Maximum and minimum length of the context to look up."""
 KEPT = 1 << 18
-"""Tokens of all sequences that are kept, in two halves: the older one goes when the newer is full.
-A token takes about a kilobyte."""
+"""Tokens kept over all sequences, in two halves: a full newer half replaces the older one. A token
+takes about a kilobyte."""
 
 
 class Followers:
     """Counts the tokens that followed contexts of `shortest` to `longest` tokens."""
 
     def __init__(self, longest: int = LONGEST, shortest: int = SHORTEST) -> None:
-        """Creates an empty table."""
         self.longest, self.shortest = longest, shortest
         self.size = 0
         self._after: dict[tuple[int, ...], dict[int, int]] = {}
@@ -100,7 +99,7 @@ class Followers:
         self.size += len(tokens) - begin
 
     def next(self, context: tuple[int, ...]) -> tuple[int, float, int] | None:
-        """The most frequent token after the longest known suffix of the context."""
+        """Returns the most frequent token after the longest known suffix of the context."""
         for size in range(min(self.longest, len(context)), self.shortest - 1, -1):
             counts = self._after.get(context[-size:])
             if counts:
@@ -112,19 +111,18 @@ class Followers:
 
 
 class LookUp(Proposer):
-    """Proposes what followed the same tokens earlier in the text, or in any text."""
+    """Proposes the tokens that followed the same context earlier in the text, or in any text."""
 
     free = True
 
     def __init__(self, shared: bool = False, longest: int = LONGEST, kept: int = KEPT) -> None:
-        """Creates a proposer that has read nothing."""
         self.name = "suffix" if shared else "ngram"
         self._longest, self._kept = longest, kept
         self._own: dict[int, tuple[Followers, int]] = {}
         self._all = [Followers(longest), Followers(longest)] if shared else []
 
     def propose(self, wanted: Sequence[Wanted], depth: int) -> Mapping[int, Proposal]:
-        """Proposes chains, as long as the continuation is known."""
+        """Proposes chains that end where the continuation is unknown."""
         found = {}
         for one in wanted:
             tables = [self._read(one), *self._all]
@@ -144,7 +142,6 @@ class LookUp(Proposer):
         return found
 
     def _read(self, one: Wanted) -> Followers:
-        """Reads the new tokens of a sequence."""
         own, read = self._own.get(one.sequence) or (Followers(self._longest), 0)
         if read < len(one.tokens):
             own.read(one.tokens, read)
@@ -156,7 +153,6 @@ class LookUp(Proposer):
         return own
 
     def dropped(self, sequence: int) -> None:
-        """Drops a sequence's own table."""
         self._own.pop(sequence, None)
 
     def close(self) -> None:

@@ -57,7 +57,7 @@ class SpeculationReport:
         return "\n".join(
             (
                 f"draft: {self.draft}",
-                f"right by depth, where all before were: {depths}",
+                f"acceptance by depth, given accepted parents: {depths}",
                 f"{self.texts} texts, {self.sequences} at a time, {self.depth} guesses in each "
                 f"round: {self.plain_rate:.1f} tokens/s plain, {self.drafted_rate:.1f} with drafts "
                 f"= {measured:.2f}x, predicted {self.predicted:.2f}x "
@@ -71,7 +71,7 @@ class SpeculationReport:
 def report(config: ReportConfig) -> SpeculationReport:
     """Measures drafts on texts."""
     if config.target is None:
-        raise GulliverError("no target is named: give --target FOLDER")
+        raise GulliverError("no target: pass --target FOLDER")
     model, tokenizer = load(config.target, config.dtype)
     data = read_text(config, tokenizer, lambda _: None)
     texts = [one.ids.tolist() for one in data.held_out or data.train]
@@ -79,7 +79,7 @@ def report(config: ReportConfig) -> SpeculationReport:
         text[: config.prompt_length] for text in texts if len(text) >= min(8, config.prompt_length)
     ]
     if not texts:
-        raise GulliverError("no text is left to continue: give longer ones")
+        raise GulliverError("no text is long enough: use longer texts")
     asked = SamplingParams(config.tokens, config.temperature, seed=0, ignore_eos=True)
     return measure_draft(
         *(model, tokenizer, config.draft, texts[: config.texts], asked, config.depth),
@@ -159,7 +159,7 @@ def measure_draft(
 def _continued(
     engine: Engine, texts: Sequence[Sequence[int]], asked: SamplingParams
 ) -> tuple[float, list[list[int]]]:
-    """Seconds of all tokens except the first of each group of texts, and the tokens."""
+    """Returns the seconds of all tokens except the first of each group of texts, and the tokens."""
     spent, made = 0.0, dict[int, list[int]]()
     group = engine.options.sequences
     for at in range(0, len(texts), group):

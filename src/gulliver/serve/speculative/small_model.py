@@ -36,7 +36,6 @@ class DraftCache:
     """Sequences and their blocks."""
 
     def __init__(self, blocks: int, size: int) -> None:
-        """Creates an empty cache."""
         self.pool = BlockPool(blocks, size)
         self._kept: OrderedDict[int, Cached] = OrderedDict()
 
@@ -65,11 +64,9 @@ class DraftCache:
         return True
 
     def blocks(self, sequence: int) -> list[int]:
-        """Block table of a sequence."""
         return self._kept[sequence].blocks
 
     def drop(self, sequence: int) -> None:
-        """Drops a sequence."""
         kept = self._kept.pop(sequence, None)
         if kept is not None:
             self.pool.release(kept.blocks)
@@ -82,9 +79,9 @@ class DraftCache:
 
 
 CHUNK = 512
-"""Most tokens of prompts in a forward of a draft model."""
+"""Maximum prompt tokens in one forward of a draft model."""
 SHORT = 16
-"""Tokens that are run with the last one of a text, not before it."""
+"""Maximum unseen tokens that run together with a text's last token, not before it."""
 
 
 # [Note: sampled requests] A draft is sampled from the draft model's own distribution as the model's
@@ -100,7 +97,7 @@ class _Path:
     beside: list[tuple[list[int], list[float]]] = field(default_factory=list)
 
     def proposal(self) -> Proposal:
-        """The first path, followed by the other children of its nodes."""
+        """Returns the first path, followed by the other children of its nodes."""
         parents = list(range(-1, len(self.tokens) - 1))
         tokens, sure = list(self.tokens), list(self.sure)
         for parent, (others, chances) in enumerate(self.beside, -1):
@@ -129,13 +126,11 @@ class ModelDraft(Proposer):
     name = "model"
 
     def __init__(self, cache: DraftCache, context: int | None, beside: int = 0) -> None:
-        """Stores the cache."""
         self._cache, self._context, self.beside = cache, context, beside
         self._known: dict[int, int] = {}
 
     @abstractmethod
-    def _run(self, news: Sequence[New], rows: bool) -> Tensor:
-        """Runs new tokens."""
+    def _run(self, news: Sequence[New], rows: bool) -> Tensor: ...
 
     def propose(self, wanted: Sequence[Wanted], depth: int) -> Mapping[int, Proposal]:
         """Proposes the first path of each sequence, and alternatives to its tokens."""
@@ -215,7 +210,6 @@ class ModelDraft(Proposer):
         return DrawRow(one.sampling, one.seed, one.sample, place, history, one.prompt)
 
     def dropped(self, sequence: int) -> None:
-        """Drops a sequence."""
         self._known.pop(sequence, None)
         self._cache.drop(sequence)
 
@@ -241,12 +235,12 @@ class SmallModel(ModelDraft):
         super().__init__(DraftCache(facts.blocks, facts.block_size), facts.longest, beside)
 
     def begin(self, runner: Runner) -> None:
-        """Compares the vocabularies."""
+        """Checks that the vocabularies match."""
         mine, theirs = self._runner.facts.vocabulary, runner.facts.vocabulary
         if mine != theirs:
             raise GulliverError(
-                f"the draft has a vocabulary of {mine} tokens and the model one of {theirs}: give "
-                "a draft with the model's own vocabulary"
+                f"the draft has a vocabulary of {mine} tokens, but the model one of {theirs}: use "
+                f"a draft with the model's own vocabulary"
             )
 
     def _run(self, news: Sequence[New], rows: bool) -> Tensor:
@@ -275,7 +269,7 @@ def check_tokenizers(draft: Any | None, target: Any | None) -> None:
     odd = odd or next((token for token in mine if token not in theirs), None)
     if odd is not None:
         raise GulliverError(
-            f"the draft is of another vocabulary: token {odd!r} is number {mine.get(odd)} in it "
+            f"the draft has another vocabulary: token {odd!r} is number {mine.get(odd)} in it "
             f"and {theirs.get(odd)} in the model; give a draft that was trained with the model's "
             "tokenizer"
         )

@@ -29,16 +29,16 @@ from gulliver.serve.speculative.small_model import SmallModel, check_tokenizers
 
 log = logging.getLogger("gulliver")
 LEAST_GAIN = 1.02
-"""Gain that must be predicted before anything is drafted: predictions are that uncertain."""
+"""Minimum predicted speedup for drafting, which covers the error of predictions."""
 TRIAL = 0.01
-"""Share of the time that is spent on finding out whether drafting has begun to pay."""
+"""Maximum fraction of the time for trials of whether drafting pays off again."""
 FEW, SHARE = 4, 8
-"""A trial is made on one of `SHARE` sequences, at most `FEW`, the oldest: a draft model reads their
-texts, which is to be short compared with the steps of the batch."""
+"""A trial runs on one of `SHARE` sequences, at most `FEW`, oldest first, so that a draft model's
+prefill of their texts is short compared with the batch's steps."""
 ROUNDS = 8
-"""Rounds whose gains are averaged."""
+"""Number of rounds whose gains are averaged."""
 LOOKED_AT = 16
-"""Steps of which one is learnt from while nothing is drafted."""
+"""While drafting is off, one of this many steps is used for learning."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class SpeculationOptions(Options):
 
 @dataclass
 class Mean:
-    """Moving average of measurements; the first values count in full."""
+    """Moving average whose first values count in full."""
 
     value: float = 0.0
     count: int = field(default=0, repr=False)
@@ -127,7 +127,7 @@ class AcceptanceRate:
 
 @dataclass(frozen=True)
 class GuessChoice:
-    """Guesses worth verifying, and their expected outcome."""
+    """Guesses to verify, and their expected outcome."""
 
     # Number of guesses, the likeliest first.
     taken: int = 0
@@ -157,7 +157,7 @@ def best(chances: Sequence[float], sequences: int, cost: StepCost, drafting: flo
 
 @dataclass
 class _Pending:
-    """A proposal whose tokens are not known yet."""
+    """A proposal whose correct tokens are not known yet."""
 
     # Tokens that the sequence had.
     length: int
@@ -221,16 +221,16 @@ class Speculator(Drafter):
         self._reach = [Mean(0.7 ** (depth + 1), 5) for depth in range(self.options.depth)]
 
     def begin(self, runner: Runner) -> None:
-        """Passes the runner that verifies to the proposer."""
+        """Passes the target's runner to the proposer."""
         self.proposer.begin(runner)
 
     def pays(self, sequences: int) -> bool:
-        """Whether drafting has paid off recently with about this many sequences."""
+        """Whether drafting has recently paid off with about this many sequences."""
         gain = self._gains.get(_level(sequences))
         return self.options.fixed or (gain is not None and gain.value >= LEAST_GAIN)
 
     def rests(self, sequences: int) -> bool:
-        """Whether nothing will be drafted for this many sequences; called before gathering them."""
+        """Whether drafting is off for this many sequences; called before gathering them."""
         if self._pending or not self._resting(sequences):
             return False
         self.stats.rounds += 1
@@ -273,7 +273,7 @@ class Speculator(Drafter):
         return {number: _part(proposals[number], sorted(of)) for number, of in chosen.items()}
 
     def _choose(self, chances: Sequence[float], sequences: int, depth: int) -> int:
-        """Number of guesses to verify, likeliest first; records whether drafting pays off."""
+        """Returns how many guesses to verify; records whether drafting pays off."""
         if self.options.fixed:
             self.choice = GuessChoice(len(chances), sum(chances))
             return len(chances)
@@ -294,17 +294,17 @@ class Speculator(Drafter):
         elif choice.taken:
             self.why = (
                 f"{choice.taken} guesses for {sequences} sequences, {choice.accepted:.2f} of them "
-                f"right, would take a step {choice.step:.2f} times as long: {choice.gain:.2f} "
+                f"accepted, would take a step {choice.step:.2f} times as long: {choice.gain:.2f} "
                 "times the plain tokens per second"
             )
         else:
-            self.why = "nothing is known to guess"
+            self.why = "there is nothing to propose"
         if bool(before) != bool(self.why):
             state = f"off: {self.why}" if self.why else "on"
             log.info("speculation (%s) is %s", self.proposer.name, state)
 
     def _depth(self, sequences: int) -> int:
-        """Depth with the most tokens per second, given recent acceptance."""
+        """Returns the depth with the most tokens per second, given recent acceptance."""
         plain = float(self.cost.seconds(sequences))
         if self.options.fixed or self.proposer.free or plain <= 0:
             return self.options.depth
@@ -316,14 +316,14 @@ class Speculator(Drafter):
         return 1 + rates.index(max(rates))
 
     def drafting(self, sequences: int, depth: int) -> float:
-        """Recent seconds of drafting for this many sequences."""
+        """Average recent seconds of drafting for this many sequences."""
         each = float(self._guessing.seconds(sequences))
         return each if self.proposer.free else each * depth
 
     def _ranked(
         self, proposals: Mapping[int, Proposal], asked: Sequence[Wanted]
     ) -> list[tuple[float, int, int]]:
-        """Guesses as (minus the acceptance probability, sequence, node), likeliest first."""
+        """Lists guesses as (minus acceptance probability, sequence, node), likeliest first."""
         # Parents come before their children: they have no smaller chance, and a smaller index.
         ranked: list[tuple[float, int, int]] = []
         for one in asked:
@@ -351,7 +351,7 @@ class Speculator(Drafter):
         self._clock += seconds
 
     def verified(self, sequence: int, draft: Draft, path: Sequence[int], tokens: int) -> None:
-        """Counts; acceptance rates are updated at the next draft."""
+        """Counts accepted tokens; acceptance rates are updated at the next draft."""
         self.stats.guesses += len(draft.tokens)
         self.stats.accepted += tokens - 1
 
@@ -363,7 +363,7 @@ class Speculator(Drafter):
                 del self._pending[one.sequence]
 
     def _settled(self, pending: _Pending, tokens: Sequence[int]) -> bool:
-        """Compares a proposal, unless more tokens are needed first."""
+        """Compares a proposal with the actual tokens; False if more tokens are needed first."""
         proposal, came = pending.proposal, tokens[pending.length :]
         depths = proposal.depths
         right: set[int] = {-1}
@@ -387,7 +387,6 @@ class Speculator(Drafter):
         return True
 
     def dropped(self, sequence: int) -> None:
-        """Drops a sequence."""
         self._pending.pop(sequence, None)
         self.proposer.dropped(sequence)
 
@@ -421,12 +420,12 @@ def _kind(one: Wanted) -> object:
 
 
 def _is_first(proposal: Proposal, node: int) -> bool:
-    """Whether a node is on the first path, which comes first."""
+    """Whether a node is on the first path, whose nodes come first."""
     return proposal.parents[node] == node - 1
 
 
 def _part(proposal: Proposal, nodes: Sequence[int]) -> Draft:
-    """The verified nodes of a proposal, as a draft."""
+    """Converts the verified nodes of a proposal to a draft."""
     index = {-1: -1, **{node: place for place, node in enumerate(nodes)}}
     parents = [index[proposal.parents[node]] for node in nodes]
     tokens = [proposal.tokens[node] for node in nodes]

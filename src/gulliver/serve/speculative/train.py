@@ -35,9 +35,9 @@ HALVES = (
     *("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "granite"),
     *("olmo", "olmo2", "olmoe", "starcoder2", "gemma"),
 )
-"""Targets whose rotary positions turn halves of a head."""
+"""Targets whose rotary embeddings rotate halves of a head."""
 UNROTATED = ("gpt2", "gpt_bigcode", "opt", "bloom")
-"""Targets whose keys are not turned."""
+"""Targets without rotary embeddings."""
 
 
 def target_frequencies(model: Any) -> list[float]:
@@ -48,8 +48,8 @@ def target_frequencies(model: Any) -> list[float]:
     found = [m.inv_freq for m in model.modules() if isinstance(getattr(m, "inv_freq", 0), Tensor)]
     if kind not in HALVES or not found:
         raise GulliverError(
-            f"drafts that look at keys of a {kind} model are not made: of {', '.join(HALVES)}, "
-            f"{', '.join(UNROTATED)}; any model takes a small model or a look-up"
+            f"drafts cannot attend to the keys of a {kind} model, only of {', '.join(HALVES)}, "
+            f"{', '.join(UNROTATED)}; for any model, use a small model or a look-up"
         )
     return found[0].tolist()
 
@@ -73,7 +73,6 @@ class _KeptKeys:
         window: int | None = None,
         slopes: Tensor | None = None,
     ) -> Tensor:
-        """See `Pages.attend`."""
         parts = [
             tensor.unflatten(1, (self._texts, -1)).transpose(0, 1) for tensor in (query, key, value)
         ]
@@ -135,10 +134,10 @@ def _read(
 
 LOG_EVERY = 20
 HELD_OUT = 1 << 40
-"""Number of a step that no training reaches: from it on the blocks of held-out texts are drawn."""
+"""Step number, beyond any training step, that seeds the masks of held-out texts."""
 FINGERPRINTS = {
-    "target": "--target is not the one that the draft was begun for",
-    "data": "--data are not those that the draft was begun with",
+    "target": "--target differs from the target of the run to resume",
+    "data": "--data differs from the data of the run to resume",
 }
 
 

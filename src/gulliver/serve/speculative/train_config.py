@@ -15,10 +15,10 @@ from gulliver.options import AT_LEAST_0, AT_LEAST_1, RANKS, RATE, Range
 
 @dataclass(frozen=True)
 class TrainDraftConfig(DataConfig):
-    """Trains a draft that looks at the target's cached keys and values (GliDe)."""
+    """Trains a draft that attends to the target's cached keys and values (GliDe)."""
 
     target: tyro.conf.Positional[Path | None] = None
-    """Hugging Face folder of the model that the draft is for; it stays as it is."""
+    """Hugging Face folder of the target model, which stays unchanged."""
     out: Path = Path("draft")
     """Folder of the draft."""
     layers: Annotated[int, Range(1, 16)] = 1
@@ -28,27 +28,28 @@ class TrainDraftConfig(DataConfig):
     feed_forward: Annotated[int | None, Range(16, 2**20)] = None
     """Width of its feed-forward parts; by default 8/3 of --hidden."""
     glimpses: tuple[int, ...] = ()
-    """Layers of the target that the draft's layers look at, one each; by default the last ones."""
+    """Layers of the target that the draft's layers attend to, one each; by default the last
+    ones."""
     plain: bool = False
-    """Look at nothing, with as many parameters: to see what the looking is worth."""
+    """Do not attend to the target, with as many parameters, as a baseline."""
     block: Annotated[int, Range(1, 64)] = 5
-    """Guesses that the training prepares for: tokens of a block of the mask; 1 is no mask."""
+    """Draft length to train for: tokens per block of the mask; 1 for no mask."""
     distill: bool = True
-    """Learn the target's distribution of each next token; --no-distill learns the text's tokens."""
+    """Train on the target's distribution of each next token; --no-distill trains on the text."""
     steps: Annotated[int | None, AT_LEAST_1] = None
     """Optimizer steps; by default one epoch."""
     batch_tokens: Annotated[int, AT_LEAST_1] = 16384
-    """Tokens of an optimizer step, all ranks together."""
+    """Tokens per optimizer step over all ranks."""
     learning_rate: Annotated[float, RATE] = 1e-3
-    """Peak learning rate; it falls along a cosine."""
+    """Peak learning rate of a cosine schedule."""
     warmup: Annotated[int, AT_LEAST_0] = 20
     """Steps of linear warm-up."""
     stage: Literal[0, 1, 2, 3] = 0
-    """Stage of ZeRO; 0 is torch's DDP."""
+    """ZeRO stage; 0 is torch's DDP."""
     ranks: Annotated[int, RANKS] = 0
     """Processes on this machine; 0: one per GPU, or one. Ignored under torchrun."""
     dtype: Literal["float32", "bfloat16"] | None = None
-    """Dtype of the target's weights; that of the files by default."""
+    """Dtype of the target's weights; by default that of the files."""
     save_every: Annotated[int, AT_LEAST_1] = 500
     """Steps between checkpoints."""
     resume: bool = False
@@ -60,48 +61,50 @@ MAY_CHANGE = frozenset(
     | {"ranks", "stage", "save_every", "resume", "bad_rows"}
     | {"steps"}
 )
-"""Options that may differ between a run and its resumption: where, how, and how long."""
+"""Options that may change when a run is resumed."""
 
 
 def check_train_draft(config: TrainDraftConfig) -> None:
-    """Rejects options that cannot train anything."""
+    """Rejects options that cannot train a draft."""
     if config.target is None:
         raise GulliverError(
-            "no target is given: gulliver speculate train FOLDER, a Hugging Face folder"
+            "no target: pass a Hugging Face folder, gulliver speculate train FOLDER"
         )
     if config.glimpses and len(config.glimpses) != config.layers:
         raise GulliverError(
-            f"--glimpses names {len(config.glimpses)} layers: give one for each of the "
+            f"--glimpses names {len(config.glimpses)} layers: use one for each of the "
             f"{config.layers} --layers of the draft"
         )
     if config.glimpses and config.plain:
-        raise GulliverError("--plain looks at no layer: leave --glimpses out")
+        raise GulliverError("--plain excludes --glimpses")
     if (config.out / "config.json").exists():
-        raise GulliverError(f"--out {config.out} has a draft or a model already: name another")
+        raise GulliverError(
+            f"--out {config.out} already has a draft or a model: use another folder"
+        )
     check_data(config)
 
 
 @dataclass(frozen=True)
 class ReportConfig(DataConfig):
-    """Measures drafts of a model: what is accepted, what it costs, and where it stops paying."""
+    """Measures drafts of a model: acceptance, cost and speedup."""
 
     target: tyro.conf.Positional[Path | None] = None
     """Hugging Face folder of the model."""
     draft: str = "ngram"
-    """ngram, suffix, or the folder of a draft or of a small model."""
+    """ngram, suffix, or the folder of a draft or a small model."""
     texts: Annotated[int, Range(1, 512)] = 8
-    """Texts that are continued: the beginnings of held-out ones."""
+    """Number of held-out texts to continue."""
     prompt_length: Annotated[int, Range(1, 2**20)] = 64
-    """Tokens of each beginning."""
+    """Prompt tokens of each text."""
     tokens: Annotated[int, Range(8, 2**16)] = 64
-    """Tokens that each is continued by."""
+    """Tokens to generate for each text."""
     depth: Annotated[int, Range(1, 15)] = 5
-    """Tokens that are drafted in each round."""
+    """Draft tokens per round."""
     sequences: Annotated[int, Range(1, 512)] = 1
-    """Texts that are continued at a time."""
+    """Number of concurrent texts."""
     temperature: Annotated[float, Range(0, 100)] = 0.0
-    """How the tokens are drawn; 0 is greedy."""
+    """Sampling temperature; 0 is greedy."""
     dtype: Literal["float32", "bfloat16"] | None = None
-    """Dtype of the weights; that of the files by default."""
+    """Dtype of the weights; by default that of the files."""
     json: bool = False
     """Print JSON."""

@@ -23,11 +23,11 @@ from gulliver.video.autoencoder_config import AutoencoderDataConfig
 from gulliver.video.digits import MovingDigits
 
 DECODED_TOGETHER = 16
-"""Frames scaled at a time when whole clips are kept."""
+"""Frames scaled per batch when clips are kept in memory."""
 
 
 class FrameWindow(NamedTuple):
-    """Consecutive frames of a table row, starting in [first, first + starts)."""
+    """Frame windows of a table row that start in [first, first + starts)."""
 
     row: int
     first: int
@@ -35,7 +35,7 @@ class FrameWindow(NamedTuple):
 
 
 class ClipWindows:
-    """Windows of a table's clips; samples of a longer window cover a part of it."""
+    """Dataset of frame windows of a table's clips; the seed selects where a window starts."""
 
     def __init__(
         self,
@@ -50,7 +50,6 @@ class ClipWindows:
 
     @property
     def broken(self) -> list[tuple[str, str]]:
-        """Name and reason of each file that could not be read."""
         kept = {} if self._kept is None else self._kept
         lost = [
             (self.table.rows[row].name, clip.reason)
@@ -60,7 +59,6 @@ class ClipWindows:
         return [*self.table.broken, *lost]
 
     def bucket_of(self, index: int) -> Bucket:
-        """The bucket of a sample."""
         bucket = self.table.bucket_of(self.windows[index].row)
         assert bucket is not None, "windows belong to rows with a bucket"
         return bucket
@@ -69,7 +67,7 @@ class ClipWindows:
         return self.read(index, 0)
 
     def read(self, index: int, seed: int) -> Clip | BrokenClip:
-        """Reads a sample that starts at `seed` modulo the number of possible starts."""
+        """Reads a sample; its window starts at `seed` modulo the number of possible starts."""
         window = self.windows[index]
         start = window.first + seed % window.starts
         if self._kept is None:
@@ -100,7 +98,7 @@ class ClipWindows:
 
 
 class MixedClips:
-    """Several samples per clip of another data set, some of them single frames."""
+    """Repeats the clips of another dataset; a fraction of the samples are single frames."""
 
     def __init__(self, dataset: Any, image_share: float, repeats: int, seed: int) -> None:
         self.dataset, self.repeats = dataset, repeats
@@ -114,11 +112,9 @@ class MixedClips:
 
     @property
     def broken(self) -> list[tuple[str, str]]:
-        """Name and reason of each file that could not be read."""
         return getattr(self.dataset, "broken", [])
 
     def bucket_of(self, index: int) -> Bucket:
-        """The bucket of a sample."""
         bucket = self.dataset.bucket_of(index % len(self.dataset))
         return Bucket(1, bucket.height, bucket.width) if self._pictures[index] else bucket
 
@@ -149,7 +145,7 @@ class Sources(NamedTuple):
 
 
 def make_sources(dataset: Any, config: AutoencoderDataConfig, seed: int) -> Sources:
-    """Splits a data set into training clips and held-out clips."""
+    """Splits a dataset into training clips and held-out clips."""
     if isinstance(dataset, ClipTable):
         training, held_out = split_table(dataset, config, seed)
         clips = f"{len({window.row for window in held_out.windows})} clips"
@@ -186,12 +182,11 @@ def split_table(
         held_out += [FrameWindow(number, at, 1) for at in range(cut, frames - span + 1, span)]
     if not training or not held_out:
         what = "held out" if training else "left for training"
-        right = "--data.held-out-clips 0.1, which holds whole clips out" if training else "less"
+        right = "--data.held-out-clips 0.1, which holds out whole clips" if training else "less"
         raise GulliverError(
-            f"no clips are {what}: of {len(table)} clips, --data.held-out-clips "
-            f"{config.held_out_clips:g} of the clips and --data.held-out-frames "
-            f"{config.held_out_frames:g} of their frames are held out if that makes a whole "
-            f"sample; use {right}"
+            f"no clips are {what}: --data.held-out-clips {config.held_out_clips:g} and "
+            f"--data.held-out-frames {config.held_out_frames:g} do not split {len(table)} clips; "
+            f"use {right}"
         )
     kept: dict[int, Tensor | BrokenClip] | None = {} if config.in_memory else None
     return ClipWindows(table, training, kept), ClipWindows(table, held_out, kept)

@@ -3,9 +3,9 @@
     autoencoder = DiffusersAutoencoder(AutoencoderKLHunyuanVideo.from_pretrained(folder))
 
 The networks run unchanged, but without diffusers' blended tiles for long clips, and without the
-mask of HunyuanVideo's middle block. CogVideoX and Wan process a clip in pieces that pass on their
-last frames, as do `encode_pieces` and `decode_pieces`. diffusers is optional and only imported for
-its classes.
+mask of HunyuanVideo's middle block. CogVideoX and Wan process a clip in chunks and pass on the
+last frames of each, as do `encode_pieces` and `decode_pieces`. diffusers is optional, and imported
+only for its classes.
 """
 
 from __future__ import annotations
@@ -57,14 +57,7 @@ def load_diffusers(path: Path, config: dict[str, Any]) -> DiffusersAutoencoder:
 
 
 class DiffusersAutoencoder(nn.Module):
-    """Encodes and decodes with a diffusers module.
-
-    Args:
-        module: one of the classes in `KNOWN`.
-
-    Raises:
-        GulliverError: it has another class.
-    """
+    """Encodes and decodes with a diffusers module of one of the classes in `KNOWN`."""
 
     def __init__(self, module: Any) -> None:
         super().__init__()
@@ -95,16 +88,14 @@ class DiffusersAutoencoder(nn.Module):
 
     @property
     def micro_frames(self) -> int | None:
-        """Frames per piece, if the class works in pieces."""
+        """Frames per chunk; None if clips are not chunked."""
         return None if self._pieces is None else self._pieces.frames
 
     def latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
-        """Returns channels, frames, rows and columns of the latents of a clip."""
         count = check_causal(self, frames) if self.compression[0] > 1 else max(1, frames)
         return self.latent_channels, count, *check_space(self, height, width)
 
     def encode(self, video: Tensor) -> Tensor:
-        """Encodes ``[B, 3, T, H, W]`` to normalized latents."""
         self.latent_shape(*video.shape[2:])
         if self._pieces is None:
             with without_masks(self.module):
@@ -112,7 +103,7 @@ class DiffusersAutoencoder(nn.Module):
         return torch.cat(list(self.encode_pieces([video], video.shape[2])), 2)
 
     def decode(self, latents: Tensor, num_frames: int | None = None) -> Tensor:
-        """Decodes normalized latents; `num_frames` is their optional number of frames."""
+        """Decodes normalized latents; `num_frames` is the expected number of decoded frames."""
         check_latents(self, latents)
         check_length(self, latents, num_frames)
         if self._pieces is None:
@@ -122,22 +113,20 @@ class DiffusersAutoencoder(nn.Module):
         return torch.cat(list(self.decode_pieces([latents], frames)), 2)
 
     def encode_pieces(self, clips: Iterable[Tensor], frames: int | None = None) -> Iterator[Tensor]:
-        """Encodes a stream of frames piece by piece, as diffusers does."""
+        """Encodes a stream of frames in chunks, as diffusers does."""
         for moments in self._pieces.encoded(clips, frames):
             yield self._normalised(moments.chunk(2, 1)[0])
 
     def decode_pieces(
         self, latents: Iterable[Tensor], frames: int | None = None
     ) -> Iterator[Tensor]:
-        """Decodes a stream of latents piece by piece; see `encode_pieces`."""
         yield from self._pieces.decoded((self._raw(part) for part in latents), frames)
 
     def stream_encoder(self, video: Tensor) -> Tensor:
-        """Encodes a stream of frames as one clip."""
+        """Encodes a clip without splitting it into chunks."""
         return self._normalised(self.networks["encoder"](video).chunk(2, 1)[0])
 
     def stream_decoder(self, latents: Tensor) -> Tensor:
-        """Decodes a stream of latents as one clip."""
         return self.networks["decoder"](self._raw(latents))
 
     def _normalised(self, latents: Tensor) -> Tensor:
@@ -168,14 +157,14 @@ def _compression(module: Any) -> tuple[int, int, int]:
 
 
 class _OptionalSequential(nn.Sequential):
-    """A sequence of modules that skips None."""
+    """A sequence that skips entries that are None."""
 
     def __init__(self, *parts: nn.Module | None) -> None:
         super().__init__(*(part for part in parts if part is not None))
 
 
 class _CogPieces:
-    """Pieces of 8 frames, or 2 latent ones; the first one also takes the remainder."""
+    """CogVideoX: chunks of 8 frames (2 latent frames); the first chunk includes the remainder."""
 
     def __init__(self, module: Any) -> None:
         self.module, self.frames = module, module.num_sample_frames_batch_size
@@ -202,7 +191,7 @@ class _CogPieces:
 
 
 class _WanPieces:
-    """The first frame alone, then pieces of 4 frames, or one latent frame."""
+    """Wan: the first frame alone, then chunks of 4 frames (1 latent frame)."""
 
     frames = 4
 
@@ -235,5 +224,4 @@ class _WanPieces:
 
 
 def _patches(module: Any) -> Any:
-    """The module that defines a class and its helper functions."""
     return inspect.getmodule(type(module))

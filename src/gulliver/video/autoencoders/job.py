@@ -39,7 +39,7 @@ from gulliver.video.sources import make_dataset
 
 @dataclass(frozen=True)
 class AutoencoderOutcome:
-    """Result of a call of `run_autoencoder`."""
+    """Result of `run_autoencoder`."""
 
     step: int
     # Whether the run is finished.
@@ -51,7 +51,7 @@ class AutoencoderOutcome:
 
 
 def run_autoencoder(config: TrainAutoencoderConfig) -> AutoencoderOutcome:
-    """Trains a video autoencoder as `config` says; called on every rank.
+    """Trains a video autoencoder; called on every rank.
 
     Raises:
         GulliverError: the configuration is invalid, the folder holds another run, the loss is not
@@ -66,7 +66,9 @@ def run_autoencoder(config: TrainAutoencoderConfig) -> AutoencoderOutcome:
         # Captions are not used here.
         dataset = make_dataset(config.data, MOST, world.is_main)
         sources = make_sources(dataset, config.data, config.seed)
-        trainer = AutoencoderTrainer(config, _begun(config).to(world.device), sources, world)
+        trainer = AutoencoderTrainer(
+            config, _initial_model(config).to(world.device), sources, world
+        )
         trainer.start(checkpoint, options=resolved(config))
         with StopRequest().listening() as stop:
             if not trainer.train(stop):
@@ -90,8 +92,7 @@ def _finished(trainer: AutoencoderTrainer, path: Path) -> AutoencoderOutcome:
     return AutoencoderOutcome(step, True, path, figures)
 
 
-def _begun(config: TrainAutoencoderConfig) -> VideoAutoencoder:
-    """Creates the autoencoder, or loads the one to start from."""
+def _initial_model(config: TrainAutoencoderConfig) -> VideoAutoencoder:
     if config.model.init is None:
         return build_autoencoder(config)
     model = load_trained(config.model.init)

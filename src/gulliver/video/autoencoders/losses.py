@@ -1,4 +1,4 @@
-"""Loss terms of video autoencoders, each a mean over elements.
+"""Loss terms, metrics and discriminator of video autoencoders; terms are means over elements.
 
     reconstruction   e = |x - y| or (x - y)^2, plus weight * perceptual
                      with a learned log-variance s: e / exp(s) + s (Kingma & Welling 2014)
@@ -37,32 +37,32 @@ LARGEST_ADAPTIVE = 1e4
 SMALLEST_NORM = 1e-4
 """Epsilon of the norm that the adaptive weight is divided by."""
 LOG_VARIANCES = (-30.0, 20.0)
-"""Range of a posterior's log-variance, as in public autoencoders."""
+"""Range to which a posterior's log-variance is clamped, as in published autoencoders."""
 
 
 class Posterior(NamedTuple):
-    """A Gaussian of latents [B, C, T, H, W]; without a log-variance a point."""
+    """Gaussian over latents [B, C, T, H, W]; a point estimate if `log_variance` is None."""
 
     mean: Tensor
     log_variance: Tensor | None
 
     @staticmethod
     def of(moments: Tensor, channels: int) -> Posterior:
-        """Splits an encoder's output."""
+        """Splits an encoder's output into mean and log-variance."""
         if moments.shape[1] == channels:
             return Posterior(moments, None)
         mean, log_variance = moments.chunk(2, dim=1)
         return Posterior(mean, log_variance.clamp(*LOG_VARIANCES))
 
     def sample(self, noise: Tensor, spread: float) -> Tensor:
-        """Samples latents from standard normal noise; `spread` is the deviation of a point."""
+        """Samples latents; `spread` is the standard deviation if there is no log-variance."""
         if self.log_variance is None:
             return self.mean + spread * noise
         return self.mean + torch.exp(0.5 * self.log_variance) * noise
 
 
 class Terms(NamedTuple):
-    """Loss terms, scalars."""
+    """Scalar loss terms."""
 
     # Pixel and feature error, or its negative log-likelihood.
     reconstruction: Tensor
@@ -73,12 +73,7 @@ class Terms(NamedTuple):
 
 
 class AutoencoderLoss(nn.Module):
-    """Reconstruction, perceptual and latent terms; its log-variance is trained with the model.
-
-    Args:
-        config: terms and their weights.
-        perceptual: perceptual network, or None.
-    """
+    """Reconstruction, perceptual and latent terms; its log-variance is trained with the model."""
 
     def __init__(self, config: AutoencoderLossConfig, perceptual: Features | None = None) -> None:
         super().__init__()
@@ -161,12 +156,7 @@ def generator_loss(made: Tensor) -> Tensor:
 
 
 def adaptive_weight(reconstruction: Tensor, adversarial: Tensor) -> Tensor:
-    """Computes the weight at which both gradients of the last layer have the same norm.
-
-    Args:
-        reconstruction: gradient of the reconstruction term.
-        adversarial: gradient of the adversarial term.
-    """
+    """Computes the weight that equalizes the norms of both terms' gradients at the last layer."""
     weight = reconstruction.norm() / (adversarial.norm() + SMALLEST_NORM)
     return weight.clamp(max=LARGEST_ADAPTIVE).detach()
 
@@ -243,19 +233,15 @@ def psnr(video: Tensor, decoded: Tensor) -> Tensor:
 
 
 def squared_error(video: Tensor, decoded: Tensor) -> Tensor:
-    """Computes the squared error of pixels in [0, 1], per element."""
+    """Computes the elementwise squared error of pixels scaled to [0, 1]."""
     return ((decoded.clamp(-1, 1) - video) / 2).square()
 
 
 def ssim(video: Tensor, decoded: Tensor) -> Tensor:
     """Computes the structural similarity of each frame, [B, T] (Wang et al. 2004).
 
-    Local means, variances and covariance use a Gaussian window of 11 x 11 pixels, only where it is
-    inside the frame; similarities are averaged over channels.
-
-    Args:
-        video: clips [B, 3, T, H, W] in [-1, 1].
-        decoded: clips to compare with them.
+    The window is 11 x 11 pixels, only where it is inside the frame. Similarities are averaged over
+    channels.
     """
     x = _frames((video.clamp(-1, 1) + 1) / 2)
     y = _frames((decoded.clamp(-1, 1) + 1) / 2)
@@ -274,7 +260,7 @@ def _frames(video: Tensor) -> Tensor:
 
 
 def _blurred(frames: Tensor) -> Tensor:
-    """Averages under the window, rows and columns separately: the window is a product of two."""
+    """Applies the Gaussian window to rows and then columns, because it is separable."""
     distances = torch.arange(WINDOW, dtype=frames.dtype, device=frames.device) - WINDOW // 2
     weights = torch.exp(-distances.square() / (2 * DEVIATION**2))
     kernel = (weights / weights.sum()).expand(frames.shape[1], 1, 1, -1)
@@ -326,11 +312,7 @@ GROUPS = 8
 
 
 class PatchDiscriminator(nn.Module):
-    """Maps clips [B, 3, T, H, W] to logits [B, 1, t, H / 8, W / 8]; T >= 1, H and W >= 8.
-
-    Args:
-        width: channels of the first layer, a multiple of 8; each layer doubles them.
-    """
+    """Maps clips [B, 3, T, H, W] to logits [B, 1, t, H / 8, W / 8]; T >= 1, H and W >= 8."""
 
     def __init__(self, width: int = 32) -> None:
         super().__init__()
@@ -351,6 +333,6 @@ class PatchDiscriminator(nn.Module):
         return self.layers(video)
 
     def frozen(self, video: Tensor) -> Tensor:
-        """Returns the same logits, with gradients for the clip only."""
+        """Computes logits with frozen weights: gradients flow only to the clip."""
         constants = {name: value.detach() for name, value in self.named_parameters()}
         return functional_call(self, constants, (video,))

@@ -1,7 +1,7 @@
-"""The discriminator of a run: its optimizer, its step, and its loss term.
+"""The training loop of autoencoders, and the discriminator.
 
-It is small: every rank has a full copy with optimizer, and gradients are summed over ranks. The
-autoencoder's step comes first, then the discriminator's, on the same decoded clips.
+The discriminator is small, so every rank holds a replica and its optimizer, and gradients are
+all-reduced. It is stepped after the autoencoder, on the same decoded clips.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from gulliver.video.run import ExponentialAverage, Run
 
 
 class Adversary:
-    """A discriminator that is trained along with an autoencoder."""
+    """A discriminator that is trained together with an autoencoder."""
 
     def __init__(self, config: TrainAutoencoderConfig, last_layer: Tensor, world: World) -> None:
         self.config, self.last_layer, self.world = config.loss, last_layer, world
@@ -69,7 +69,6 @@ class Adversary:
         )
 
     def state(self) -> dict[str, Any]:
-        """Returns its checkpoint entries."""
         return {"discriminator": self.network, "discriminator_optimizer": self.optimizer}
 
     def term(self, terms: Terms | None, decoded: Tensor | None, share: float) -> Tensor:
@@ -89,7 +88,7 @@ class Adversary:
     def _gradients(
         self, reconstruction: Tensor | None, made: Tensor | None, share: float
     ) -> Tensor:
-        """Returns the gradients of two terms at the last layer, over all ranks' clips, [2, ...]."""
+        """Returns the last layer's gradients of both terms, summed over ranks: [2, ...]."""
         found = self.last_layer.new_zeros(2, *self.last_layer.shape)
         for row, term in enumerate((reconstruction, made)):
             if term is not None:
@@ -123,7 +122,7 @@ class Adversary:
 
 @dataclass(frozen=True)
 class Passes:
-    """Forward passes of an autoencoder on this rank."""
+    """Encodes and decodes clips whole, in segments, or shared between ranks."""
 
     model: VideoAutoencoder
     # Latent frames per segment; 0 runs whole clips.
@@ -131,12 +130,10 @@ class Passes:
     shared: SharedNetworks | None = None
 
     def encode(self, videos: Tensor) -> Posterior:
-        """Encodes clips [B, 3, T, H, W] to the posterior of their latents."""
         moments = self._run(self.model.moments, videos, self.model.compression[0])
         return Posterior.of(moments, self.model.latent_channels)
 
     def decode(self, latents: Tensor) -> Tensor:
-        """Decodes latents that were not normalized."""
         return self._run(self.model.decode_raw, latents, 1)
 
     def _run(self, network: Callable[[Tensor], Tensor], x: Tensor, unit: int) -> Tensor:
@@ -150,7 +147,6 @@ class Passes:
         return stream_trained(network, x.split(sizes, dim=2))
 
     def off(self) -> None:
-        """Stops sharing the autoencoder."""
         if self.shared is not None:
             self.shared.off()
 
@@ -158,7 +154,7 @@ class Passes:
 def make_passes(
     model: VideoAutoencoder, segment_frames: int, share_ranks: int, dim: str, ranks: int
 ) -> Passes:
-    """Creates the passes of a run; a collective call."""
+    """Creates the `Passes` of a run; a collective call."""
     if share_ranks == 1:
         return Passes(model, segment_frames // model.compression[0])
     axes = make_axes({"data": ranks // share_ranks, "share": share_ranks})
@@ -171,7 +167,7 @@ def make_passes(
 
 CLIPS = 3
 LEAST_SIDE = 96
-"""Smaller frames are enlarged by pixel repetition."""
+"""Minimum side in pixels; smaller frames are enlarged by pixel repetition."""
 
 
 @torch.no_grad()
@@ -180,8 +176,7 @@ def reconstruction_picture(
 ) -> None:
     """Draws the first and last frame of a few clips above their reconstructions, as a PNG.
 
-    Called on all ranks that share the autoencoder; `path` is None on those that do not write. Uses
-    clips of the largest bucket.
+    Called on all ranks that share the autoencoder; `path` is None on ranks that do not write.
     """
     bucket = max(
         {dataset.bucket_of(index) for index in range(len(dataset))},
@@ -217,7 +212,6 @@ STATISTICS_BATCHES = 24
 
 
 def build_autoencoder(config: TrainAutoencoderConfig) -> VideoAutoencoder:
-    """Creates the autoencoder of a run, initialized from the run's seed."""
     torch.manual_seed(config.seed)
     model = config.model
     return VideoAutoencoder(
@@ -247,7 +241,7 @@ class AutoencoderTrainer(TrainingLoop):
         if world.size % replicas:
             raise GulliverError(
                 f"--share-ranks {replicas} does not divide the {world.size} ranks; use a divisor "
-                "of their number"
+                f"of {world.size}"
             )
         place = world.rank // replicas, world.size // replicas
         self.dtype = next(model.parameters()).dtype
@@ -313,13 +307,13 @@ class AutoencoderTrainer(TrainingLoop):
         return network
 
     def batches(self) -> Iterator[tuple[tuple[Step, ClipBatch], Any]]:
-        """Yields steps with their clips, and the positions after them."""
+        """Yields each step with its clips, and the data position after it."""
         training, seed = self.sources.training, self.config.seed
         for step, batch, state in read_ahead(training, self.sampler, seed, self.world.device):
             yield (step, batch), state
 
     def _agreed(self, step: Step, batch: ClipBatch) -> tuple[Tensor | None, list[int], int]:
-        """Returns this rank's clips, their rows in the step, and the clips of all ranks."""
+        """Returns this rank's clips, their rows in the step, and the total number of clips."""
         videos, kept = batch.videos, batch.kept
         if self.replicas > 1:
             common = common_samples(self.place, kept)
@@ -342,7 +336,7 @@ class AutoencoderTrainer(TrainingLoop):
         )
 
     def forward_backward(self, batch: tuple[Step, ClipBatch]) -> Mapping[str, float] | None:
-        """Runs backward for this rank's clips; None if no rank could read any."""
+        """Runs backward for this rank's clips; returns None if no rank could read a clip."""
         step = batch[0]
         videos, rows, count = self._agreed(*batch)
         if self.skipped.problem is not None:
@@ -409,12 +403,10 @@ class AutoencoderTrainer(TrainingLoop):
         return [name for name, there in named.items() if there]
 
     def describe(self, line: dict[str, Any], batch: Any, seconds: float) -> dict[str, str]:
-        """Status for the progress bar."""
         rate = self.step_number / max(self.seconds, 1e-9) * self.config.data.batch_size
         return {"grad_norm": f"{line['grad_norm']:.3f}", "samples_per_s": f"{rate:.1f}"}
 
     def evaluate(self) -> None:
-        """Reports on held-out clips during training."""
         if self.step_number % self.config.report_every == 0 and not self.is_over:
             model = self.result()
             self.report(model, self.quality(model))
@@ -432,10 +424,7 @@ class AutoencoderTrainer(TrainingLoop):
             self.scalars(f"held_out/{name}", value, self.step_number)
 
     def result(self) -> VideoAutoencoder:
-        """Returns the autoencoder with averaged weights, or the trained one without averaging.
-
-        A collective call.
-        """
+        """Returns the averaged autoencoder, or the trained one without averaging (collective)."""
         if self.average is None:
             return self.autoencoder
         found = VideoAutoencoder(**self.autoencoder.config).to(self.world.device, self.dtype)
@@ -447,12 +436,7 @@ class AutoencoderTrainer(TrainingLoop):
         return measure(model, self.sources.held_out, self.world.device, self.place)
 
     def finish(self) -> tuple[VideoAutoencoder, dict[str, Any]]:
-        """Measures latent statistics and the quality of the result; a collective call.
-
-        Returns:
-            The unshared autoencoder, and metrics: psnr in dB and ssim of the held-out clips, their
-                description, and the steps.
-        """
+        """Measures latents and quality; returns the unshared autoencoder and metrics."""
         self.passes.off()
         model = self.result()
         self._measure_latents(model)
@@ -462,7 +446,6 @@ class AutoencoderTrainer(TrainingLoop):
 
     @torch.no_grad()
     def _measure_latents(self, model: VideoAutoencoder) -> None:
-        """Sets mean and standard deviation of the latents from some training clips."""
         columns = []
         for step in islice(self._sampler(0, 1), STATISTICS_BATCHES):
             videos = collate(self.sources.training, step.indices).videos
@@ -476,7 +459,6 @@ class AutoencoderTrainer(TrainingLoop):
         model.std.copy_(values.std(dim=1).clamp(min=1e-6))
 
     def state(self) -> dict[str, Any]:
-        """The discriminator, the averaged weights, and settings that must not change on resume."""
         average, table = self.average, self.sources.table
         run = {
             "rows": None if table is None else table.fingerprint,
@@ -487,11 +469,9 @@ class AutoencoderTrainer(TrainingLoop):
         return {**self.loaded_in_place(), **ema, "run": run}
 
     def loaded_in_place(self) -> dict[str, Any]:
-        """The discriminator and its optimizer."""
         return {} if self.adversary is None else self.adversary.state()
 
     def load_state(self, run: dict[str, Any], folder: Path) -> None:
-        """Restores the averaged weights and the position in the data."""
         if self.sources.table is not None:
             self.sources.table.check_rows(run["rows"])
         if self.average is not None:

@@ -64,7 +64,6 @@ def caption(
 
 
 def command_captioner(command: str, seconds: float) -> Captioner:
-    """Creates a captioner from a command."""
     try:
         words = shlex.split(command)
     except ValueError as error:
@@ -103,7 +102,6 @@ def _sentence(who: str, text: str) -> dict[str, Any]:
 
 
 def model_captioner(folder: Path, prompt: str, tokens: int) -> Captioner:
-    """Creates a captioner from a transformers model for image captioning."""
     model, processor = _loaded(folder)
 
     @torch.inference_mode()

@@ -57,7 +57,7 @@ VERSION = 3
 # exist.
 @dataclass(frozen=True)
 class UnusedFrames:
-    """Frames of a source that are in no clip; None: the whole source."""
+    """Frames of a source that are in no clip; all frames if the range is None."""
 
     path: str
     first: int | None
@@ -66,7 +66,7 @@ class UnusedFrames:
 
     @property
     def span(self) -> str:
-        """The name, with the frames if it is not the whole."""
+        """Name of the source, with the frame range unless all frames are unused."""
         return self.path if self.first is None else f"{self.path}, frames {self.first}:{self.end}"
 
 
@@ -96,7 +96,7 @@ class PlannedClip:
 
 @dataclass(frozen=True)
 class Plan:
-    """Clips of a source, and its skipped parts: (first frame, end, reason)."""
+    """Clips of a source, and its skipped ranges: (first frame, end, reason)."""
 
     frames: int
     rate: Fraction
@@ -165,7 +165,6 @@ def cut(
 
 
 def clips_folder(out: Path) -> Path:
-    """Returns the folder for the clips of a table."""
     return out.with_name(f"{out.stem}.clips")
 
 
@@ -193,7 +192,6 @@ def _rank(path: Path) -> tuple[bool, bool]:
 
 
 def cut_source(path: Path, folder: Path, settings: CutSettings) -> FileOutcome:
-    """Cuts a video, except for existing clips."""
     try:
         plan = _planned(path, folder, settings)
         failed = write_clips(path, plan, folder, settings)
@@ -260,7 +258,6 @@ def _read_plan(file: Path, key: str) -> Plan | None:
 
 
 def make_plan(footage: SourceScenes, stem: str, settings: CutSettings) -> Plan:
-    """Divides the scenes of a source into clips within the length limits."""
     rate = rate_of(footage, settings)
     most = int(round(settings.max_seconds * float(rate), 6))
     slow, most = most < 1, max(1, most)
@@ -306,7 +303,6 @@ def _unseen(
 
 
 def _covers(plan: Plan) -> bool:
-    """Whether each frame is in a clip or skipped with a reason."""
     spans = [(clip.first, clip.end) for clip in plan.clips]
     spans += [(first, end) for first, end, _ in plan.left]
     reached = 0
@@ -320,8 +316,8 @@ def _covers(plan: Plan) -> bool:
 def pieces(length: int, least: int, most: int) -> list[int]:
     """Divides a length evenly into pieces of at most `most`; returns their starts, and the end.
 
-    If even pieces would be shorter than `least`, pieces have the maximum length and a remainder is
-    left.
+    If even pieces would be shorter than `least`, pieces have the maximum length and the rest is
+    dropped.
     """
     count = -(-length // most)
     if length // count >= least or count == 1:
@@ -330,7 +326,6 @@ def pieces(length: int, least: int, most: int) -> list[int]:
 
 
 def write_clips(path: Path, plan: Plan, folder: Path, settings: CutSettings) -> dict[str, str]:
-    """Writes the missing clips of a source."""
     import av
 
     failed: dict[str, str] = {}
@@ -373,7 +368,6 @@ class _Frames:
         self._now: tuple[int, Frame] | None = None
 
     def at(self, number: int) -> Frame:
-        """Returns a frame."""
         while self._now is None or self._now[0] < number:
             self._now = next(self._coming, None)
             if self._now is None:
@@ -385,7 +379,7 @@ class _Frames:
 
 
 def _is_inherited(name: str) -> bool:
-    """Whether a clip inherits a source's cell, which must not describe the whole file."""
+    """Whether clips inherit this column of their source: not if it describes the whole file."""
     told = (*COLUMNS, *FACTS, *SOURCE, *IN_THE_BOX)
     plugged = {point.name for point in entry_points(group=GROUP)}
     return name == "text" or (name not in told and name not in plugged)

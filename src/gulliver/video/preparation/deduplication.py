@@ -17,9 +17,7 @@ from gulliver.video.preparation.table import Table, check_other, write_broken, w
 from gulliver.video.preparation.work import fill_columns, work_on
 
 FEW_BITS = 0.25
-"""Maximum fraction of differing hash bits between duplicates: unrelated pictures differ in half of
-them.
-"""
+"""Maximum fraction of differing hash bits; unrelated pictures differ in half of the bits."""
 ALIKE = 0.95
 """Minimum correlation of duplicates over all moments."""
 WORST = 0.8
@@ -27,7 +25,7 @@ WORST = 0.8
 THUMB = 32
 """Side length of compared pictures."""
 TILE = 4096
-"""Clips per side of a hash product."""
+"""Tile size, in clips, of the pairwise comparison of hashes."""
 
 
 # [Note: two stages] Perceptual hashes of eight moments are compared for all pairs of clips, as
@@ -38,7 +36,7 @@ TILE = 4096
 # the best stays: most pixels, then most frames, then most bytes, then the first.
 @dataclass(frozen=True)
 class Pair:
-    """A pair of duplicates: the one that stays and the one that is removed."""
+    """Two duplicates: the one to keep and the one to remove."""
 
     # `bits` of the 512 hash bits differ; `correlation` is that of their pictures.
 
@@ -105,7 +103,7 @@ def _is_hash(value: Any) -> bool:
 def _without_copies(
     table: Table, out: Path, alike: float, workers: int
 ) -> tuple[Table, list[Pair]]:
-    """Compares pictures with similar hashes, and writes the rows that stay."""
+    """Compares pictures with similar hashes, and writes the remaining rows."""
     names, clips, column = table.column("path"), table.clips(), table.column("phash")
     rows = [row for row, value in enumerate(column) if value]
     bits = dict(zip(rows, hash_bits([column[row] for row in rows]), strict=True))
@@ -163,7 +161,7 @@ def _unpacked(thumbs: str) -> np.ndarray:
 
 
 def correlation(one: np.ndarray, other: np.ndarray) -> float:
-    """Correlation of two clips' pictures [N, pixels], over all moments; 0 if a moment differs.
+    """Correlates two clips' pictures [N, pixels] over all moments; 0 if a moment differs.
 
     A blank clip matches other blank clips of the same color.
     """
@@ -182,7 +180,7 @@ def _correlation(one: np.ndarray, other: np.ndarray) -> float:
 
 
 def _best_of_groups(table: Table, pairs: Sequence[tuple[int, int]]) -> dict[int, int]:
-    """Finds the best of the group of each row with a duplicate."""
+    """Maps each row with a duplicate to the best row of its group."""
     group: dict[int, int] = {}
 
     def root(row: int) -> int:

@@ -87,7 +87,7 @@ class PlannedShard:
 
 @dataclass(frozen=True)
 class Encoded:
-    """Result of a call of `encode`."""
+    """Result of `encode`."""
 
     # Number of stored windows of the table.
     windows: int
@@ -120,7 +120,6 @@ def encode(config: EncodeConfig) -> Encoded:
 
 
 def check_encode(config: EncodeConfig) -> EncodeConfig:
-    """Validates the options."""
     if bool(config.shapes) == (config.buckets is not None):
         raise GulliverError("give either --shapes, such as 17x64x64, or --buckets FILE")
     return config
@@ -169,7 +168,7 @@ class _Job:
         self.wanted = self._wanted()
 
     def _read_table(self) -> Any:
-        """Opens the table on one rank, because a changing folder could look different on others."""
+        """Opens the table on one rank, because the other ranks could see a changed folder."""
         config = self.config
         data = DataConfig(
             table=config.table,
@@ -182,7 +181,7 @@ class _Job:
         return make_dataset(data, None, True, 0, self.autoencoder)
 
     def _digests(self) -> list[str]:
-        """The digest of every row's file; each rank reads its share."""
+        """Returns the digest of each row's file; each rank reads its share."""
         rank, ranks = self.world.rank, self.world.size
         paths = [row.path for row in self.table.rows[rank::ranks]]
         with Display("reading clips", len(paths), enabled=self.world.is_main) as display:
@@ -193,7 +192,7 @@ class _Job:
         return found
 
     def _wanted(self) -> dict[ClipWindow, PlannedWindow]:
-        """All windows of the table, by bucket and row, without duplicates."""
+        """Returns all distinct windows of the table, in the order of buckets and rows."""
         windows = [
             PlannedWindow(row, bucket, seed)
             for row in range(len(self.table))
@@ -207,7 +206,6 @@ class _Job:
         return found
 
     def run(self, stop: StopRequest) -> Encoded:
-        """Encodes missing windows, and writes the index."""
         with together():
             todo = broadcast_object(self._plan() if self.world.is_main else None)
         planned, old, missing = todo
@@ -299,7 +297,7 @@ class _Job:
         return self.table.read(window.row, window.seed, window.bucket)
 
     def _encode_texts(self, stop: StopRequest) -> EncoderRecord | None:
-        """Encodes this rank's share of the captions without a file."""
+        """Encodes this rank's share of the captions that are not stored."""
         folder = self.config.text_encoder
         if folder is None:
             return None
@@ -319,7 +317,6 @@ class _Job:
     def _write_index(
         self, planned: list[PlannedShard], old: list[Shard], text: EncoderRecord | None, made: int
     ) -> Encoded:
-        """Writes the index, and removes files that are not in it."""
         shards, broken = list(old), []
         for plan in planned:
             told = _read_shard(self._file(plan.file))

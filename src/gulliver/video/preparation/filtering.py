@@ -92,7 +92,7 @@ def _compared(table: Table) -> Any:
 
 
 def _numbers(cells: list[str | None]) -> list[float | None] | None:
-    """Returns the numbers of text cells; None if one is written differently."""
+    """Parses text cells as numbers; None if a cell differs from Python's notation of its number."""
     found: list[float | None] = []
     for cell in cells:
         try:
@@ -106,7 +106,7 @@ def _numbers(cells: list[str | None]) -> list[float | None] | None:
 
 
 def _texts_of(data: Any, condition: str) -> str:
-    """Names text columns in a condition, as a possible reason for its failure."""
+    """Mentions text columns in a condition, as a possible reason for its failure."""
     texts = [field.name for field in data.schema if str(field.type) in ("string", "large_string")]
     named = [name for name in texts if re.search(rf"\b{re.escape(name)}\b", condition)]
     if not named:
@@ -119,7 +119,6 @@ def _line(error: BaseException) -> str:
 
 
 def filter_file(path: Path, condition: str, out: Path) -> Filtered:
-    """Filters a table file into another."""
     check_other(out, path)
     with held_table(out, "filter"):
         found = filter_table(Table.read(path), condition)

@@ -1,4 +1,4 @@
-"""Frame times from a file's header and packets, used by scans, cuts and scores."""
+"""Frame times from a file's header and packets, and pictures at evenly spaced times."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ USUAL_FPS = 25.0
 # decoder delays frames is decoded; the first frame reveals the delay.
 @dataclass(frozen=True)
 class Packets:
-    """Packets of a file's video, and its header."""
+    """Header and packets of a file's video."""
 
     # `times` are the presentation times of frames in seconds, sorted; `stated` is the header's
     # number of frames, 0 if unknown, and `seconds` its duration. `restarts` counts how often times
@@ -58,7 +58,6 @@ class Packets:
 
     @property
     def problems(self) -> list[str]:
-        """Problems of the file as a whole."""
         found = []
         if self.restarts:
             found.append(f"its times restart {self.restarts}x, as in joined files")
@@ -69,13 +68,12 @@ class Packets:
 
     @property
     def breaks_off(self) -> bool:
-        """Whether more than a few frames are missing at its end."""
         steps = np.diff(self.times)
         longest = float(steps.max()) if len(steps) else 0.0
         return self.missing > FEW * max(longest, 1 / self.rate if self.rate else 0.04)
 
     def ends_early(self, frames: int, last: float | None) -> str:
-        """Reports fewer decoded frames than packets: some decoders skip damage silently."""
+        """Describes undecoded packets: some decoders skip damage without an error."""
         lost = 0.0 if self.codec in HIDING else float(self.packets - frames)
         if self.has_times and last is not None and (usual := _usual(self.times)):
             lost = float(self.times[-1] - last) * usual
@@ -94,11 +92,10 @@ class Packets:
 
     @property
     def has_times(self) -> bool:
-        """Whether the presentation time of each frame is known."""
         return len(self.times) == self.packets > 0 and not self.restarts
 
     def time_of(self, number: int, frame: Any) -> float:
-        """Presentation time in seconds of decoded frame `number`."""
+        """Returns the presentation time in seconds of decoded frame `number`."""
         if self.presented and not self.restarts and frame.time is not None:
             return float(frame.time)
         if number < len(self.times):
@@ -108,7 +105,7 @@ class Packets:
         return last + (number + 1 - len(self.times)) * step
 
     def moments(self, count: int) -> np.ndarray:
-        """Midpoints of equal parts of the clip: in seconds, or in frames without times."""
+        """Returns midpoints of equal parts of the clip, in seconds, or in frames without times."""
         begin, length = 0.0, float(max(1, self.packets or self.stated))
         if self.has_times:
             steps = np.diff(self.times)
@@ -118,11 +115,9 @@ class Packets:
 
     @property
     def is_variable(self) -> bool:
-        """Whether the frame rate is variable."""
         return len(self.times) > 2 and steady_rate(self.times, self.rate) is None
 
     def duration(self, frames: int, fps: float) -> float:
-        """Seconds from the first frame to the end of the last."""
         if len(self.times) < 2:
             return frames / fps
         return float(self.times[-1] - self.times[0]) + 1 / fps
@@ -206,13 +201,13 @@ def _declared_rate(stream: Any) -> float:
 
 
 def _usual(times: np.ndarray) -> float:
-    """Frames per second, from the most common frame distance."""
+    """Frames per second, from the most common distance between frames."""
     steps = np.diff(times)
     return float(1 / np.median(steps[steps > 0])) if (steps > 0).any() else 0.0
 
 
 def _unrolled(times: np.ndarray, coded: np.ndarray) -> tuple[np.ndarray, int]:
-    """Sorts packet times; parts with restarted times follow each other."""
+    """Sorts packet times; where times restart, later parts are appended."""
     known = np.flatnonzero(~np.isnan(coded))
     places = known[1:][np.diff(coded[known]) < 0]
     if not len(places):
@@ -259,14 +254,14 @@ LUMA = np.array((0.299, 0.587, 0.114), np.float32)
 
 @dataclass(frozen=True)
 class Samples:
-    """Pictures of a clip.
+    """Frames of a clip at evenly spaced times.
 
     Attributes:
         path: file of the clip.
-        pictures: frames at the moments, uint8 [N, H, W, 3].
-        neighbours: the next frame of each, or the previous one at the end; a still is its own
-            neighbour.
-        problem: reason why only a part of the clip was read, if so.
+        pictures: sampled frames, uint8 [N, H, W, 3].
+        neighbours: next frame of each picture, or the previous frame at the end; a still is its
+            own neighbour.
+        problem: reason why only a part of the clip was read, or None.
     """
 
     path: Path
@@ -276,12 +271,11 @@ class Samples:
 
     @cached_property
     def grey(self) -> np.ndarray:
-        """Brightness of the pictures, float32 [N, H, W] in 0..255."""
+        """Luma of the pictures, float32 [N, H, W] in 0..255."""
         return self.pictures @ LUMA
 
     @cached_property
     def grey_neighbours(self) -> np.ndarray:
-        """Brightness of the neighbours, float32 [N, H, W] in 0..255."""
         return self.neighbours @ LUMA
 
 

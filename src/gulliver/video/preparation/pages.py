@@ -44,7 +44,6 @@ li{overflow-wrap:anywhere}
 
 
 def show(table: Table, out: Path, most: int = 200, workers: int = 0) -> int:
-    """Writes the page of a table."""
     if out.suffix not in (".html", ".htm"):
         raise GulliverError(f"--out {out.name} is a web page and must end in .html")
     taken = np.unique(np.linspace(0, len(table) - 1, min(most, len(table))).round().astype(int))
@@ -87,7 +86,6 @@ def _numbers(table: Table) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def _histogram(name: str, values: np.ndarray, width: int = 260, height: int = 90) -> str:
-    """Draws a histogram as SVG, with minimum, median and maximum below."""
     counts, _ = np.histogram(values, BARS)
     step, most = width / BARS, max(1, counts.max())
     bars = "".join(

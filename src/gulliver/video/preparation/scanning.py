@@ -243,7 +243,7 @@ def _count_frames(path: Path) -> tuple[int, str | None, dict[int, tuple[int, int
 
 
 def _rate(counted: Packets, frames: int, first: Frame) -> float:
-    """Frames per second, from presentation times if the header is wrong."""
+    """Returns frames per second, from presentation times if the header is wrong."""
     if frames == 1:
         return STILL_FPS
     times = counted.times

@@ -32,9 +32,7 @@ SMALL = 96
 HELD = 0.25
 """Mean pixel change, in levels, below which a picture counts as repeated."""
 EARLY = 0.49
-"""Maximum fraction of a frame's duration that a frame may be shown early: nearest frame, without
-ties.
-"""
+"""Maximum fraction of its duration by which a frame is shown early; below 0.5 to avoid ties."""
 MOST_FPS = 120.0
 """Maximum frames per second of clips from a file with a variable rate."""
 
@@ -60,12 +58,11 @@ class SourceScenes:
 
     @property
     def frames(self) -> int:
-        """Number of frames."""
         return len(self.times) - 1
 
     @property
     def scenes(self) -> Iterator[tuple[int, int, tuple[int, int]]]:
-        """First frame, end and size of each scene."""
+        """Yields first frame, end and size of each scene."""
         return zip(self.starts, (*self.starts[1:], self.frames), self.sizes, strict=True)
 
 
@@ -103,7 +100,6 @@ def survey(path: Path, settings: CutSettings) -> SourceScenes:
 
 
 def source_frames(path: Path) -> Iterator[Frame]:
-    """Yields the upright frames of a file."""
     number = 0
     try:
         for frame in upright_frames(path):
@@ -133,7 +129,6 @@ class Detector:
         self._last: np.ndarray | None = None
 
     def add(self, frame: Frame) -> None:
-        """Adds the next frame."""
         picture = _small(frame)
         if self._last is None:
             for _ in range(self._more):
@@ -144,7 +139,7 @@ class Detector:
         self._frames += 1
 
     def cuts(self) -> list[int]:
-        """Finishes, and returns the first frame of each scene except the first."""
+        """Finishes detection; returns the first frame of each scene except the first."""
         if self._last is not None:
             for _ in range(self._more):
                 self._show(self._last, self._frames)
@@ -160,7 +155,7 @@ class Detector:
 
 
 def _made(settings: CutSettings) -> Any:
-    """Creates PySceneDetect's detector; scenes may have any length."""
+    """Creates PySceneDetect's detector, without a minimum scene length."""
     try:
         from scenedetect import AdaptiveDetector, ContentDetector
     except ImportError:
@@ -177,7 +172,7 @@ def _made(settings: CutSettings) -> Any:
 
 
 def _small(frame: Frame) -> np.ndarray:
-    """Scales a frame down as stored: uint8 [h, w, 3], BGR; all frames to the same size."""
+    """Downscales an unrotated frame to uint8 [h, w, 3], BGR; all frames have the same size."""
     stored = frame.decoded
     ratio = min(1.0, SMALL / min(stored.width, stored.height))
     size = max(2, round(stored.width * ratio)), max(2, round(stored.height * ratio))
@@ -193,7 +188,7 @@ def _change(one: np.ndarray, other: np.ndarray) -> float:
 def _measured(
     times: list[float], stated: float, packets: Packets
 ) -> tuple[np.ndarray, Fraction, bool]:
-    """Returns times from the first frame to the end, the rate, and whether it is constant."""
+    """Returns frame times including the end, the rate, and whether it is constant."""
     # Times of damaged files may decrease: such a frame has zero duration.
     shown = np.maximum.accumulate(np.array(times) - times[0])
     if rate := steady_rate(shown, packets.rate):
@@ -237,7 +232,6 @@ FORMATS = {".mp4": "mp4", ".mkv": "matroska"}
 
 
 def rate_of(footage: SourceScenes, settings: CutSettings) -> Fraction:
-    """Returns the frame rate for the clips of a file."""
     if settings.fps is None:
         return footage.rate
     return Fraction(settings.fps).limit_denominator(1001)
@@ -283,7 +277,6 @@ class ClipWriter:
         return self
 
     def add(self, frame: Frame) -> None:
-        """Writes a frame."""
         stream = self._stream or self._open(frame)
         picture = fitted(frame, self.size, stream.pix_fmt)
         picture.pts, picture.time_base = self._written, 1 / self.rate
@@ -324,7 +317,6 @@ class ClipWriter:
 
 
 def fitted(frame: Frame, size: tuple[int, int], pixels: str) -> Any:
-    """Returns a frame, upright, in a given size and pixel format, as a PyAV frame."""
     # An already matching frame is returned unchanged, without loss.
     import av
 

@@ -25,7 +25,7 @@ from gulliver.video.preparation.work import FileOutcome, fill_columns
 HASH_SIDE = 32
 """Side length of the hashed picture."""
 BITS = 8
-"""Rows and columns of its frequencies in the hash."""
+"""Side length of the block of low frequencies in the hash."""
 PLAIN = 2.0
 """Standard deviation, in grey levels, of a blank picture: its hash is 0."""
 STRONG = 48
@@ -85,7 +85,6 @@ def text_boxes(grey: np.ndarray) -> list[tuple[int, int, int, int]]:
 
 
 def _is_line(grey: np.ndarray, edges: np.ndarray, area: int) -> bool:
-    """Whether a group of strong edges looks like a line of text."""
     height, width = edges.shape
     if not LINE[0] <= height <= LINE[1] * grey.shape[0] or width < 2 * height:
         return False
@@ -153,7 +152,7 @@ Scorer = Callable[[Samples], Any]
 
 @dataclass(frozen=True)
 class Scored:
-    """A scored table."""
+    """A table with scores."""
 
     # The table; missing scores are null.
     table: Table
@@ -165,7 +164,6 @@ class Scored:
 
 
 def find_scorers(names: Sequence[str]) -> dict[str, Scorer]:
-    """Finds scorers by name."""
     plugged = {point.name: point for point in entry_points(group=GROUP)}
     found: dict[str, Scorer] = {}
     for name in names:

@@ -34,7 +34,6 @@ Stamp = tuple[int, int, int]
 
 
 def arrow() -> Any:
-    """Imports PyArrow."""
     try:
         import pyarrow
         import pyarrow.compute
@@ -95,18 +94,13 @@ class Table:
 
     @property
     def names(self) -> list[str]:
-        """Names of the columns."""
         return self.data.column_names
 
     def __len__(self) -> int:
         return self.data.num_rows
 
     def require(self, *names: str) -> None:
-        """Raises an error if columns are missing.
-
-        Raises:
-            GulliverError: a column is missing; names the most similar one.
-        """
+        """Raises an error for a missing column, which suggests the most similar one."""
         for name in names:
             if name not in self.names:
                 raise GulliverError(
@@ -114,16 +108,14 @@ class Table:
                 )
 
     def column(self, name: str) -> list[Any]:
-        """Returns a column as Python values; None for empty cells."""
+        """Returns a column as Python values; empty cells are None."""
         self.require(name)
         return self.data.column(name).to_pylist()
 
     def clips(self) -> list[tuple[str, Path]]:
-        """Returns the name and the resolved path of each row's clip."""
         return [(name or "", self.path.parent / (name or "")) for name in self.column("path")]
 
     def with_columns(self, columns: Mapping[str, Sequence[Any]]) -> Table:
-        """Adds or replaces columns."""
         data, pa = self.data, arrow()
         for name, values in columns.items():
             try:
@@ -142,7 +134,7 @@ class Table:
         return replace(self, data=data)
 
     def rows(self, which: Any) -> Table:
-        """Selects rows by a boolean mask or by indices, in their order."""
+        """Selects rows by a boolean mask or by indices, keeping their order."""
         pa = arrow()
         if not len(which):
             # An empty list has no type to index with.
@@ -152,17 +144,10 @@ class Table:
         return replace(self, data=data)
 
     def write(self, path: Path | None = None) -> Table:
-        """Writes the table atomically, in the format of the suffix.
+        """Writes the table atomically in the format of the suffix; None replaces the input file.
 
-        Args:
-            path: file to create or replace; None replaces the one that was read.
-
-        Returns:
-            The written table; in another folder its relative paths differ.
-
-        Raises:
-            GulliverError: the suffix is unknown, the disk is full, the format cannot hold a cell,
-                or the file was changed since it was read.
+        Returns the written table: relative paths differ in another folder. Raises an error if the
+        file has changed since it was read.
         """
         path = Path(path or self.path)
         check_suffix(path)
@@ -196,7 +181,6 @@ class Table:
 
 
 def stamp_of(path: Path) -> Stamp | None:
-    """Returns a file's id, size and modification time; None if it does not exist."""
     try:
         found = path.stat()
     except OSError:
@@ -221,7 +205,6 @@ def check_other(out: Path, table: Path) -> None:
 
 
 def broken_path(table: Path) -> Path:
-    """Returns the path of the list of unusable files."""
     return table.with_name(f"{table.stem}.broken.csv")
 
 
@@ -237,7 +220,6 @@ def write_broken(table: Path, step: str, broken: Sequence[tuple[str, str]]) -> P
 
 
 def write_list(path: Path, header: Sequence[str], rows: Iterable[Sequence[Any]]) -> Path:
-    """Writes a CSV report atomically."""
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows([header, *rows])
     write_text(path, text.getvalue())
@@ -245,7 +227,6 @@ def write_list(path: Path, header: Sequence[str], rows: Iterable[Sequence[Any]])
 
 
 def read_broken(table: Path) -> list[tuple[str, str, str]]:
-    """Reads path, step and reason of each file listed next to a table."""
     path = broken_path(table)
     if not path.is_file():
         return []

@@ -60,7 +60,7 @@ def work_on(
     each: Each | None = None,
     within: bool = False,
 ) -> Iterator[list[FileOutcome]]:
-    """Yields the result of each file; the block writes the table, then the journal is deleted."""
+    """Yields a result per file; the with block writes the table, then the journal is deleted."""
     path = table.with_name(f".{table.name}.{step}.jsonl")
     with nullcontext() if within else held_table(table, step):
         remove_leftovers(path.parent)
@@ -146,7 +146,6 @@ def _worked(
 
 
 def usable_cores() -> int:
-    """Counts the cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -210,7 +209,6 @@ class _Journal:
         return self
 
     def add(self, key: str, outcome: FileOutcome) -> None:
-        """Stores the result of a file."""
         self.found[key] = outcome
         with named_errors(self.path):
             self._file.write(json.dumps([key, outcome.values, outcome.problem]) + "\n")
@@ -227,7 +225,7 @@ FileWork = Callable[[Path], FileOutcome]
 def in_processes(
     work: FileWork, jobs: Iterable[tuple[str, Path]], workers: int
 ) -> Iterator[tuple[str, FileOutcome]]:
-    """Processes files in worker processes, in order of completion; a crash loses one file."""
+    """Processes files in worker processes, in order of completion; a crash costs only one file."""
     # One single-process pool per thread, so that a dead process can be attributed to its file.
     local, pools = threading.local(), list[ProcessPoolExecutor]()
     # Not fork: this process may have threads, of torch and of the progress display.
