@@ -77,6 +77,7 @@ class Table {
 }  // namespace
 
 NB_MODULE(_kernels, module) {
+  nb::set_leak_warnings(false);  // tables are kept until the interpreter ends
   module.attr("INTERFACE") = 2;
   module.def("instructions", &instructions);
   nb::class_<Table>(module, "Table")
