@@ -30,7 +30,7 @@ from benchmarks._harness import Report, Spread, alternate, at_least, finish
 from benchmarks._models import llama
 from benchmarks._serving_llamacpp import FORMATS, MISSING, LlamaCpp, has_llamacpp
 from gulliver.serve import Engine, EngineOptions, LocalRunner, SamplingParams
-from gulliver.serve.kernels import native_problem
+from gulliver.serve.decoder import native_problem
 
 PARTS = ("throughput", "pipeline")
 CACHE = 16 * 1024  # Tokens of the cache: all requests at a time

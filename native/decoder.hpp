@@ -19,12 +19,11 @@ struct Matrix {
 
 // Attention of new tokens of many sequences over keys and values in blocks, read in place.
 struct Attention {
-  const float* query;  // [tokens, heads, dim] by the strides below
+  const float* query;  // [tokens, heads, dim]
   float* out;          // [tokens, heads, dim]
   const void* keys;    // [blocks, kv_heads, size, dim]
   const void* values;
   Index kept;  // kind of keys and values: a float kind
-  Index head_stride, token_stride;
   Index heads, kv_heads, dim, size;
   Index sequences;
   const Index* first;   // of each sequence: index of its first token
@@ -41,9 +40,7 @@ struct Attention {
   const Index* chunks;
   Index chunk_count;
   float scale;
-  Index window;         // positions that a token sees; 0 for all
-  const float* slopes;  // [heads] of ALiBi, or null
-  Index threads;
+  Index window;  // positions that a token sees; 0 for all
 };
 
 // Rows (tokens x query heads of a key head) that one piece of work has.
@@ -59,6 +56,11 @@ struct Layer {
   void *keys, *values;
 };
 
+// BLAS's matrix product, by columns, in the calling thread.
+using Gemm = void (*)(const char* transpose_a, const char* transpose_b, const int* m, const int* n,
+                      const int* k, const float* alpha, const float* a, const int* lda,
+                      const float* b, const int* ldb, const float* beta, float* c, const int* ldc);
+
 struct Model {
   const Layer* layers;
   Index layer_count, hidden, heads, kv_heads, dim, inner, vocabulary;
@@ -69,6 +71,7 @@ struct Model {
   float epsilon, scale, embedding_scale;
   Matrix embedding, head;
   const float* norm;
+  Gemm gemm;  // of torch's BLAS, for many rows; or null
 };
 
 // What the threads of a step share; a thread that waits spins.
@@ -101,7 +104,6 @@ struct Kernels {
   const char* name;  // null where this build has not got the instructions
   void (*run)(const Model&, const Step&);
   void (*multiply)(const Product&);
-  void (*attend)(const Attention&);
 };
 
 extern const Kernels avx512;

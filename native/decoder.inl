@@ -8,7 +8,8 @@
 // products. Four outputs are taken at a time for up to `ROWS` rows: their sums stay in registers,
 // and lanes are added at the end, so that weights lie as torch has them and no packed copy is kept.
 // Weights that are not float32 are widened into the L1 cache once for all rows; with a few rows it
-// is done on the way. Rows are taken in blocks that stay in the L2 cache.
+// is done on the way. Rows are taken in blocks that stay in the L2 cache. From `MANY` rows on each
+// thread has BLAS multiply its outputs, which packs weights and rows and so is faster there.
 #include <immintrin.h>
 #include <omp.h>
 #include <sched.h>
@@ -27,7 +28,9 @@ constexpr Index GROUP = 128;  // values of INT4 that have a scale
 constexpr Index ROWS = BYTES == 64 ? 6 : 3;
 constexpr Index CACHED = 48 * 1024;  // floats of a block of rows
 constexpr float LOWEST = -__builtin_inff();
+constexpr Index MANY = 129;   // rows from which on BLAS is faster
 constexpr Index ALONE = 1 << 16;  // multiplications below which a second thread costs more
+constexpr Index WIDENED = 32;  // outputs that are widened for it at a time
 
 struct Half { std::uint16_t bits; };
 struct Brain { std::uint16_t bits; };
@@ -155,6 +158,7 @@ struct Member {
   Index rank, threads;
   Team& team;
   float* panel;  // widened weights of this thread
+  Gemm gemm;
 
   // [begin, end) of `count` that is this thread's, in whole units.
   void share(Index count, Index unit, Index& begin, Index& end) const {
@@ -327,10 +331,41 @@ struct Into {
   }
 };
 
+// Outputs [begin, end) of many rows, by BLAS, which is given the transposes of all matrices.
+inline void product_by_blas(const Matrix& w, const float* x, Index rows, Index begin, Index end,
+                            float* out, bool add, const Member& me) {
+  const Index step = w.kind == FLOAT32 ? end - begin : WIDENED;
+  const int inputs = static_cast<int>(w.inputs), count = static_cast<int>(rows);
+  const int width = static_cast<int>(w.outputs);
+  const float one = 1.0f, kept = add || w.bias ? 1.0f : 0.0f;
+  for (Index n = begin; n < end; n += step) {
+    const int outputs = static_cast<int>(smaller(step, end - n));
+    const float* weights = static_cast<const float*>(w.data) + n * w.inputs;
+    if (w.kind != FLOAT32) {
+      weights = me.panel;
+      for (Index j = 0; j < outputs; ++j) {
+        float* to = me.panel + j * w.inputs;
+        widen_row(w, n + j, to);
+        if (w.kind != INT8) continue;
+        for (Index k = 0; k < w.inputs; k += LANES) store(to + k, load(to + k) * all(w.scale[n + j]));
+      }
+    }
+    for (Index r = 0; w.bias && r < rows; ++r) {
+      float* to = out + r * w.outputs + n;
+      for (Index j = 0; j < outputs; ++j) to[j] = (add ? to[j] : 0.0f) + w.bias[n + j];
+    }
+    me.gemm("T", "N", &outputs, &count, &inputs, &one, weights, &inputs, x, &inputs, &kept, out + n,
+            &width);
+  }
+}
+
 inline void product_into(const Matrix& w, const float* x, Index rows, float* out, bool add,
                          const Member& me) {
   Index begin, end;
   me.share(w.outputs, UNIT, begin, end);
+  if (rows >= MANY && me.gemm && begin < end) {
+    return product_by_blas(w, x, rows, begin, end, out, add, me);
+  }
   product(w, x, rows, begin, end, me.panel, Into{out, w.outputs, add});
 }
 
@@ -492,8 +527,8 @@ void attend_rows(const Attention& a, Index sequence, Index first_row, Index head
   const auto token_of = [&](Index r) { return (first_row + r) / group; };
   const auto head_of = [&](Index r) { return head * group + (first_row + r) % group; };
   for (Index r = 0; r < rows; ++r) {
-    const float* from = a.query + head_of(r) * a.head_stride +
-                        (a.first[sequence] + token_of(r)) * a.token_stride;
+    const float* from =
+        a.query + ((a.first[sequence] + token_of(r)) * a.heads + head_of(r)) * dim;
     for (Index d = 0; d < dim; ++d) s.query[r * dim + d] = from[d] * a.scale;
   }
   const Index* places = a.places + a.first[sequence];
@@ -508,7 +543,7 @@ void attend_rows(const Attention& a, Index sequence, Index first_row, Index head
     const Index offset = (table[begin / a.size] * a.kv_heads + head) * a.size * dim;
     const float *keys = block_of(a, a.keys, offset, count * dim, s.keys),
                 *values = block_of(a, a.values, offset, count * dim, s.values);
-    const bool plain = begin + count <= start && a.window <= 0 && !a.slopes;
+    const bool plain = begin + count <= start && a.window <= 0;
     for (Index r = 0; r < rows; r += ROWS) {
       const Index taken = smaller(ROWS, rows - r);
       for (Index j = 0; j < count; j += OUTPUTS) {
@@ -525,11 +560,9 @@ void attend_rows(const Attention& a, Index sequence, Index first_row, Index head
         float* scores = &s.scores[m * padded];
         if (!plain) {
           const Index token = token_of(r + m), place = places[token];
-          const float slope = a.slopes ? a.slopes[head_of(r + m)] : 0.0f;
           for (Index j = 0; j < count; ++j) {
             const Index fresh = begin + j - start;
             const Index theirs = fresh < 0 ? begin + j : places[fresh];
-            scores[j] += slope * static_cast<float>(theirs - place);
             const bool hidden = (a.window > 0 && place - theirs >= a.window) ||
                                 (fresh >= 0 && (tree ? !tree[token * tokens + fresh] : fresh > token));
             if (hidden) scores[j] = LOWEST;
@@ -648,34 +681,31 @@ void forward(const Model& m, const Step& s, const Member& me, Work& work) {
 
 // Runs `body` in threads of torch, each with memory of its own.
 template <class Body>
-inline void in_threads(Index threads, Index widest, const Body& body) {
+inline void in_threads(Index threads, Index panel_size, Gemm gemm, const Body& body) {
   Team team{};
 #pragma omp parallel num_threads(static_cast<int>(threads))
   {
     static thread_local Scratch<float> panel;
-    static thread_local Work work;
-    panel.resize(widest * OUTPUTS);
-    body(Member{omp_get_thread_num(), omp_get_num_threads(), team, panel.data()}, work);
+    panel.resize(panel_size);
+    body(Member{omp_get_thread_num(), omp_get_num_threads(), team, panel.data(), gemm});
   }
 }
 
 void run(const Model& m, const Step& s) {
   const Index widest = larger(larger(m.hidden, m.inner), m.heads * m.dim);
-  in_threads(s.threads, widest, [&](const Member& me, Work& work) { forward(m, s, me, work); });
+  const Index panel = widest * (s.tokens >= MANY ? WIDENED : OUTPUTS);
+  in_threads(s.threads, panel, m.gemm, [&](const Member& me) {
+    static thread_local Work work;
+    forward(m, s, me, work);
+  });
 }
 
 void multiply(const Product& p) {
   const Matrix& w = p.matrix;
   const bool few = p.rows * w.inputs * w.outputs <= ALONE;
-  in_threads(few ? 1 : p.threads, w.inputs, [&](const Member& me, Work&) {
+  in_threads(few ? 1 : p.threads, w.inputs * OUTPUTS, nullptr, [&](const Member& me) {
     product_into(w, p.x, p.rows, p.out, false, me);
   });
-}
-
-void attend(const Attention& a) {
-  Index counter = 0;
-  const Index threads = a.chunk_count * a.kv_heads > 4 ? a.threads : 1;
-  in_threads(threads, 0, [&](const Member&, Work& work) { attend_pieces(a, &counter, work); });
 }
 
 }  // namespace

@@ -1,9 +1,8 @@
 """`Pages`: keys and values of all layers in blocks, and attention over them.
 
-Read `Pages.attend`, which every attention layer calls: it writes the new keys and values of all
-packed tokens, then runs attention. Native code reads the blocks in place; without it, torch's
-attention runs on each sequence's gathered blocks (`attend_gathered`, the reference for native
-code).
+Read `Pages.attend`, which attention layers of transformers' models call: it writes the new keys and
+values of all packed tokens, then runs torch's attention on each sequence's gathered blocks. Native
+decoders (`gulliver.serve.decoder`) read the blocks in place instead.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +18,23 @@ from torch import Tensor, nn
 
 from gulliver.errors import GulliverError
 from gulliver.serve.batch import Batch, Span
-from gulliver.serve.kernels import PagedSpan, native_attention
+
+
+@dataclass(frozen=True)
+class PagedSpan:
+    """A span as seen by the layers."""
+
+    # Index of its first token among the packed ones.
+    first: int
+    count: int
+    # Keys in the cache before them.
+    start: int
+    # Block table [blocks], up to its last token.
+    blocks: Tensor
+    # Mask of a tree [count, count]: the new tokens that each sees; None for a chain.
+    mask: Tensor | None
+    # Positions of its tokens [count], in a tree not one after another.
+    positions: Tensor
 
 
 @dataclass(frozen=True)
@@ -48,9 +63,6 @@ class Pages:
             [torch.zeros(blocks, s.heads, size, s.dim, dtype=dtype, device=device) for s in layers]
             for _ in range(2)
         )
-        kernel = native_attention() if device.type == "cpu" else None
-        fits = kernel is not None and all(kernel.takes(dtype, shape.dim) for shape in layers)
-        self._native = kernel if fits else None
         self.positions = torch.empty(0, dtype=torch.int64, device=device)
 
     def begin(self, batch: Batch) -> None:
@@ -74,8 +86,6 @@ class Pages:
         self._blocks = torch.tensor([s // size for s in slots], device=device)
         self._offsets = torch.tensor([s % size for s in slots], device=device)
         self._pieces = pieces
-        if self._native is not None:
-            self._prepared = self._native.prepare(pieces, self.positions)
 
     def copy(self, batch: Batch) -> None:
         if batch.copies:
@@ -103,9 +113,6 @@ class Pages:
         keys[self._blocks, :, self._offsets] = key.transpose(0, 1).to(keys.dtype)
         values[self._blocks, :, self._offsets] = value.transpose(0, 1).to(values.dtype)
         out = query.new_empty(query.shape[1], query.shape[0], query.shape[2])
-        if self._native is not None:
-            self._native.run(self._prepared, query, keys, values, out, scale, window, slopes)
-            return out
         for piece in self._pieces:
             at = slice(piece.first, piece.first + piece.count)
             # From the first token on, what is attended to is what has just been computed.
@@ -194,21 +201,6 @@ NAME = "gulliver_pages"
 """Name under transformers' attention interface."""
 
 
-class Attends(Protocol):
-    """Interface that attention layers call: `Pages`, or a recorder that measures a model."""
-
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        window: int | None = None,
-        slopes: Tensor | None = None,
-    ) -> Tensor: ...
-
-
 def paged_attention(
     module: nn.Module,
     query: Tensor,
@@ -225,8 +217,9 @@ def paged_attention(
     if odd is not None:
         raise GulliverError(f"attention with {odd} ({type(module).__name__}) is not served")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    pages: Attends = known.gulliver_pages
-    out = pages.attend(known.layer_idx, query[0], key[0], value[0], scale, sliding_window)
+    out = known.gulliver_pages.attend(
+        known.layer_idx, query[0], key[0], value[0], scale, sliding_window
+    )
     return out[None], None
 
 
@@ -235,8 +228,8 @@ REFUSED = ("softcap", "s_aux", "position_bias", "head_mask")
 
 
 @contextmanager
-def attached(model: Any, pages: Attends) -> Iterator[None]:
-    """Makes a model attend over pages inside the block."""
+def attached(model: Any, pages: Any) -> Iterator[None]:
+    """Attaches a model to pages within the context."""
     detach = attach(model, pages)
     try:
         yield
@@ -244,7 +237,7 @@ def attached(model: Any, pages: Attends) -> Iterator[None]:
         detach()
 
 
-def attach(model: Any, pages: Attends) -> Callable[[], None]:
+def attach(model: Any, pages: Any) -> Callable[[], None]:
     """Makes a model attend over pages until the returned function is called."""
     from transformers import AttentionInterface
 

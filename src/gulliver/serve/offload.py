@@ -22,8 +22,6 @@ import torch
 from torch import Tensor, nn
 
 from gulliver.errors import GulliverError
-from gulliver.hardware.offload import TierRates, disk_rates, seconds_text
-from gulliver.hardware.probe import current_cluster
 from gulliver.memory.buffers import PARAMETERS
 from gulliver.memory.manager import Manager
 from gulliver.memory.stores import (
@@ -275,29 +273,17 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
             yield "_buffers", name, value
 
 
-def look_ahead(
-    sizes: Sequence[int], budget: int, rates: TierRates | None = None
-) -> tuple[int, str]:
-    """Returns the number of layers to prefetch (0 or 1), and the reason as text."""
+def look_ahead(sizes: Sequence[int], budget: int) -> tuple[int, str]:
+    """Whether (1 or 0) a layer is read while the previous one computes, and a line about it."""
     # Reading ahead overlaps with computing, and takes the room of a layer that could stay. Deeper
-    # would take more room and overlap no more. A step of decoding reads every weight from memory
-    # once, which is what it takes to compute.
+    # would take more room and overlap no more.
     whole, largest = sum(sizes), max(sizes)
     if whole <= budget:
         return 0, "all of them stay in memory"
-    cluster = current_cluster(1)
-    rates = rates or disk_rates(cluster)
-    moved = [_streamed(sizes, budget - (1 + ahead) * largest) for ahead in (0, 1)]
-    ahead, predicted = min(1, len(sizes) - 1, budget // largest - 1), ""
-    if rates is not None:
-        compute = whole / cluster.device.memory_rate
-        turns, overlapped = moved[0] / rates.read_rate, max(moved[1] / rates.read_rate, compute)
-        turns += compute
-        ahead = min(ahead, int(overlapped < turns))
-        predicted = f" (predicted of a step: 0 ahead {seconds_text(turns)}, 1 ahead "
-        predicted += f"{seconds_text(overlapped)})"
-    streamed = f"{size_text(moved[ahead])} of {size_text(whole)} come from the disk in each step"
-    return ahead, f"{streamed}, {ahead} layers ahead{predicted}"
+    ahead = min(1, len(sizes) - 1, budget // largest - 1)
+    moved = _streamed(sizes, budget - (1 + ahead) * largest)
+    streamed = f"{size_text(moved)} of {size_text(whole)} come from the disk in each step"
+    return ahead, f"{streamed}, {ahead} layers ahead"
 
 
 def _streamed(sizes: Sequence[int], room: int) -> int:

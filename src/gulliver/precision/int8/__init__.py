@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from gulliver.precision.int8.products import (
         MODES,
         chosen_kernel,
-        forget_kernels,
         kernels_problem,
         native_table,
         product,
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 __all__ = [
     "MODES",
     "chosen_kernel",
-    "forget_kernels",
     "kernels_problem",
     "native_table",
     "product",
@@ -39,7 +37,6 @@ __getattr__, __dir__ = lazy_exports(
         "gulliver.precision.int8.products": [
             "MODES",
             "chosen_kernel",
-            "forget_kernels",
             "kernels_problem",
             "native_table",
             "product",

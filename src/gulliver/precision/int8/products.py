@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import importlib
-import logging
-import math
 import os
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -18,10 +15,9 @@ from torch import Tensor
 
 from gulliver._compat import uncompiled
 from gulliver.errors import GulliverError, nearest
-from gulliver.hardware.probe import kept_seconds
-from gulliver.precision.int8.formats import from_int4, from_int8
+from gulliver.precision.int8.formats import GROUP, from_int4, from_int8
 
-INTERFACE = 1
+INTERFACE = 2
 """Version of the extension's interface, incremented on both sides when calls change."""
 INSTRUCTIONS = ("avx512-vnni", "avx2", "none")
 """Values of ``$GULLIVER_INT8``; default: the first that the processor supports."""
@@ -31,6 +27,7 @@ def kernels_problem() -> str | None:
     """Returns why native kernels are unavailable; None if they are available."""
     try:
         built = importlib.import_module("gulliver.precision.int8._kernels")
+        importlib.import_module("gulliver.serve._decoder")
     except ImportError as error:
         return f"its extension is not built ({error})"
     if built.INTERFACE != INTERFACE:
@@ -49,43 +46,39 @@ def kernels_problem() -> str | None:
 
 
 @cache
-def native_table() -> tuple[str, Any] | None:
-    """Returns the instruction set and its products; None without native products."""
+def native_table() -> tuple[str, Any, Any] | None:
+    """Returns the instruction set, and its products of int8 and of float rows; None without."""
     if kernels_problem() is not None:
         return None
     built: Any = importlib.import_module("gulliver.precision.int8._kernels")
     name = os.environ.get("GULLIVER_INT8") or built.instructions()[0]
-    return name, built.Table(name)
+    # Also without Python around it: a serving engine's decoder multiplies with the same weights.
+    return name, built.Table(name), importlib.import_module("gulliver.serve._decoder")
 
 
-# The kernels that a quantised product may run on, and which of them does, by measurement.
+# The kernels of quantised products.
 #
-# | kernel | activations | taken from | |---|---|---| | native | int8 by row, or as they are |
-# ``native/int8_*.cpp``, one pass over the weights | | int_mm | int8 by row | `torch._int_mm`,
-# scales applied after it | | int8pack | bfloat16 as they are | `torch._weight_int8pack_mm`, of
-# inputs that 16 divides only | | dequantised | as they are | `torch.nn.functional.linear` on
-# pieces of the weight |
+# | kernel | activations | taken from |
+# |---|---|---|
+# | native | int8 by row (int8_dynamic) | ``native/int8_*.cpp``, one pass over the weights |
+# | native | as they are (int8, int4) | ``native/decoder.inl``, as above |
+# | int_mm | int8 by row | `torch._int_mm`, scales applied after it |
+# | dequantised | as they are | `torch.nn.functional.linear` on pieces of the weight |
 #
-# All read the one int8 matrix that is kept. In float32 int8pack is naive, and not used. [Note:
-# same bits] Integer sums are exact, and `native` and `int_mm` round what is around them in the
-# same order: a choice that changes from run to run changes no output, but for outliers, whose few
-# products may be summed in another order. Each row is quantised by itself, so that no sample sees
-# another of its batch.
+# All read the one int8 matrix that is kept. [Note: same bits] Integer sums are exact, and `native`
+# and `int_mm` round what is around them in the same order, but for outliers, whose few products may
+# be summed in another order. Each row is quantised by itself, so that no sample sees another of its
+# batch.
 
 
 MODES = ("int8", "int8_dynamic", "int4")
+KINDS = {"int8": 3, "int4": 4}
+"""Kinds of weights by their numbers in `native/decoder.hpp`."""
 PIECE = 16 << 20
 """Elements of a weight that are dequantized at a time."""
 TINY = 1e-36
-TURNS = 5
-"""Minimum rounds of a measurement, and rounds without improvement after which it ends."""
-NEWS = 0.97
-"""A time below this fraction of the best one counts as an improvement."""
-PATIENCE_S = 0.15
-INT8PACK_INPUTS = 16
-"""Multiple of inputs that torch's `_weight_int8pack_mm` needs."""
-MOST_ROWS = 512
-"""Rows above which measurements of fewer rows are reused."""
+MOST_ROWS = 128
+"""Rows above which dequantized products beat native ones with unrounded activations."""
 
 
 Kernel = Callable[["Stored", Tensor, Tensor | None, Tensor | None], Tensor]
@@ -101,15 +94,9 @@ class Stored:
     sums: Tensor | None  # Sums of the rows of values, int32; None for int4
     inputs: int
     threshold: float  # Magnitude from which on an activation is not quantised
-    # Kernels by rows, dtype and threads: a call at one row has no time to ask again.
-    known: dict[tuple[Any, ...], Kernel] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.outputs = self.values.shape[0]
-
-
-_chosen: dict[tuple[Any, ...], str] = {}
-_log = logging.getLogger("gulliver")
 
 
 # Of a tensor `len` takes microseconds, and shape[0] does not.
@@ -130,47 +117,19 @@ def product(w: Stored, x: Tensor, bias: Tensor | None, largest: Tensor | None = 
     if not x.numel():
         y = x.new_zeros(x.shape[0], w.outputs)
         return y if bias is None else y + bias
-    asked = x.shape[0], x.dtype, torch.get_num_threads()
-    kernel = w.known.get(asked)
-    if kernel is None:
-        kernel = w.known[asked] = KERNELS[chosen_kernel(w, x.shape[0], x.dtype, x.device)]
-    return kernel(w, x, bias, largest)
+    return KERNELS[chosen_kernel(w, x.shape[0], x.device)](w, x, bias, largest)
 
 
 _outside_graphs: Kernel = uncompiled(product)
 
 
-def chosen_kernel(w: Stored, rows: int, dtype: torch.dtype, device: torch.device) -> str:
-    """Returns the fastest kernel for a number of rows; measures if unknown."""
-    rows = min(MOST_ROWS, 1 << (rows - 1).bit_length())
-    shape = (w.mode, w.outputs, w.inputs, rows, dtype, device, torch.get_num_threads())
-    if shape not in _chosen:
-        names = _candidates(w, rows, dtype, device)
-        _chosen[shape] = names[0] if len(names) == 1 else _measured(w, shape, names)
-    return _chosen[shape]
-
-
-def chosen_kernels() -> dict[tuple[Any, ...], str]:
-    """Returns the chosen kernels by mode, outputs, inputs, rows, dtype and device."""
-    return dict(_chosen)
-
-
-def forget_kernels() -> None:
-    """Clears the kernels chosen in this process; measurements on disk stay."""
-    _chosen.clear()
-
-
-def _candidates(w: Stored, rows: int, dtype: torch.dtype, device: torch.device) -> list[str]:
-    native = native_table() if device.type == "cpu" else None
-    names = [] if native is None else ["native"]
-    if w.mode == "int8_dynamic" and _takes_int_mm(w, device):
-        names.append("int_mm")
-    # With other inputs torch reads past the ends of rows: wrong sums, or a crash.
-    whole = w.inputs % INT8PACK_INPUTS == 0
-    if w.mode == "int8" and dtype == torch.bfloat16 and device.type == "cpu" and whole:
-        names.append("int8pack")
-    # Against int8 activations it never wins, but where nothing else can.
-    return names if w.mode == "int8_dynamic" and names else [*names, "dequantised"]
+def chosen_kernel(w: Stored, rows: int, device: torch.device) -> str:
+    """Returns the name of the kernel for a number of rows."""
+    native = native_table() is not None if device.type == "cpu" else False
+    if w.mode == "int8_dynamic":
+        return "native" if native else "int_mm" if _takes_int_mm(w, device) else "dequantised"
+    whole = w.inputs % (16 if w.mode == "int8" else GROUP) == 0
+    return "native" if native and whole and rows <= MOST_ROWS else "dequantised"
 
 
 def _takes_int_mm(w: Stored, device: torch.device) -> bool:
@@ -180,56 +139,32 @@ def _takes_int_mm(w: Stored, device: torch.device) -> bool:
     )
 
 
-def _measured(w: Stored, shape: tuple[Any, ...], names: list[str]) -> str:
-    """Returns the fastest kernel, measured on this weight unless cached on disk."""
-    mode, outputs, inputs, rows, dtype, device, _ = shape
-    native = native_table()
-
-    def measure() -> tuple[float, ...]:
-        x = torch.randn(rows, inputs, dtype=torch.float32).to(device, dtype)
-        best = dict.fromkeys(names, math.inf)
-        turns, calm, end = 0, 0, time.perf_counter() + PATIENCE_S
-        # On a busy machine the first turns may all be disturbed.
-        while turns < TURNS or (calm < TURNS and time.perf_counter() < end):
-            turns, calm = turns + 1, calm + 1
-            for name in names:
-                begun = time.perf_counter()
-                KERNELS[name](w, x, None, None)
-                if device.type == "cuda":
-                    torch.cuda.synchronize(device)
-                took = time.perf_counter() - begun
-                calm = calm if took > NEWS * best[name] else 0
-                best[name] = min(best[name], took)
-        return tuple(best.values())
-
-    facts = {
-        "what": "int8 kernels 2",
-        "shape": (mode, outputs, inputs, rows, str(dtype), device.type),
-        "kernels": (*names, native[0] if native else ""),
-    }
-    seconds = kept_seconds(facts, measure, len(names))
-    took = dict(zip(names, seconds, strict=True))
-    name = min(names, key=took.__getitem__)
-    shown = ", ".join(f"{other} {s * 1e6:.0f} us" for other, s in took.items())
-    _log.info("%s %dx%d, %d rows of %s: %s (%s)", mode, outputs, inputs, rows, dtype, name, shown)
-    return name
-
-
 # --- the kernels ---------------------------------------------------------------------------------
 
 
 def _native(w: Stored, x: Tensor, bias: Tensor | None, largest: Tensor | None) -> Tensor:
     table = native_table()
     assert table is not None
-    given = x if x.dtype in (torch.float32, torch.bfloat16) else x.float()
-    given = given.contiguous()
+    given = x.float().contiguous()
     out = given.new_empty(given.shape[0], w.outputs)
     added = bias if bias is not None and bias.dtype == torch.float32 else None
+    if w.mode != "int8_dynamic":
+        table[2].multiply(
+            *(table[0].partition("-")[0], given.data_ptr(), out.data_ptr(), given.shape[0]),
+            [
+                *(
+                    w.values.data_ptr(),
+                    w.scales.data_ptr(),
+                    0 if added is None else added.data_ptr(),
+                ),
+                *(w.outputs, w.inputs, KINDS[w.mode]),
+            ],
+            torch.get_num_threads(),
+        )
+        return _added(out, bias, added).to(x.dtype)
     table[1].run(
-        ("int8_dynamic", "int8", "int4").index(w.mode),
         given.data_ptr(),
         out.data_ptr(),
-        given.dtype == torch.bfloat16,
         given.shape[0],
         w.inputs,
         w.outputs,
@@ -240,9 +175,12 @@ def _native(w: Stored, x: Tensor, bias: Tensor | None, largest: Tensor | None) -
         0 if largest is None else largest.data_ptr(),
         w.threshold,
     )
-    if bias is not None and added is None:
-        out += bias
-    return out if out.dtype == x.dtype else out.to(x.dtype)
+    return _added(out, bias, added).to(x.dtype)
+
+
+def _added(out: Tensor, bias: Tensor | None, added: Tensor | None) -> Tensor:
+    """Adds a bias of another dtype than float32, which kernels have not added."""
+    return out if bias is None or added is not None else out + bias
 
 
 def largest_in_rows(x: Tensor, threshold: float) -> Tensor:
@@ -272,13 +210,6 @@ def _int_mm(w: Stored, x: Tensor, bias: Tensor | None, largest: Tensor | None) -
     return y.to(x.dtype)
 
 
-def _int8pack(w: Stored, x: Tensor, bias: Tensor | None, largest: Tensor | None) -> Tensor:
-    assert x.dtype == torch.bfloat16, "naive in other dtypes"
-    y = torch._weight_int8pack_mm(x, w.values, torch.ones_like(w.scales, dtype=x.dtype))
-    y = y.float() * w.scales
-    return (y if bias is None else y + bias).to(x.dtype)
-
-
 def _dequantised(w: Stored, x: Tensor, bias: Tensor | None, largest: Tensor | None) -> Tensor:
     y = torch.empty(x.shape[0], w.outputs, dtype=x.dtype, device=x.device)
     step = max(1, PIECE // w.inputs)
@@ -298,6 +229,5 @@ def _dequantised(w: Stored, x: Tensor, bias: Tensor | None, largest: Tensor | No
 KERNELS: dict[str, Kernel] = {
     "native": _native,
     "int_mm": _int_mm,
-    "int8pack": _int8pack,
     "dequantised": _dequantised,
 }

@@ -36,7 +36,7 @@ from gulliver.precision.int8.layers import (
     QuantizedLayer,
     QuantizedLinear,
 )
-from gulliver.precision.int8.products import MODES, chosen_kernels
+from gulliver.precision.int8.products import MODES
 
 
 @dataclass(frozen=True)
@@ -87,13 +87,6 @@ class Report:
         for row, count in lines.items():
             cells = "  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=False))
             text.append(f"  {cells}  x{count}  {row[4]}".rstrip())
-        own = {(layer.format, *sorted(layer.shape)) for layer in self.replaced}
-        for shape, kernel in chosen_kernels().items():
-            mode, outputs, inputs, rows, dtype, *_ = shape
-            if (mode, *sorted((outputs, inputs))) not in own:
-                continue
-            name = str(dtype).removeprefix("torch.")
-            text.append(f"  kernel of {mode} {outputs}x{inputs}, {rows} rows of {name}: {kernel}")
         return "\n".join(text)
 
 

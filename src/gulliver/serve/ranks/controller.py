@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,29 +40,12 @@ informative than broken connections."""
 BROKEN = ("connection closed", "connection reset", "broken pipe", "timed out", "gloo")
 
 
-class Crew(Protocol):
-    """The processes of the ranks."""
-
-    @property
-    def links(self) -> Sequence[Any]:
-        """Connections to the ranks, in order."""
-        ...
-
-    def fate(self, rank: int) -> str:
-        """Describes how a rank ended after its connection closed."""
-        ...
-
-    def close(self) -> None: ...
-
-    def restarted(self) -> RanksRunner: ...
-
-
 class RanksRunner:
     """Runs a model on several ranks."""
 
     def __init__(
         self,
-        crew: Crew,
+        crew: Any,
         layout: Layout,
         timeout_s: float = 60.0,
         start_s: float = 600.0,

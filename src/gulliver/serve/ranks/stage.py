@@ -200,8 +200,10 @@ class StageModel:
         return self.place.stage == self.layout.stages - 1
 
     def sizes(self, options: ModelOptions, block_size: int, sequences: int) -> RankSizes:
-        """Determines the sizes that fit in this rank's memory."""
-        context = context_of(self._model.config, options.seq_length)
+        """Sizes that fit in this rank's memory."""
+        context = context_of(
+            getattr(self._model.config, "max_position_embeddings", None), options.seq_length
+        )
         blocks = cache_blocks(
             *(self.shape.token_bytes, torch.device("cpu"), context, sequences, options),
             *(block_size, self._paged.budget, self.layout.ranks),

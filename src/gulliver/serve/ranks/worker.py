@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,15 +40,6 @@ class RankMessage:
     value: Any = None
 
 
-class Runs(Protocol):
-    """Interface that the worker needs: `StageModel`, or a stand-in."""
-
-    width: int
-    dtype: torch.dtype
-
-    def run(self, batch: Batch, carry: Tensor | None) -> Tensor: ...
-
-
 @dataclass
 class _Waiting:
     """A batch that this rank has received but not run."""
@@ -60,7 +51,7 @@ class _Waiting:
 
 def work(
     link: Connection,
-    model: Runs,
+    model: Any,
     layout: Layout,
     rank: int,
     world: RankGroup | None = None,
@@ -74,7 +65,7 @@ class _Worker:
     def __init__(
         self,
         link: Connection,
-        model: Runs,
+        model: Any,
         layout: Layout,
         rank: int,
         world: RankGroup | None,
