@@ -84,6 +84,7 @@ struct Step {
   const float *cosines, *sines;  // [frequencies, tokens, rotated / 2]
   // [tokens, ...]: residuals, normalised ones, heads, what heads attend to, feed-forward, sums.
   float *x, *normed, *query, *key, *value, *attended, *inner, *gated, *sum;
+  float* tiles;  // rows of a product, transposed: those of the widest matrix, in steps of 32
   float* logits;   // [wanted, vocabulary]
   Index* counters;  // one for each layer, 0
   Index threads;

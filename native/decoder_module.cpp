@@ -230,9 +230,14 @@ class Decoder {
                        &s.attended, &s.inner,  &s.gated, &s.sum};
     Index total = 0;
     for (Index width : widths) total += width * count;
-    if (static_cast<Index>(memory_.size()) < total) memory_.resize(total);
+    const Index widest = std::max({model_.hidden, model_.inner, model_.heads * model_.dim});
+    const Index padded = (std::max(count, s.wanted) + 31) / 32 * 32;
+    if (static_cast<Index>(memory_.size()) < total + widest * padded) {
+      memory_.resize(total + widest * padded);
+    }
     float* next = memory_.data();
     for (int i = 0; i < 9; next += widths[i++] * count) *parts[i] = next;
+    s.tiles = next;
     s.cosines = cosines_.data();
     s.sines = sines_.data();
     Attention& a = s.attention;
