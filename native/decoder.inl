@@ -9,7 +9,7 @@
 // Rows are then transposed into tiles, so that a vector has one input of several rows, and is
 // multiplied with a number of each weight row in turn: sums stay in registers and no lanes are added.
 // Weights lie as torch has them. A panel of them is widened (or copied, if they are float32) into the
-// L2 cache for all tiles, while the first tile's products prefetch the next panel.
+// L2 cache for all tiles, while products prefetch the next panel.
 #include <immintrin.h>
 #include <omp.h>
 #include <sched.h>
@@ -29,8 +29,8 @@ constexpr Index ROWS = BYTES == 64 ? 6 : 3;
 constexpr Index WIDE = 2 * LANES;  // rows of a tile
 constexpr Index TALL = 12;         // outputs that one vector of rows is multiplied with at a time
 constexpr Index SHORT = BYTES == 64 ? 12 : 6;  // ... two vectors
-constexpr Index PANEL = 48, DEPTH = 384;  // outputs and inputs that are widened at a time
-constexpr Index PITCH = DEPTH + 16;       // so that rows of a panel do not share sets of the cache
+constexpr Index PANEL = 48, DEPTH = 256;  // outputs and inputs that are taken at a time
+constexpr Index PITCH = DEPTH + 16;       // of widened ones: rows do not share sets of the cache
 constexpr float LOWEST = -__builtin_inff();
 constexpr Index ALONE = 1 << 16;  // multiplications below which a second thread costs more
 
@@ -354,16 +354,19 @@ struct Ahead {
   Index pitch, every;
 };
 
-// Sums [N outputs, V vectors of rows] of weights [N, PITCH] and a tile.
+// Sums [N outputs, V vectors of rows] of weights [N, pitch] and a tile.
 template <int V, int N>
-inline void outer(const float* x, const float* w, Index inputs, Ahead ahead, float* sums) {
+inline void outer(const float* x, const float* w, Index pitch, Index inputs, Ahead ahead,
+                  float* sums) {
+  const float* third[N / 3];
+  for (int j = 0; j < N / 3; ++j) third[j] = w + 3 * j * pitch;
   Floats acc[N][V];
   for (int j = 0; j < N; ++j) {
     for (int v = 0; v < V; ++v) acc[j][v] = all(0.0f);
   }
   for (Index k = 0; k < inputs; k += 16) {
     if (ahead.at && k % ahead.every == 0) {
-      for (int j = 0; j < N; ++j) __builtin_prefetch(ahead.at + j * ahead.pitch);
+      for (int j = 0; j < N; ++j) __builtin_prefetch(ahead.at + j * ahead.pitch, 0, 2);
       ahead.at += 64;
     }
 #pragma GCC unroll 4
@@ -371,7 +374,7 @@ inline void outer(const float* x, const float* w, Index inputs, Ahead ahead, flo
       Floats values[V];
       for (int v = 0; v < V; ++v) values[v] = load(x + (i * V + v) * LANES);
       for (int j = 0; j < N; ++j) {
-        const Floats weight = all(w[j * PITCH + i]);
+        const Floats weight = all(third[j / 3][j % 3 * pitch + i]);
         for (int v = 0; v < V; ++v) acc[j][v] = fma(values[v], weight, acc[j][v]);
       }
     }
@@ -412,28 +415,37 @@ inline void put(const Matrix& w, const float* sums, Index height, Index first, I
 inline void outer_products(const Matrix& w, const float* tiles, Index rows, Index begin, Index end,
                            float* panel, Into into) {
   const Index bytes = row_bytes(w), every = 64 * w.inputs / bytes;
+  const Index unit = w.kind == INT4 ? GROUP : 16, parts = (w.inputs + DEPTH - 1) / DEPTH;
+  const Index most = (w.inputs / unit + parts - 1) / parts * unit;
   const bool add = into.add;
   for (Index n = begin, k = 0; n < end;) {
-    const Index count = smaller(PANEL, end - n), depth = smaller(DEPTH, w.inputs - k);
-    for (Index j = 0; j < PANEL && j < count + TALL - 1; ++j) {
+    const Index count = smaller(PANEL, end - n), depth = smaller(most, w.inputs - k);
+    // Float32 weights are read where they are, unless their rows would share sets of the cache.
+    const bool direct = w.kind == FLOAT32 && count % TALL == 0 && w.inputs % 1024 != 0;
+    const Index pitch = direct ? w.inputs : PITCH;
+    const float* weights = direct ? static_cast<const float*>(w.data) + n * pitch + k : panel;
+    for (Index j = 0; !direct && j < PANEL && j < count + TALL - 1; ++j) {
       widen_row(w, smaller(n + j, end - 1), k, depth, panel + j * PITCH);
     }
     const Index next_k = k + depth < w.inputs ? k + depth : 0, next_n = next_k ? n : n + PANEL;
     const char* next = static_cast<const char*>(w.data) + next_n * bytes + next_k * bytes / w.inputs;
     into.add = add || k > 0;
+    // The reads are spread over the tiles.
+    const Index spread = smaller<Index>(PANEL / TALL, (rows + WIDE - 1) / WIDE);
     for (Index row = 0; row < rows; row += WIDE) {
       const Index height = tile_rows(rows, row);
       const float* x = tiles + row * w.inputs + k * height;
       float sums[PANEL * WIDE];
       for (Index j = 0; j < count; j += TALL) {
+        const bool reads = next_n < end && row / WIDE == j / TALL % spread;
         const auto ahead = [&](Index of) {
-          return Ahead{row == 0 && next_n < end ? next + of * bytes : nullptr, bytes, every};
+          return Ahead{reads ? next + of * bytes : nullptr, bytes, every};
         };
         if (height == LANES) {
-          outer<1, TALL>(x, panel + j * PITCH, depth, ahead(j), sums + j * LANES);
+          outer<1, TALL>(x, weights + j * pitch, pitch, depth, ahead(j), sums + j * LANES);
         } else {
           for (Index i = j; i < j + TALL; i += SHORT) {
-            outer<2, SHORT>(x, panel + i * PITCH, depth, ahead(i), sums + i * WIDE);
+            outer<2, SHORT>(x, weights + i * pitch, pitch, depth, ahead(i), sums + i * WIDE);
           }
         }
       }
@@ -611,6 +623,10 @@ inline const float* block_of(const Attention& a, const void* kept, Index offset,
   return wide.data();
 }
 
+inline void prefetch(const void* from, Index bytes) {
+  for (Index i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(from) + i, 0, 2);
+}
+
 // Rows [first_row, ...) of one sequence and one head of its keys.
 void attend_rows(const Attention& a, Index sequence, Index first_row, Index head, Work& s) {
   const Index group = a.heads / a.kv_heads, tokens = a.count[sequence], dim = a.dim;
@@ -635,9 +651,23 @@ void attend_rows(const Attention& a, Index sequence, Index first_row, Index head
   const Index length = start + (tree ? tokens : token_of(rows - 1) + 1);
   const Index furthest = tree ? start : places[token_of(0)];
   const Index from = a.window > 0 ? larger<Index>(0, furthest - a.window + 1) : 0;
-  for (Index begin = from / a.size * a.size; begin < length; begin += a.size) {
+  // Blocks lie anywhere, so the processor does not foresee the next one.
+  const Index width = a.kept == FLOAT32 ? 4 : 2;
+  const auto offset_of = [&](Index at) {
+    return (table[at / a.size] * a.kv_heads + head) * a.size * dim;
+  };
+  const auto fetch = [&](const void* kept, Index at) {
+    if (at >= length) return;
+    const Index bytes = smaller(a.size, length - at) * dim * width;
+    prefetch(static_cast<const char*>(kept) + offset_of(at) * width, bytes);
+  };
+  const Index first = from / a.size * a.size;
+  fetch(a.values, first);
+  for (Index begin = first; begin < length; begin += a.size) {
     const Index count = smaller(a.size, length - begin);
-    const Index offset = (table[begin / a.size] * a.kv_heads + head) * a.size * dim;
+    const Index offset = offset_of(begin);
+    fetch(a.keys, begin + a.size);
+    fetch(a.values, begin + a.size);
     const float *keys = block_of(a, a.keys, offset, count * dim, s.keys),
                 *values = block_of(a, a.values, offset, count * dim, s.values);
     const bool plain = begin + count <= start && a.window <= 0 && !a.slopes;
