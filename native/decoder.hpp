@@ -19,12 +19,11 @@ struct Matrix {
 
 // Attention of new tokens of many sequences over keys and values in blocks, read in place.
 struct Attention {
-  const float* query;  // [tokens, heads, dim] by the strides below
+  const float* query;  // [tokens, heads, dim]
   float* out;          // [tokens, heads, dim]
   const void* keys;    // [blocks, kv_heads, size, dim]
   const void* values;
   Index kept;  // kind of keys and values: a float kind
-  Index head_stride, token_stride;
   Index heads, kv_heads, dim, size;
   Index sequences;
   const Index* first;   // of each sequence: index of its first token
@@ -41,9 +40,7 @@ struct Attention {
   const Index* chunks;
   Index chunk_count;
   float scale;
-  Index window;         // positions that a token sees; 0 for all
-  const float* slopes;  // [heads] of ALiBi, or null
-  Index threads;
+  Index window;  // positions that a token sees; 0 for all
 };
 
 // Rows (tokens x query heads of a key head) that one piece of work has.
@@ -102,7 +99,6 @@ struct Kernels {
   const char* name;  // null where this build has not got the instructions
   void (*run)(const Model&, const Step&);
   void (*multiply)(const Product&);
-  void (*attend)(const Attention&);
 };
 
 extern const Kernels avx512;

@@ -640,8 +640,8 @@ void attend_rows(const Attention& a, Index sequence, Index first_row, Index head
   const auto token_of = [&](Index r) { return (first_row + r) / group; };
   const auto head_of = [&](Index r) { return head * group + (first_row + r) % group; };
   for (Index r = 0; r < rows; ++r) {
-    const float* from = a.query + head_of(r) * a.head_stride +
-                        (a.first[sequence] + token_of(r)) * a.token_stride;
+    const float* from =
+        a.query + ((a.first[sequence] + token_of(r)) * a.heads + head_of(r)) * dim;
     for (Index d = 0; d < dim; ++d) s.query[r * dim + d] = from[d] * a.scale;
   }
   const Index* places = a.places + a.first[sequence];
@@ -670,7 +670,7 @@ void attend_rows(const Attention& a, Index sequence, Index first_row, Index head
     fetch(a.values, begin + a.size);
     const float *keys = block_of(a, a.keys, offset, count * dim, s.keys),
                 *values = block_of(a, a.values, offset, count * dim, s.values);
-    const bool plain = begin + count <= start && a.window <= 0 && !a.slopes;
+    const bool plain = begin + count <= start && a.window <= 0;
     for (Index r = 0; r < rows; r += ROWS) {
       const Index taken = smaller(ROWS, rows - r);
       for (Index j = 0; j < count; j += OUTPUTS) {
@@ -687,11 +687,9 @@ void attend_rows(const Attention& a, Index sequence, Index first_row, Index head
         float* scores = &s.scores[m * padded];
         if (!plain) {
           const Index token = token_of(r + m), place = places[token];
-          const float slope = a.slopes ? a.slopes[head_of(r + m)] : 0.0f;
           for (Index j = 0; j < count; ++j) {
             const Index fresh = begin + j - start;
             const Index theirs = fresh < 0 ? begin + j : places[fresh];
-            scores[j] += slope * static_cast<float>(theirs - place);
             const bool hidden = (a.window > 0 && place - theirs >= a.window) ||
                                 (fresh >= 0 && (tree ? !tree[token * tokens + fresh] : fresh > token));
             if (hidden) scores[j] = LOWEST;
@@ -821,15 +819,17 @@ inline void in_threads(Index threads, Index widest, const Body& body) {
 #pragma omp parallel num_threads(static_cast<int>(threads))
   {
     static thread_local Scratch<float> panel;
-    static thread_local Work work;
     panel.resize(larger(widest * OUTPUTS, PANEL * PITCH));
-    body(Member{omp_get_thread_num(), omp_get_num_threads(), team, panel.data()}, work);
+    body(Member{omp_get_thread_num(), omp_get_num_threads(), team, panel.data()});
   }
 }
 
 void run(const Model& m, const Step& s) {
   const Index widest = larger(larger(m.hidden, m.inner), m.heads * m.dim);
-  in_threads(s.threads, widest, [&](const Member& me, Work& work) { forward(m, s, me, work); });
+  in_threads(s.threads, widest, [&](const Member& me) {
+    static thread_local Work work;
+    forward(m, s, me, work);
+  });
 }
 
 void multiply(const Product& p) {
@@ -838,16 +838,10 @@ void multiply(const Product& p) {
   static thread_local Scratch<float> tiles;
   if (p.rows > ROWS) tiles.resize((p.rows + WIDE - 1) / WIDE * WIDE * w.inputs);
   float* const at = tiles.data();
-  in_threads(few ? 1 : p.threads, w.inputs, [&](const Member& me, Work&) {
+  in_threads(few ? 1 : p.threads, w.inputs, [&](const Member& me) {
     prepare(p.x, p.rows, w.inputs, at, me);
     product_into(w, p.x, at, p.rows, p.out, false, me);
   });
-}
-
-void attend(const Attention& a) {
-  Index counter = 0;
-  const Index threads = a.chunk_count * a.kv_heads > 4 ? a.threads : 1;
-  in_threads(threads, 0, [&](const Member&, Work& work) { attend_pieces(a, &counter, work); });
 }
 
 }  // namespace

@@ -63,6 +63,14 @@ Matrix matrix(const std::vector<Address>& of) {
   return made;
 }
 
+void multiply(const std::string& instructions, Address x, Address out, Index rows,
+              const std::vector<Address>& weight, Index threads) {
+  const Product product{at<const float>(x), at<float>(out), rows, threads, matrix(weight)};
+  const Kernels& kernels = named(instructions);
+  nb::gil_scoped_release released;
+  if (rows > 0 && product.matrix.outputs > 0) kernels.multiply(product);
+}
+
 // The new tokens of some sequences, laid out once for all layers.
 class Sequences {
  public:
@@ -122,48 +130,6 @@ class Sequences {
   Indices first_, count_, start_, places_, table_, blocks_, tree_, chunks_;
   std::vector<std::uint8_t> trees_;
   Index group_ = 0;
-};
-
-class Kernel {
- public:
-  explicit Kernel(const std::string& instructions) : kernels_(named(instructions)) {}
-
-  void multiply(Address x, Address out, Index rows, const std::vector<Address>& weight,
-                Index threads) const {
-    const Product product{at<const float>(x), at<float>(out), rows, threads, matrix(weight)};
-    nb::gil_scoped_release released;
-    if (rows > 0 && product.matrix.outputs > 0) kernels_.multiply(product);
-  }
-
-  // `sizes`: kind of keys and values, strides of the query's heads and tokens, heads, heads of
-  // keys, their size, tokens of a block.
-  void attend(Sequences& sequences, Address query, Address out, Address keys, Address values,
-              const Indices& sizes, float scale, Index window, Address slopes,
-              Index threads) const {
-    expect(sizes.size() == 7 && sizes[5] % 16 == 0, "7 sizes, heads of a multiple of 16");
-    Attention a{};
-    a.query = at<const float>(query);
-    a.out = at<float>(out);
-    a.keys = at<const void>(keys);
-    a.values = at<const void>(values);
-    a.kept = sizes[0];
-    a.head_stride = sizes[1];
-    a.token_stride = sizes[2];
-    a.heads = sizes[3];
-    a.kv_heads = sizes[4];
-    a.dim = sizes[5];
-    a.size = sizes[6];
-    a.scale = scale;
-    a.window = window;
-    a.slopes = at<const float>(slopes);
-    a.threads = threads;
-    sequences.lay_out(a);
-    nb::gil_scoped_release released;
-    kernels_.attend(a);
-  }
-
- private:
-  const Kernels& kernels_;
 };
 
 class Decoder {
@@ -242,8 +208,6 @@ class Decoder {
     s.sines = sines_.data();
     Attention& a = s.attention;
     a.kept = model_.kept;
-    a.head_stride = model_.dim;
-    a.token_stride = model_.heads * model_.dim;
     a.heads = model_.heads;
     a.kv_heads = model_.kv_heads;
     a.dim = model_.dim;
@@ -283,15 +247,12 @@ class Decoder {
 
 NB_MODULE(_decoder, module) {
   nb::set_leak_warnings(false);  // the kernel is kept until the interpreter ends
-  module.attr("INTERFACE") = 1;
+  module.attr("INTERFACE") = 2;
   module.def("instructions", &instructions);
+  module.def("multiply", &multiply);
   nb::class_<Sequences>(module, "Sequences")
       .def(nb::init<Indices, Indices, Indices, const std::vector<Indices>&, Indices,
                     const std::vector<Indices>&>());
-  nb::class_<Kernel>(module, "Kernel")
-      .def(nb::init<const std::string&>())
-      .def("multiply", &Kernel::multiply)
-      .def("attend", &Kernel::attend);
   nb::class_<Decoder>(module, "Decoder")
       .def(nb::init<const std::string&, const Indices&, const std::vector<float>&,
                     const std::vector<Address>&, const std::vector<Address>&, Address,

@@ -53,18 +53,21 @@ class Table {
  public:
   explicit Table(const std::string& instructions) : kernels_(*named(instructions)) {}
 
-  void run(int kind, Address x, Address out, bool half, std::int64_t rows, std::int64_t inputs,
-           std::int64_t outputs, Address weight, Address scale, Address sums, Address bias,
-           Address largest, float threshold) const {
-    const Product product{at<const void>(x),           at<void>(out),
-                          half,                        rows,
-                          inputs,                      outputs,
-                          at<const std::int8_t>(weight), at<const float>(scale),
-                          at<const std::int32_t>(sums), at<const float>(bias),
-                          at<const float>(largest),    threshold};
-    const auto call = kind == 0 ? kernels_.dynamic : kind == 1 ? kernels_.weights : kernels_.nibbles;
-    if (!call) throw std::invalid_argument("these instructions have no such product");
-    if (rows > 0 && outputs > 0) call(product);
+  void run(Address x, Address out, std::int64_t rows, std::int64_t inputs, std::int64_t outputs,
+           Address weight, Address scale, Address sums, Address bias, Address largest,
+           float threshold) const {
+    const Product product{at<const float>(x),
+                          at<float>(out),
+                          rows,
+                          inputs,
+                          outputs,
+                          at<const std::int8_t>(weight),
+                          at<const float>(scale),
+                          at<const std::int32_t>(sums),
+                          at<const float>(bias),
+                          at<const float>(largest),
+                          threshold};
+    if (rows > 0 && outputs > 0) kernels_.multiply(product);
   }
 
  private:
@@ -74,7 +77,7 @@ class Table {
 }  // namespace
 
 NB_MODULE(_kernels, module) {
-  module.attr("INTERFACE") = 1;
+  module.attr("INTERFACE") = 2;
   module.def("instructions", &instructions);
   nb::class_<Table>(module, "Table")
       .def(nb::init<const std::string&>())

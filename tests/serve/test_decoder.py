@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,12 +13,15 @@ import transformers
 from torch import Tensor
 
 import gulliver
+from gulliver.errors import GulliverError
 from gulliver.precision.int8.formats import from_int4, from_int8
 from gulliver.precision.int8.layers import QuantizedLinear
 from gulliver.serve import Batch, LocalRunner, Span
-from gulliver.serve.decoder import FAMILIES
-from gulliver.serve.kernels import native_problem
-from gulliver.serve.weights import SERVED
+from gulliver.serve.decoder import FAMILIES, Unfit, native_problem
+from gulliver.serve.local import DenseRunner
+from gulliver.serve.mapped import read_dense
+from gulliver.serve.options import ModelOptions
+from gulliver.serve.weights import SERVED, end_tokens, load_model
 from tests.models.family_models import config_of
 
 pytestmark = pytest.mark.skipif(native_problem() is not None, reason=str(native_problem()))
@@ -48,9 +53,13 @@ def decoder_model(kind: str, **more: Any) -> Any:
 
 def run(model: Any, native: bool = True) -> list[Tensor]:
     """Logits of two sequences, computed in parts; asserts who has run them."""
-    texts = sequences()
     runner = LocalRunner(model, cache_tokens=256, block_size=4)
     assert runner.native == native
+    return run_parts(runner)
+
+
+def run_parts(runner: Any) -> list[Tensor]:
+    texts = sequences()
     found: list[list[Tensor]] = [[], []]
     begun = [0, 0]
     for ticket, counts in enumerate(PARTS):
@@ -123,3 +132,114 @@ def test_other_models_run_their_own_forward(change: str) -> None:
     if change == "hook":
         model.model.layers[0].register_forward_hook(lambda *_: None)
     assert furthest(run(model, native=False), wanted(model)) < 1e-5
+
+
+ROPES: dict[str, dict[str, Any]] = {
+    "linear": {"factor": 4.0},
+    "llama3": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 32},
+}
+
+
+def roped(kind: str, theta: float = 100.0) -> dict[str, Any]:
+    """Configuration whose positions reach into all three ranges of wavelengths."""
+    rope = {"rope_type": kind, "rope_theta": theta, **ROPES.get(kind, {})}
+    return {"rope_parameters": rope, "max_position_embeddings": 256}
+
+
+@pytest.mark.parametrize("rope", ROPES)
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_scaled_positions_are_those_of_float64(kind: str, rope: str) -> None:
+    model, plain = (decoder_model(kind, **roped(one)) for one in (rope, "default"))
+    got, want = run(model), wanted(copy.deepcopy(model).double())
+    assert furthest(got, want) < 1e-5
+    assert furthest(want, wanted(plain)) > 1e-3, "the scaling changes something"
+
+
+def test_positions_that_grow_with_the_batch_are_refused() -> None:
+    with pytest.raises(GulliverError, match="dynamic"):
+        LocalRunner(
+            decoder_model(
+                "llama",
+                **roped("dynamic")
+                | {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 2.0}},
+            ),
+            cache_tokens=64,
+        )
+
+
+def test_batches_of_many_rows_have_the_logits_of_few() -> None:
+    for mode in (None, "int8", "int4"):
+        model = decoder_model("qwen2")
+        model = model if mode is None else gulliver.replace_module(model, mode)
+        text = torch.randint(3, 60, (200,), generator=torch.Generator().manual_seed(2)).tolist()
+        found = []
+        for size in (200, 100):
+            runner = LocalRunner(model, cache_tokens=256)
+            assert runner.native
+            rows = []
+            for start in range(0, 200, size):
+                part = text[start : start + size]
+                runner.submit(Batch(0, [Span(0, start, part, range(16), size)]))
+                rows.append(runner.collect())
+            runner.close()
+            found.append(torch.cat(rows))
+        assert furthest(found[:1], found[1:]) < 1e-5
+
+
+@pytest.mark.parametrize("quantize", [None, "int8_dynamic", "int4"])
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        ("llama", roped("llama3")),
+        ("llama", roped("linear") | {"tie_word_embeddings": True, "attention_bias": True}),
+        ("mistral", {"sliding_window": None}),
+        ("qwen2", {}),
+        ("qwen3", {"tie_word_embeddings": True}),
+    ],
+)
+def test_files_are_read_as_transformers_reads_them(
+    kind: str, more: dict[str, Any], quantize: Any, tmp_path: Path
+) -> None:
+    decoder_model(kind, **more).save_pretrained(tmp_path)
+    options = ModelOptions(cache_tokens=256, quantize=quantize)
+    dense, context, ends = read_dense(tmp_path, options, torch.float32)
+    model, _ = load_model(tmp_path, options)
+    assert (context, ends) == (model.config.max_position_embeddings, end_tokens(model, None))
+    runner = DenseRunner(dense, context, options, 2)
+    theirs = LocalRunner(model, cache_tokens=256)
+    assert theirs.native
+    for got, want in zip(run_parts(runner), run_parts(theirs), strict=True):
+        assert furthest([got], [want]) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        ("mistral", {"sliding_window": 8}),
+        ("llama", roped("yarn")),
+        ("llama", {"mlp_bias": True}),
+        ("gpt2", {}),
+    ],
+)
+def test_other_files_are_left_to_transformers(
+    kind: str, more: dict[str, Any], tmp_path: Path
+) -> None:
+    decoder_model(kind, **more).save_pretrained(tmp_path)
+    with pytest.raises(Unfit):
+        read_dense(tmp_path, ModelOptions(), torch.float32)
+
+
+def test_damaged_files_are_left_to_transformers(tmp_path: Path) -> None:
+    decoder_model("llama").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for name, value in (("hidden_size", 64), ("num_hidden_layers", 1), ("rms_norm_eps", None)):
+        changed = {k: v for k, v in {**config, name: value}.items() if v is not None}
+        (tmp_path / "config.json").write_text(json.dumps(changed))
+        with pytest.raises(Unfit):
+            read_dense(tmp_path, ModelOptions(), torch.float32)

@@ -20,7 +20,6 @@ from gulliver.serve import (
     Span,
 )
 from gulliver.serve.attention import LayerShape, Pages
-from gulliver.serve.kernels import native_problem
 from gulliver.serve.weights import SERVED
 from tests.serve.serving_models import Recording, one_by_one, prompts, tiny
 
@@ -178,19 +177,11 @@ CASES = {
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize("case", CASES)
-def test_attention_over_pages_is_attention_by_its_definition(
-    case: str, native: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attention_over_pages_is_attention_by_its_definition(case: str, dtype: torch.dtype) -> None:
     heads, window, sloped, tree = CASES[case]
-    if native and native_problem():
-        pytest.skip(str(native_problem()))
-    if not native:
-        monkeypatch.setattr("gulliver.serve.attention.native_attention", lambda: None)
     torch.manual_seed(0)
     pages = Pages([LayerShape(heads, 16)], 24, 4, dtype, torch.device("cpu"))
-    assert (pages._native is not None) == native
     slopes = torch.rand(4) if sloped else None
     parents = [-1, 0, 0, 1, 2] if tree else None
     # Two sequences, their blocks mixed; one long chunk, then some tokens or a tree.

@@ -89,14 +89,8 @@ def naive_guesses(draft: Glide, model: Any, tokens: list[int], depth: int) -> li
 @pytest.mark.parametrize(
     ("kind", "layers"), [("llama", 1), ("llama", 2), ("gpt2", 1), ("bloom", 1)]
 )
-@pytest.mark.parametrize("native", [True, False])
 @torch.no_grad()
-def test_guesses_are_those_of_whole_forwards(
-    kind: str, layers: int, native: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not native:
-        for module in ("gulliver.serve.attention", "gulliver.serve.speculative.glide"):
-            monkeypatch.setattr(f"{module}.native_attention", lambda: None)
+def test_guesses_are_those_of_whole_forwards(kind: str, layers: int) -> None:
     model, draft = tiny(kind), glide(kind, layers)
     texts = prompts((3, 22, 9))
     want = {}

@@ -1,9 +1,8 @@
 """`Pages`: keys and values of all layers in blocks, and attention over them.
 
-Read `Pages.attend`, which every attention layer calls: it writes the new keys and values of all
-packed tokens, then runs attention. Native code reads the blocks in place; without it, torch's
-attention runs on each sequence's gathered blocks (`attend_gathered`, the reference for native
-code).
+Read `Pages.attend`, which attention layers of transformers' models call: it writes the new keys and
+values of all packed tokens, then runs torch's attention on each sequence's gathered blocks. Native
+decoders (`gulliver.serve.decoder`) read the blocks in place instead.
 """
 
 from __future__ import annotations
@@ -19,7 +18,23 @@ from torch import Tensor, nn
 
 from gulliver.errors import GulliverError
 from gulliver.serve.batch import Batch, Span
-from gulliver.serve.kernels import PagedSpan, native_attention
+
+
+@dataclass(frozen=True)
+class PagedSpan:
+    """A span as seen by the layers."""
+
+    # Index of its first token among the packed ones.
+    first: int
+    count: int
+    # Keys in the cache before them.
+    start: int
+    # Block table [blocks], up to its last token.
+    blocks: Tensor
+    # Mask of a tree [count, count]: the new tokens that each sees; None for a chain.
+    mask: Tensor | None
+    # Positions of its tokens [count], in a tree not one after another.
+    positions: Tensor
 
 
 @dataclass(frozen=True)
@@ -48,9 +63,6 @@ class Pages:
             [torch.zeros(blocks, s.heads, size, s.dim, dtype=dtype, device=device) for s in layers]
             for _ in range(2)
         )
-        kernel = native_attention() if device.type == "cpu" else None
-        fits = kernel is not None and all(kernel.takes(dtype, shape.dim) for shape in layers)
-        self._native = kernel if fits else None
         self.positions = torch.empty(0, dtype=torch.int64, device=device)
 
     def begin(self, batch: Batch) -> None:
@@ -74,8 +86,6 @@ class Pages:
         self._blocks = torch.tensor([s // size for s in slots], device=device)
         self._offsets = torch.tensor([s % size for s in slots], device=device)
         self._pieces = pieces
-        if self._native is not None:
-            self._prepared = self._native.prepare(pieces, self.positions)
 
     def copy(self, batch: Batch) -> None:
         """Runs a batch's copies and moves."""
@@ -104,9 +114,6 @@ class Pages:
         keys[self._blocks, :, self._offsets] = key.transpose(0, 1).to(keys.dtype)
         values[self._blocks, :, self._offsets] = value.transpose(0, 1).to(values.dtype)
         out = query.new_empty(query.shape[1], query.shape[0], query.shape[2])
-        if self._native is not None:
-            self._native.run(self._prepared, query, keys, values, out, scale, window, slopes)
-            return out
         for piece in self._pieces:
             at = slice(piece.first, piece.first + piece.count)
             # From the first token on, what is attended to is what has just been computed.

@@ -1,250 +1,264 @@
 """`NativeDecoder`: a step of a dense decoder in native code, without Python per layer.
 
-`decoder_of` passes the tensors of a model's modules to the extension `gulliver.serve._decoder`
-without copying weights. Models with anything unknown run their own forward instead. `FAMILIES`
-lists the supported types of models.
+The extension `gulliver.serve._decoder` reads the tensors of a `DenseModel` where they lie. It is
+made from a transformers model by `dense_of`, or from files by `gulliver.serve.mapped`, without
+transformers. Models with anything unknown run their own forward instead.
 """
 
 from __future__ import annotations
 
+import importlib
 import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gulliver.precision.int8.layers import QuantizedLinear
+from gulliver.errors import GulliverError, nearest
 from gulliver.serve.attention import ModelShape, Pages, tree_of
 from gulliver.serve.batch import Batch
-from gulliver.serve.kernels import KINDS, MOST_ROWS, native, native_problem
 
 _log = logging.getLogger("gulliver")
 
+INTERFACE = 2
+"""Version of the extension's interface; both sides count up when their calls change."""
+EXTENSION = "gulliver.serve._decoder"
+VARIABLE = "GULLIVER_DECODER"
+INSTRUCTIONS = ("avx512", "avx2", "none")
+"""Values of the variable; the default is the first that the processor has."""
+KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+"""Numbers that native code reads, by its own names."""
+INT8, INT4 = 3, 4
+"""Kinds of quantized weights; activations are not rounded."""
 FAMILIES = ("gemma", "gemma3_text", "llama", "mistral", "phi3", "qwen2", "qwen3", "smollm3")
 """Values of `config.model_type`: RMS norms, rotary positions, a gated feed-forward, no experts."""
 ACTIVATIONS = {"silu": 0, "gelu_pytorch_tanh": 1}
-QUANTIZED = {"int8": 3, "int8_dynamic": 3, "int4": 4}
-"""Kinds of quantised weights; activations are not rounded."""
 
 
 class Unfit(Exception):
     """Why native code cannot run a model."""
 
 
+@cache
+def native_problem() -> str | None:
+    """Explains why native code is not used; None if it is."""
+    try:
+        built: Any = importlib.import_module(EXTENSION)
+    except ImportError as error:
+        return f"its extension is not built ({error})"
+    if built.INTERFACE != INTERFACE:
+        return "its extension is of another version: pip install -e . builds it again"
+    wanted = os.environ.get(VARIABLE, "")
+    if wanted and wanted not in INSTRUCTIONS:
+        raise GulliverError(f"{VARIABLE}={wanted!r} is unknown: {nearest(wanted, INSTRUCTIONS)}")
+    if wanted == "none":
+        return f"{VARIABLE}=none"
+    names = built.instructions()
+    if not names:
+        return "this processor has neither AVX512 nor AVX2"
+    return f"this processor has no {wanted}" if wanted and wanted not in names else None
+
+
+@dataclass(frozen=True)
+class DenseModel:
+    """A dense decoder as native code reads it."""
+
+    # By transformers' names of parameters; quantized weights have a `weight_scale` next to them.
+    tensors: Mapping[str, Tensor]
+    # Of keys, values and logits.
+    shape: ModelShape
+    # Of queries.
+    heads: int
+    activation: str
+    epsilon: float
+    # Inverse frequencies and a factor, of each kind of layer.
+    frequencies: list[tuple[list[float], float]]
+    # Index in `frequencies` of each layer; -1 for no positions.
+    rotary: list[int]
+    # The name of the output layer; that of the embedding if they are tied.
+    head: str = "lm_head"
+    embedding_scale: float = 1.0
+    # Added to the weights of norms: 1 in Gemma's.
+    norm_offset: float = 0.0
+
+
 class NativeDecoder:
-    """Runs batches of one model; keeps the tensors that native code reads alive."""
+    """Runs batches of one model."""
 
-    def __init__(self, decoder: Any, vocabulary: int, kept: list[Tensor]) -> None:
-        self._decoder, self._vocabulary, self._kept = decoder, vocabulary, kept
-
-    def takes(self, batch: Batch) -> bool:
-        """Whether native code is faster for a batch; torch is for float32 products of many rows."""
-        return batch.tokens <= MOST_ROWS or any(t.dtype != torch.float32 for t in self._kept)
+    def __init__(self, model: DenseModel, pages: Pages) -> None:
+        """Passes the tensors to native code; raises `Unfit` if it does not support the model."""
+        problem = native_problem()
+        if problem is not None:
+            raise Unfit(problem)
+        self._built: Any = importlib.import_module(EXTENSION)
+        self._model, self._kept = model, list[Tensor]()
+        self.instructions = os.environ.get(VARIABLE) or self._built.instructions()[0]
+        self._decoder = self._handed(pages)
 
     def run(self, batch: Batch) -> Tensor:
         """Returns the logits [batch.outputs, V] of a batch."""
         tokens: list[int] = []
         wanted: list[int] = []
+        firsts, counts, starts, tables = [], [], [], []
+        places: list[int] = []
+        trees: list[list[int]] = []
         for span in batch.spans:
+            count, start = len(span.tokens), span.start
+            firsts.append(len(tokens))
+            counts.append(count)
+            starts.append(start)
+            tables.append(list(span.blocks))
+            depth, mask = tree_of(span)
+            places += range(start, start + count) if mask is None else [start + d for d in depth]
+            trees.append([] if mask is None else mask.flatten().tolist())
             tokens += span.tokens
             wanted += range(len(tokens) - span.outputs, len(tokens))
-        logits = torch.empty(len(wanted), self._vocabulary)
+        logits = torch.empty(len(wanted), self._model.shape.vocabulary)
+        sequences = self._built.Sequences(firsts, counts, starts, tables, places, trees)
         where, threads = logits.data_ptr(), torch.get_num_threads()
-        self._decoder.run(_sequences(batch), tokens, wanted, where, threads)
+        self._decoder.run(sequences, tokens, wanted, where, threads)
         return logits
 
-
-def _sequences(batch: Batch) -> Any:
-    firsts, counts, starts, tables = [], [], [], []
-    places: list[int] = []
-    trees: list[list[int]] = []
-    for span in batch.spans:
-        count, start = len(span.tokens), span.start
-        firsts.append(len(places))
-        counts.append(count)
-        starts.append(start)
-        tables.append(list(span.blocks))
-        depth, mask = tree_of(span)
-        places += range(start, start + count) if mask is None else [start + d for d in depth]
-        trees.append([] if mask is None else mask.flatten().tolist())
-    found = native()
-    assert found is not None
-    return found.built.Sequences(firsts, counts, starts, tables, places, trees)
-
-
-def decoder_of(model: Any, shape: ModelShape, pages: Pages) -> NativeDecoder | None:
-    """Creates a model's native decoder; None if the model runs its own forward."""
-    try:
-        made = _Reader(model, shape, pages).made()
-    except Unfit as reason:
-        _log.info("decoder: torch, because %s", reason)
-        return None
-    found = native()
-    _log.info("decoder: native, %s", found.name if found is not None else "")
-    return made
-
-
-class _Reader:
-    """Reads a model's modules."""
-
-    def __init__(self, model: Any, shape: ModelShape, pages: Pages) -> None:
-        self._model, self._shape, self._pages = model, shape, pages
-        self._tensors: list[Tensor] = []
-
-    def made(self) -> NativeDecoder:
-        """Creates the decoder; raises `Unfit` if native code does not support the model."""
-        problem, model, config = native_problem(), self._model, self._model.config
-        if problem is not None:
-            raise Unfit(problem)
-        found = native()
-        assert found is not None
-        if config.model_type not in FAMILIES:
-            raise Unfit(f"models of type {config.model_type} run their own forward")
-        changed = next((name for name, m in model.named_modules() if _changed(m)), None)
-        if changed is not None:
-            raise Unfit(f"{changed} has hooks or a forward of its own")
-        body, shapes = model.model, self._shape.layers
+    def _handed(self, pages: Pages) -> Any:
+        model, shapes, kind = self._model, self._model.shape.layers, pages.keys[0].dtype
         first = shapes[0]
         if any((s.heads, s.dim, s.scale) != (first.heads, first.dim, first.scale) for s in shapes):
             raise Unfit("its layers have attention of several sizes")
-        activation = getattr(config, "hidden_activation", None) or config.hidden_act
-        if activation not in ACTIVATIONS:
-            raise Unfit(f"its activation is {activation}")
-        kind = self._pages.keys[0].dtype
+        if model.activation not in ACTIVATIONS:
+            raise Unfit(f"its activation is {model.activation}")
         if kind not in KINDS or first.dim % 16:
             raise Unfit(f"its keys are of {kind}, {first.dim} a head")
-        frequencies = self._frequencies(body.rotary_emb)
-        rotated = 2 * len(next(iter(frequencies.values()))[0])
-        embedding, heads = body.embed_tokens, config.num_attention_heads
+        embedding = self._matrix("model.embed_tokens")
+        layers = [self._layer(number) for number in range(len(shapes))]
+        inner = layers[0][0][4][3]
         sizes = [
-            *(config.hidden_size, heads, first.heads, first.dim, config.intermediate_size),
-            *(self._shape.vocabulary, rotated, self._pages.size, KINDS[kind]),
-            ACTIVATIONS[activation],
+            *(embedding[4], model.heads, first.heads, first.dim, inner, model.shape.vocabulary),
+            *(2 * len(model.frequencies[0][0]), pages.size, KINDS[kind]),
+            ACTIVATIONS[model.activation],
         ]
-        if any(size % 16 for size in (config.hidden_size, config.intermediate_size)):
-            raise Unfit(f"16 does not divide its sizes, {sizes}")
-        scale = getattr(embedding, "embed_scale", None)
-        if scale is not None:
-            # As the module has it: rounded to the dtype of the weights.
-            scale = float(scale.to(embedding.weight.dtype))
-        numbers = [self._epsilon(body.norm), first.scale, 1.0 if scale is None else scale]
-        decoder = found.built.Decoder(
-            *(found.name, sizes, numbers, self._whole(embedding, embedding.weight)),
-            *(self._matrix(model.get_output_embeddings()), self._norm(body.norm)),
-            list(frequencies.values()),
+        decoder = self._built.Decoder(
+            *(self.instructions, sizes, [model.epsilon, first.scale, model.embedding_scale]),
+            *(embedding, self._matrix(model.head), self._norm("model.norm")),
+            model.frequencies,
         )
-        names = list(frequencies)
-        for number, layer in enumerate(body.layers):
-            attention = layer.self_attn
-            rotary = names.index(getattr(attention, "layer_type", "")) if len(names) > 1 else 0
-            if not getattr(attention, "use_rope", True):
-                rotary = -1
+        for number, (matrices, norms) in enumerate(layers):
             decoder.add_layer(
-                *(self._matrices(layer, heads * first.dim, first.heads * first.dim),),
-                *(self._norms(layer), shapes[number].window or 0, rotary),
-                *(t[number].data_ptr() for t in (self._pages.keys, self._pages.values)),
+                *(matrices, norms, shapes[number].window or 0, model.rotary[number]),
+                *(kept[number].data_ptr() for kept in (pages.keys, pages.values)),
             )
-        return NativeDecoder(decoder, self._shape.vocabulary, self._tensors)
+        return decoder
 
-    def _frequencies(self, rotary: Any) -> dict[str, tuple[list[float], float]]:
-        """Inverse frequencies and factor by layer type; under an empty name if all are equal."""
-        if hasattr(rotary, "inv_freq"):
-            return {"": (rotary.inv_freq.float().tolist(), float(rotary.attention_scaling))}
-        return {
-            kind: (
-                getattr(rotary, f"{kind}_inv_freq").float().tolist(),
-                float(getattr(rotary, f"{kind}_attention_scaling")),
-            )
-            for kind in rotary.layer_types
-        }
-
-    def _matrices(self, layer: Any, queries: int, keys: int) -> list[list[int]]:
-        attention, mlp = layer.self_attn, layer.mlp
-        if hasattr(attention, "qkv_proj"):
-            whole, joined = attention.qkv_proj, mlp.gate_up_proj
-            inner = joined.out_features // 2
-            first = [
+    def _layer(self, number: int) -> tuple[list[list[int]], list[int]]:
+        """Matrices of a layer; norms before attention and feed-forward, after them, of heads."""
+        front, first = f"model.layers.{number}.", self._model.shape.layers[0]
+        attention, mlp = f"{front}self_attn.", f"{front}mlp."
+        if f"{attention}qkv_proj.weight" in self._model.tensors:
+            queries, keys = self._model.heads * first.dim, first.heads * first.dim
+            whole, joined = f"{attention}qkv_proj", f"{mlp}gate_up_proj"
+            inner = len(self._model.tensors[f"{joined}.weight"]) // 2
+            into = [
                 self._matrix(whole, 0, queries),
                 self._matrix(whole, queries, keys),
                 self._matrix(whole, queries + keys, keys),
             ]
-            second = [self._matrix(joined, 0, inner), self._matrix(joined, inner, inner)]
+            wide = [self._matrix(joined, 0, inner), self._matrix(joined, inner, inner)]
         else:
-            first = [self._matrix(getattr(attention, f"{n}_proj")) for n in ("q", "k", "v")]
-            second = [self._matrix(mlp.gate_proj), self._matrix(mlp.up_proj)]
-        return [*first, self._matrix(attention.o_proj), *second, self._matrix(mlp.down_proj)]
+            into = [self._matrix(f"{attention}{n}_proj") for n in ("q", "k", "v")]
+            wide = [self._matrix(f"{mlp}{n}_proj") for n in ("gate", "up")]
+        out, down = self._matrix(f"{attention}o_proj"), self._matrix(f"{mlp}down_proj")
+        after, before = f"{front}post_attention_layernorm", f"{front}pre_feedforward_layernorm"
+        names = [f"{front}input_layernorm", after, ""]
+        if f"{before}.weight" in self._model.tensors:
+            names[1:] = before, after
+        names += [f"{front}post_feedforward_layernorm", f"{attention}q_norm", f"{attention}k_norm"]
+        return [*into, out, *wide, down], [self._norm(name) for name in names]
 
-    def _norms(self, layer: Any) -> list[int]:
-        """Before attention and feed-forward, after them, of queries and keys; 0 for none."""
-        attention = layer.self_attn
-        before = getattr(layer, "pre_feedforward_layernorm", None)
-        after = layer.post_attention_layernorm if before is not None else None
-        return [
-            self._norm(one)
-            for one in (
-                layer.input_layernorm,
-                before if before is not None else layer.post_attention_layernorm,
-                after,
-                getattr(layer, "post_feedforward_layernorm", None),
-                getattr(attention, "q_norm", None),
-                getattr(attention, "k_norm", None),
-            )
-        ]
-
-    def _norm(self, norm: Any) -> int:
-        if norm is None:
+    def _norm(self, name: str) -> int:
+        """Address of a norm's weights; 0 if there is none."""
+        weight = self._model.tensors.get(f"{name}.weight")
+        if weight is None:
             return 0
-        if not type(norm).__name__.endswith("RMSNorm"):
-            raise Unfit(f"its norms are {type(norm).__name__}")
-        self._epsilon(norm)
-        weight = norm.weight.detach().float()
-        return self._address(weight + 1 if type(norm).__name__.startswith("Gemma") else weight)
+        return self._address(weight.detach().float() + self._model.norm_offset)
 
-    def _epsilon(self, norm: Any) -> float:
-        found = getattr(norm, "variance_epsilon", None)
-        found = float(norm.eps if found is None else found)
-        if found != self._model.config.rms_norm_eps:
-            raise Unfit("its norms are not alike")
-        return found
-
-    def _matrix(self, layer: Any, first: int = 0, count: int | None = None) -> list[int]:
+    def _matrix(self, name: str, first: int = 0, count: int | None = None) -> list[int]:
         """A linear layer, or some of its outputs, in the format of native code."""
-        if type(layer) is nn.Linear:
-            return self._whole(layer, layer.weight, first, count)
-        if type(layer) is not QuantizedLinear or layer.in_features % 16:
-            raise Unfit(f"{type(layer).__name__} is not a linear layer that native code knows")
-        values, scales = layer.weight, layer.weight_scale
-        outputs = layer.out_features - first if count is None else count
-        return [
-            self._address(values) + first * values.stride(0),
-            self._address(scales) + first * scales.stride(0) * 4,
-            self._bias(layer.bias, first),
-            *(outputs, layer.in_features, QUANTIZED[layer.mode]),
-        ]
-
-    def _whole(
-        self, layer: Any, weight: Tensor, first: int = 0, count: int | None = None
-    ) -> list[int]:
-        if weight.dtype not in KINDS or weight.shape[1] % 16:
-            raise Unfit(f"it has weights {list(weight.shape)} of {weight.dtype}")
+        weight = self._model.tensors.get(f"{name}.weight")
+        if weight is None:
+            raise Unfit(f"it has no {name}")
+        scale, bias = (self._model.tensors.get(f"{name}.{k}") for k in ("weight_scale", "bias"))
+        outputs, inputs = weight.shape
+        kind = KINDS.get(weight.dtype)
+        if scale is not None:
+            kind, inputs = (INT4, 2 * inputs) if scale.dim() == 2 else (INT8, inputs)
+        if kind is None or inputs % 16:
+            raise Unfit(f"{name} is {[outputs, inputs]} of {weight.dtype}")
         return [
             self._address(weight) + first * weight.stride(0) * weight.element_size(),
-            *(0, self._bias(getattr(layer, "bias", None), first)),
-            *(len(weight) - first if count is None else count, weight.shape[1]),
-            KINDS[weight.dtype],
+            0 if scale is None else self._address(scale) + first * scale.stride(0) * 4,
+            0 if bias is None else self._address(bias.detach().float()) + first * 4,
+            *(outputs - first if count is None else count, inputs, kind),
         ]
-
-    def _bias(self, bias: Tensor | None, first: int) -> int:
-        return 0 if bias is None else self._address(bias.detach().float()) + first * 4
 
     def _address(self, tensor: Tensor) -> int:
         if tensor.device.type != "cpu" or not tensor.is_contiguous():
             raise Unfit("its weights are not in order on the CPU")
-        self._tensors.append(tensor)
+        self._kept.append(tensor)
         return tensor.data_ptr()
 
 
-def _changed(module: nn.Module) -> bool:
-    """Whether a module does more than its class."""
-    hooks = module._forward_hooks or module._forward_pre_hooks
-    return bool(hooks) or "forward" in vars(module)
+def decoder_of(model: Any, shape: ModelShape, pages: Pages) -> NativeDecoder | None:
+    """Creates a transformers model's native decoder; None if the model runs its own forward."""
+    try:
+        made = NativeDecoder(dense_of(model, shape), pages)
+    except Unfit as reason:
+        _log.info("decoder: torch, because %s", reason)
+        return None
+    _log.info("decoder: native, %s", made.instructions)
+    return made
+
+
+def dense_of(model: Any, shape: ModelShape) -> DenseModel:
+    """Reads a transformers model; raises `Unfit` if it is not a known dense decoder."""
+    from gulliver.precision.int8.layers import QuantizedLinear
+
+    config, tensors = model.config, dict[str, Tensor]()
+    if config.model_type not in FAMILIES:
+        raise Unfit(f"models of type {config.model_type} run their own forward")
+    for name, module in model.named_modules():
+        own = dict(module.named_parameters(name, recurse=False))
+        if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
+            raise Unfit(f"{name} has hooks or a forward of its own")
+        if type(module) is QuantizedLinear:
+            own |= dict(module.named_buffers(name, recurse=False))
+        elif type(module).__name__.endswith("RMSNorm"):
+            epsilon = getattr(module, "variance_epsilon", None)
+            if (module.eps if epsilon is None else epsilon) != config.rms_norm_eps:
+                raise Unfit("its norms are not alike")
+        elif own and type(module) is not nn.Linear and not isinstance(module, nn.Embedding):
+            raise Unfit(f"{name}, a {type(module).__name__}, is not known")
+        tensors |= own
+    body = model.model
+    rotary, scale = body.rotary_emb, getattr(body.embed_tokens, "embed_scale", None)
+    kinds = [] if hasattr(rotary, "inv_freq") else list(rotary.layer_types)
+    found = [
+        (getattr(rotary, f"{k}inv_freq"), getattr(rotary, f"{k}attention_scaling"))
+        for k in ([f"{kind}_" for kind in kinds] or [""])
+    ]
+    attention = [layer.self_attn for layer in body.layers]
+    return DenseModel(
+        *(tensors, shape, config.num_attention_heads),
+        getattr(config, "hidden_activation", None) or config.hidden_act,
+        config.rms_norm_eps,
+        [(frequencies.float().tolist(), float(factor)) for frequencies, factor in found],
+        [
+            -1 if not getattr(a, "use_rope", True) else kinds.index(a.layer_type) if kinds else 0
+            for a in attention
+        ],
+        # As the module has it: rounded to the dtype of the weights.
+        embedding_scale=1.0 if scale is None else float(scale.to(body.embed_tokens.weight.dtype)),
+        norm_offset=float(type(body.norm).__name__.startswith("Gemma")),
+    )

@@ -2,8 +2,9 @@
 
 | options | runner |
 |---|---|
-| none | `LocalRunner`, the model in this process |
-| ``memory_limit=`` | the same, with weights read from a disk (`StreamedWeights`) |
+| none | `DenseRunner`, a dense decoder in this process, its weights mapped |
+| none, other models | `LocalRunner`, a transformers model in this process |
+| ``memory_limit=`` | `LocalRunner`, with weights read from a disk (`StreamedWeights`) |
 | ``tensor=``, ``pipeline=`` | `RanksRunner`, processes that it starts (`gulliver.serve.ranks`) |
 """
 
@@ -21,16 +22,21 @@ import torch
 
 from gulliver.errors import GulliverError
 from gulliver.serve.batch import Drafter, Runner
+from gulliver.serve.decoder import Unfit
 from gulliver.serve.engine import Engine
-from gulliver.serve.local import LocalRunner
+from gulliver.serve.gguf import is_gguf
+from gulliver.serve.local import DenseRunner, LocalRunner
+from gulliver.serve.mapped import read_dense
 from gulliver.serve.options import EngineOptions, ModelOptions
 from gulliver.serve.requests import Prompt, chat_tokens, listed
 from gulliver.serve.sampling import CompletionOutput, Event, RequestOutput, SamplingParams
 from gulliver.serve.weights import (
     build_on_meta,
     check_options,
+    context_of,
     dtype_name,
     end_tokens,
+    kept_dtype,
     load_model,
     tokenizer_of,
 )
@@ -47,6 +53,14 @@ def open_runner(
 
         runner = start_ranks(folder, options, sequences)
         return runner, end_tokens(build_on_meta(folder, torch.float32), tokenizer)
+    if options.decoder == "native" and options.limit is None and not is_gguf(folder):
+        try:
+            dense, context, ends = read_dense(folder, options, kept_dtype(folder, options.dtype))
+            context = context_of(context, options.seq_length)
+            runner = DenseRunner(dense, context, options, sequences)
+            return runner, ends or end_tokens(None, tokenizer)
+        except Unfit as reason:
+            _log.info("loading with transformers: %s", reason)
     model, streamed = load_model(folder, options)
     try:
         sizes = options.seq_length, options.kv_cache, options.cache_tokens

@@ -17,8 +17,7 @@ from gulliver.serve.attention import (
     measure,
 )
 from gulliver.serve.batch import Batch, Facts
-from gulliver.serve.decoder import NativeDecoder, decoder_of
-from gulliver.serve.kernels import take_few_rows
+from gulliver.serve.decoder import DenseModel, NativeDecoder, decoder_of
 from gulliver.serve.offload import StreamedWeights
 from gulliver.serve.options import ModelOptions
 from gulliver.serve.weights import BLOCK, cache_blocks, check_served, context_of
@@ -47,7 +46,6 @@ class PagedModel:
         self._detach = attach(self.model, self.pages)
         if native and self.streamed is None:
             self.decoder = decoder_of(self.model, shape, self.pages)
-        self._give_back = take_few_rows(self.model) if self.decoder is None else lambda: None
         return self.pages
 
     @property
@@ -65,7 +63,6 @@ class PagedModel:
         self.decoder = None
         if self.pages is not None:
             self._detach()
-            self._give_back()
             self.pages.keys.clear()
             self.pages.values.clear()
         if self.streamed is not None:
@@ -124,7 +121,7 @@ class LocalRunner:
             )
         self._paged = paged = PagedModel(model, self.measured, streamed, device)
         paged.end_step()
-        context = context_of(model.config, context)
+        context = context_of(getattr(model.config, "max_position_embeddings", None), context)
         sizes = ModelOptions(kv_cache=cache_bytes, cache_tokens=cache_tokens)
         blocks = cache_blocks(
             *(self.measured.token_bytes, device, context, sequences, sizes),
@@ -153,7 +150,7 @@ class LocalRunner:
     def submit(self, batch: Batch) -> None:
         """Runs a batch."""
         decoder = self._paged.decoder
-        if decoder is not None and decoder.takes(batch):
+        if decoder is not None:
             self.pages.copy(batch)
             self._results.append(decoder.run(batch))
             return
@@ -170,3 +167,39 @@ class LocalRunner:
     def close(self) -> None:
         """Restores the model and frees the memory of the cache."""
         self._paged.close()
+
+
+class DenseRunner:
+    """A dense decoder in native code, without a module of transformers.
+
+    Attributes:
+        pages: keys and values of all layers.
+    """
+
+    max_in_flight, native = 1, True
+
+    def __init__(
+        self, model: DenseModel, context: int | None, options: ModelOptions, sequences: int
+    ) -> None:
+        """Allocates the cache; raises `Unfit` if native code does not support the model."""
+        shape, device = model.shape, torch.device("cpu")
+        blocks = cache_blocks(shape.token_bytes, device, context, sequences, options)
+        self.pages = Pages(shape.layers, blocks, BLOCK, shape.dtype, device)
+        self._decoder = NativeDecoder(model, self.pages)
+        self.facts = Facts(shape.vocabulary, context, blocks, BLOCK)
+        self._results: deque[Tensor] = deque()
+
+    def submit(self, batch: Batch) -> None:
+        """Runs a batch."""
+        self.pages.copy(batch)
+        self._results.append(self._decoder.run(batch))
+
+    def collect(self) -> Tensor:
+        """Returns the logits of the oldest batch."""
+        return self._results.popleft()
+
+    def close(self) -> None:
+        """Frees the memory of the cache."""
+        del self._decoder
+        self.pages.keys.clear()
+        self.pages.values.clear()

@@ -32,6 +32,7 @@ from gulliver.serve import gguf
 from gulliver.serve.gguf import is_gguf
 from gulliver.serve.offload import StreamedWeights, group_units, unit_paths
 from gulliver.serve.options import ModelOptions
+from gulliver.serve.tokenizer import read_tokenizer
 
 BLOCK = 16
 """Tokens of a block."""
@@ -56,9 +57,8 @@ def free_bytes(device: torch.device) -> int:
         return limit
 
 
-def context_of(config: Any, wanted: int | None) -> int | None:
+def context_of(own: Any, wanted: int | None) -> int | None:
     """Maximum tokens of a sequence: as requested, or the model's own; None if unlimited."""
-    own = getattr(config, "max_position_embeddings", None)
     own = int(own) if isinstance(own, int) and own > 0 else None
     if wanted is not None and (wanted < 2 or (own is not None and wanted > own)):
         raise GulliverError(f"seq_length={wanted}: give 2 to {own or 'any number'}")
@@ -615,7 +615,9 @@ def check_folder(folder: Path) -> None:
 
 def tokenizer_of(folder: Path) -> Any:
     """Loads the tokenizer of a model folder or file."""
-    return gguf.read_tokenizer(folder) if is_gguf(folder) else load_tokenizer(folder)
+    if is_gguf(folder):
+        return gguf.read_tokenizer(folder)
+    return read_tokenizer(folder) or load_tokenizer(folder)
 
 
 def end_tokens(model: Any, tokenizer: Any) -> list[int]:

@@ -19,9 +19,9 @@ from torch import Tensor
 from gulliver._compat import uncompiled
 from gulliver.errors import GulliverError, nearest
 from gulliver.hardware.probe import kept_seconds
-from gulliver.precision.int8.formats import from_int4, from_int8
+from gulliver.precision.int8.formats import GROUP, from_int4, from_int8
 
-INTERFACE = 1
+INTERFACE = 2
 """Version of the extension's interface, incremented on both sides when calls change."""
 INSTRUCTIONS = ("avx512-vnni", "avx2", "none")
 """Values of ``$GULLIVER_INT8``; by default the first that the processor supports."""
@@ -31,6 +31,7 @@ def kernels_problem() -> str | None:
     """Why native kernels are not available; None if they are."""
     try:
         built = importlib.import_module("gulliver.precision.int8._kernels")
+        importlib.import_module("gulliver.serve._decoder")
     except ImportError as error:
         return f"its extension is not built ({error})"
     if built.INTERFACE != INTERFACE:
@@ -49,13 +50,14 @@ def kernels_problem() -> str | None:
 
 
 @cache
-def native_table() -> tuple[str, Any] | None:
-    """Returns the instruction set and its products; None without native products."""
+def native_table() -> tuple[str, Any, Any] | None:
+    """Returns the instruction set, and its products of int8 and of float rows; None without."""
     if kernels_problem() is not None:
         return None
     built: Any = importlib.import_module("gulliver.precision.int8._kernels")
     name = os.environ.get("GULLIVER_INT8") or built.instructions()[0]
-    return name, built.Table(name)
+    # Also without Python around it: a serving engine's decoder multiplies with the same weights.
+    return name, built.Table(name), importlib.import_module("gulliver.serve._decoder")
 
 
 # The kernels that a quantised product may run on, and which of them does, by measurement.
@@ -74,6 +76,8 @@ def native_table() -> tuple[str, Any] | None:
 
 
 MODES = ("int8", "int8_dynamic", "int4")
+KINDS = {"int8": 3, "int4": 4}
+"""Kinds of weights by their numbers in `native/decoder.hpp`."""
 PIECE = 16 << 20
 """Elements of a weight that are dequantised at once."""
 TINY = 1e-36
@@ -162,7 +166,9 @@ def forget_kernels() -> None:
 
 def _candidates(w: Stored, rows: int, dtype: torch.dtype, device: torch.device) -> list[str]:
     native = native_table() if device.type == "cpu" else None
-    names = [] if native is None else ["native"]
+    # Weights alone are quantized: in whole vectors, or groups.
+    fits = w.mode == "int8_dynamic" or w.inputs % (16 if w.mode == "int8" else GROUP) == 0
+    names = ["native"] if native is not None and fits else []
     if w.mode == "int8_dynamic" and _takes_int_mm(w, device):
         names.append("int_mm")
     # With other inputs torch reads past the ends of rows: wrong sums, or a crash.
@@ -221,15 +227,26 @@ def _measured(w: Stored, shape: tuple[Any, ...], names: list[str]) -> str:
 def _native(w: Stored, x: Tensor, bias: Tensor | None, largest: Tensor | None) -> Tensor:
     table = native_table()
     assert table is not None
-    given = x if x.dtype in (torch.float32, torch.bfloat16) else x.float()
-    given = given.contiguous()
+    given = x.float().contiguous()
     out = given.new_empty(given.shape[0], w.outputs)
     added = bias if bias is not None and bias.dtype == torch.float32 else None
+    if w.mode != "int8_dynamic":
+        table[2].multiply(
+            *(table[0].partition("-")[0], given.data_ptr(), out.data_ptr(), given.shape[0]),
+            [
+                *(
+                    w.values.data_ptr(),
+                    w.scales.data_ptr(),
+                    0 if added is None else added.data_ptr(),
+                ),
+                *(w.outputs, w.inputs, KINDS[w.mode]),
+            ],
+            torch.get_num_threads(),
+        )
+        return _added(out, bias, added).to(x.dtype)
     table[1].run(
-        ("int8_dynamic", "int8", "int4").index(w.mode),
         given.data_ptr(),
         out.data_ptr(),
-        given.dtype == torch.bfloat16,
         given.shape[0],
         w.inputs,
         w.outputs,
@@ -240,9 +257,12 @@ def _native(w: Stored, x: Tensor, bias: Tensor | None, largest: Tensor | None) -
         0 if largest is None else largest.data_ptr(),
         w.threshold,
     )
-    if bias is not None and added is None:
-        out += bias
-    return out if out.dtype == x.dtype else out.to(x.dtype)
+    return _added(out, bias, added).to(x.dtype)
+
+
+def _added(out: Tensor, bias: Tensor | None, added: Tensor | None) -> Tensor:
+    """Adds a bias of another dtype than float32, which kernels have not added."""
+    return out if bias is None or added is not None else out + bias
 
 
 def largest_in_rows(x: Tensor, threshold: float) -> Tensor:

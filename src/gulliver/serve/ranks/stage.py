@@ -201,7 +201,9 @@ class StageModel:
 
     def sizes(self, options: ModelOptions, block_size: int, sequences: int) -> RankSizes:
         """Sizes that fit in this rank's memory."""
-        context = context_of(self._model.config, options.seq_length)
+        context = context_of(
+            getattr(self._model.config, "max_position_embeddings", None), options.seq_length
+        )
         blocks = cache_blocks(
             *(self.shape.token_bytes, torch.device("cpu"), context, sequences, options),
             *(block_size, self._paged.budget, self.layout.ranks),

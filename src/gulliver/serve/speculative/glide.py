@@ -20,9 +20,8 @@ from torch import Tensor, nn
 from gulliver.checkpoint.files import read_json, write_json, write_tensors
 from gulliver.errors import GulliverError
 from gulliver.options import Options
-from gulliver.serve.attention import LayerShape, Pages, attend_gathered
+from gulliver.serve.attention import LayerShape, PagedSpan, Pages, attend_gathered
 from gulliver.serve.batch import Batch, Runner, Span
-from gulliver.serve.kernels import NativeAttention, PagedSpan, native_attention
 from gulliver.serve.speculative.small_model import DraftCache, ModelDraft, New
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -269,33 +268,19 @@ class Glimpses:
     def __init__(self, pages: Pages, layers: Sequence[int]) -> None:
         """Keeps the target's pages."""
         self._pages, self._layers = pages, layers
-        keys = pages.keys[layers[0]]
-        kernel = native_attention() if keys.device.type == "cpu" else None
-        fits = kernel is not None and kernel.takes(keys.dtype, keys.shape[-1])
-        self._native: NativeAttention | None = kernel if fits else None
 
-    def begin(self, looks: Sequence[PagedSpan], tokens: int) -> None:
-        """Sets the tokens that attend, among `tokens` packed ones."""
+    def begin(self, looks: Sequence[PagedSpan]) -> None:
+        """Sets the tokens that attend."""
         self._looks = [look for look in looks if look.count > 0]
-        self._all = sum(look.count for look in looks) == tokens
-        self._prepared = None
-        if self._native is not None and self._looks:
-            self._prepared = self._native.prepare(
-                self._looks, torch.zeros(tokens, dtype=torch.int64)
-            )
 
     def __call__(self, layer: int, query: Tensor) -> Tensor:
         """Attends: see `Glimpse` of `glide.py`; tokens that see no key get zeros."""
         query = query[0]
-        shape = query.shape[1], query.shape[0], query.shape[2]
-        out = query.new_empty(shape) if self._all else query.new_zeros(shape)
+        out = query.new_zeros(query.shape[1], query.shape[0], query.shape[2])
         keys, values = (
             kept[self._layers[layer]] for kept in (self._pages.keys, self._pages.values)
         )
         scale = query.shape[-1] ** -0.5
-        if self._prepared is not None and self._native is not None:
-            self._native.run(self._prepared, query, keys, values, out, scale, None, None)
-            return out[None]
         for look in self._looks:
             at, end = slice(look.first, look.first + look.count), look.start + look.count
             key, value = (
@@ -373,7 +358,7 @@ class GlideDraft(ModelDraft):
 
         glimpse: Any = none
         if self._model.config.glimpses:
-            self._glimpses.begin(looks, len(looks) if only_last else first)
+            self._glimpses.begin(looks)
             glimpse = self._glimpses
         wanted = last if only_last else None
         x = self._model.hidden(tokens[None], pages.positions[None], attend, glimpse, wanted)[0]

@@ -26,8 +26,7 @@ from gulliver.jobs.loop import LoopOptions, TrainingLoop, rate_factor
 from gulliver.jobs.run_folder import RunFolder
 from gulliver.jobs.stop import StopRequest
 from gulliver.options import resolved
-from gulliver.serve.attention import attached, attention_bias, forward
-from gulliver.serve.kernels import PagedSpan
+from gulliver.serve.attention import PagedSpan, attached, attention_bias, forward
 from gulliver.serve.speculative.glide import Glide, GlideConfig, save_draft, seen_keys
 from gulliver.serve.speculative.train_config import MAY_CHANGE, TrainDraftConfig, check_train_draft
 from gulliver.serve.weights import load

@@ -1,0 +1,146 @@
+"""`FileTokenizer`: a ``tokenizer.json`` and a chat template, without transformers.
+
+It has what serving uses of transformers' tokenizers, with the same results. Folders whose files
+transformers would read otherwise are left to transformers (`read_tokenizer`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from gulliver.checkpoint.files import read_json
+
+PLAIN = ("PreTrainedTokenizer", "PreTrainedTokenizerFast", "TokenizersBackend")
+"""Values of ``tokenizer_class`` that mean the file as it is."""
+SPECIAL = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+"""Names of special tokens that templates can use."""
+
+
+class FileTokenizer:
+    """Tokens of texts and conversations.
+
+    Attributes:
+        chat_template: Jinja template of conversations; None if there is none.
+        eos_token_id: token that ends a text; None if there is none.
+    """
+
+    def __init__(self, backend: Any, template: str | None, special: Mapping[str, str]) -> None:
+        """Wraps a tokenizer of the tokenizers library.
+
+        Args:
+            backend: the tokenizer.
+            template: chat template.
+            special: special tokens by their names, such as ``eos_token``.
+        """
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend, self.chat_template, self._special = backend, template, dict(special)
+        end = special.get("eos_token")
+        self.eos_token_id = None if end is None else backend.token_to_id(end)
+
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        """Encodes a text, with the tokens that begin or end one."""
+        return {"input_ids": self._backend.encode(text).ids}
+
+    def __len__(self) -> int:
+        return self._backend.get_vocab_size(with_added_tokens=True)
+
+    def decode(self, tokens: Sequence[int], skip_special_tokens: bool = False, **_: Any) -> str:
+        """Decodes tokens."""
+        return self._backend.decode(list(tokens), skip_special_tokens=skip_special_tokens)
+
+    def get_vocab(self) -> dict[str, int]:
+        """Numbers of all tokens."""
+        return self._backend.get_vocab(with_added_tokens=True)
+
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = False, **_: Any
+    ) -> dict[str, list[int]]:
+        """Tokens of a conversation."""
+        known = {"tools": None, "documents": None, **self._special}
+        text = self._template.render(
+            messages=messages, add_generation_prompt=add_generation_prompt, **known
+        )
+        return {"input_ids": self._backend.encode(text, add_special_tokens=False).ids}
+
+    @cached_property
+    def _template(self) -> Any:
+        assert self.chat_template is not None
+        return _environment().from_string(self.chat_template)
+
+
+def _environment() -> Any:
+    """What templates can use, as in transformers. They come from anywhere, so it is a sandbox."""
+    import json
+    from datetime import datetime
+
+    import jinja2
+    from jinja2.ext import loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    def refuse(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+    class Namespace(jinja2.utils.Namespace):
+        def __setitem__(self, name: str, value: Any) -> None:
+            if name.startswith("_"):
+                raise jinja2.exceptions.SecurityError(f"a template may not set {name}")
+            super().__setitem__(name, value)
+
+    made = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+    )
+    made.filters["tojson"] = to_json
+    made.globals |= {
+        "raise_exception": refuse,
+        "strftime_now": lambda form: datetime.now().strftime(form),
+        "dict": lambda *given, **named: dict(*given, **named),
+        "namespace": Namespace,
+    }
+    return made
+
+
+def read_tokenizer(folder: Path) -> FileTokenizer | None:
+    """Reads a folder's tokenizer; None if it takes transformers."""
+    file, more = folder / "tokenizer.json", folder / "tokenizer_config.json"
+    if not file.is_file() or not more.is_file():
+        return None
+    config = read_json(more)
+    if config.get("tokenizer_class") not in PLAIN or config.get("add_bos_token"):
+        return None
+    template = config.get("chat_template")
+    if "extra_special_tokens" in config or "model_specific_special_tokens" in config:
+        return None
+    if (folder / "chat_template.jinja").is_file():
+        template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    # Several templates, and marks of answers, are transformers' own.
+    if not isinstance(template, str | None) or "generation %}" in (template or "").replace(
+        "-%}", " %}"
+    ):
+        return None
+    from tokenizers import Tokenizer
+
+    try:
+        backend = Tokenizer.from_file(str(file))
+    except Exception:  # of no class: transformers says what is wrong
+        return None
+    special = {
+        name: token["content"] if isinstance(token, dict) else token
+        for name in SPECIAL
+        if (token := config.get(name)) is not None
+    }
+    added = backend.get_added_tokens_decoder()
+    named = {token.content for token in added.values() if token.special}
+    more = {int(n): t["content"] for n, t in config.get("added_tokens_decoder", {}).items()}
+    known = all(n in added and added[n].content == token for n, token in more.items())
+    return (
+        FileTokenizer(backend, template, special)
+        if known and named >= set(special.values())
+        else None
+    )
