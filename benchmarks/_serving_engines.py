@@ -10,7 +10,6 @@ import json
 import os
 import sys
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -84,15 +83,10 @@ def llamacpp(path: Path, kind: str, threads: int) -> Run:
     asked.cpuparams.n_threads = asked.cpuparams_batch.n_threads = threads
     asked.cache_prompt, asked.warmup, asked.port, asked.verbosity = False, False, 0, 0
     server = xllamacpp.Server(asked)
-    url = f"{server.listening_address}/completion"
-    while True:
-        try:
-            urllib.request.urlopen(f"{server.listening_address}/health")
-            break
-        except urllib.error.URLError:
-            time.sleep(0.02)
 
     def run(prompts: Prompts, count: int) -> list[list[int]]:
+        url = f"{server.listening_address}/completion"  # the server lives as long as this function
+
         def one(prompt: list[int]) -> list[int]:
             body = {"prompt": prompt, "n_predict": count, "temperature": 0, "samplers": ["top_k"]}
             body |= {"top_k": 1, "ignore_eos": True, "cache_prompt": False, "return_tokens": True}
