@@ -416,12 +416,15 @@ inline void outer_products(const Matrix& w, const float* tiles, Index rows, Inde
                            float* panel, Into into) {
   const Index bytes = row_bytes(w), every = 64 * w.inputs / bytes;
   const Index unit = w.kind == INT4 ? GROUP : 16, parts = (w.inputs + DEPTH - 1) / DEPTH;
-  const Index most = (w.inputs / unit + parts - 1) / parts * unit;
-  const bool add = into.add;
+  const bool add = into.add, one = rows <= LANES;
   for (Index n = begin, k = 0; n < end;) {
-    const Index count = smaller(PANEL, end - n), depth = smaller(most, w.inputs - k);
-    // Float32 weights are read where they are, unless their rows would share sets of the cache.
+    const Index count = smaller(PANEL, end - n);
+    // Float32 weights are read where they are, unless their rows would share sets of the cache; for
+    // one narrow tile whole rows, one after another.
     const bool direct = w.kind == FLOAT32 && count % TALL == 0 && w.inputs % 1024 != 0;
+    const bool whole = direct && one;
+    const Index most = whole ? w.inputs : (w.inputs / unit + parts - 1) / parts * unit;
+    const Index depth = smaller(most, w.inputs - k);
     const Index pitch = direct ? w.inputs : PITCH;
     const float* weights = direct ? static_cast<const float*>(w.data) + n * pitch + k : panel;
     for (Index j = 0; !direct && j < PANEL && j < count + TALL - 1; ++j) {
@@ -438,8 +441,9 @@ inline void outer_products(const Matrix& w, const float* tiles, Index rows, Inde
       float sums[PANEL * WIDE];
       for (Index j = 0; j < count; j += TALL) {
         const bool reads = next_n < end && row / WIDE == j / TALL % spread;
+        const char* from = whole ? next - (PANEL - TALL) * bytes : next;
         const auto ahead = [&](Index of) {
-          return Ahead{reads ? next + of * bytes : nullptr, bytes, every};
+          return Ahead{reads ? from + of * bytes : nullptr, bytes, every};
         };
         if (height == LANES) {
           outer<1, TALL>(x, weights + j * pitch, pitch, depth, ahead(j), sums + j * LANES);
