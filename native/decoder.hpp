@@ -56,11 +56,6 @@ struct Layer {
   void *keys, *values;
 };
 
-// BLAS's matrix product, by columns, in the calling thread.
-using Gemm = void (*)(const char* transpose_a, const char* transpose_b, const int* m, const int* n,
-                      const int* k, const float* alpha, const float* a, const int* lda,
-                      const float* b, const int* ldb, const float* beta, float* c, const int* ldc);
-
 struct Model {
   const Layer* layers;
   Index layer_count, hidden, heads, kv_heads, dim, inner, vocabulary;
@@ -71,7 +66,6 @@ struct Model {
   float epsilon, scale, embedding_scale;
   Matrix embedding, head;
   const float* norm;
-  Gemm gemm;  // of torch's BLAS, for many rows; or null
 };
 
 // What the threads of a step share; a thread that waits spins.
@@ -87,6 +81,7 @@ struct Step {
   const float *cosines, *sines;  // [frequencies, tokens, rotated / 2]
   // [tokens, ...]: residuals, normalised ones, heads, what heads attend to, feed-forward, sums.
   float *x, *normed, *query, *key, *value, *attended, *inner, *gated, *sum;
+  float* tiles;  // rows of a product, transposed: those of the widest matrix, in steps of 32
   float* logits;   // [wanted, vocabulary]
   Index* counters;  // one for each layer, 0
   Index threads;

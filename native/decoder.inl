@@ -4,12 +4,12 @@
 // threads wait for each other. A parallel region for each phase costs some 5 us, more than many of
 // them take; a barrier that spins costs 0.3. So a step is one parallel region of torch's threads.
 //
-// [Note: tiles] With few rows the time is that of reading the weights, with many that of their
-// products. Four outputs are taken at a time for up to `ROWS` rows: their sums stay in registers,
-// and lanes are added at the end, so that weights lie as torch has them and no packed copy is kept.
-// Weights that are not float32 are widened into the L1 cache once for all rows; with a few rows it
-// is done on the way. Rows are taken in blocks that stay in the L2 cache. From `MANY` rows on each
-// thread has BLAS multiply its outputs, which packs weights and rows and so is faster there.
+// [Note: products] Up to `ROWS` rows take as long as reading the weights: outputs are dot products,
+// four at a time, and lanes are added at the end. With more rows the time is that of the products.
+// Rows are then transposed into tiles, so that a vector has one input of several rows, and is
+// multiplied with a number of each weight row in turn: sums stay in registers and no lanes are added.
+// Weights lie as torch has them. A panel of them is widened (or copied, if they are float32) into the
+// L2 cache for all tiles, while products prefetch the next panel.
 #include <immintrin.h>
 #include <omp.h>
 #include <sched.h>
@@ -26,11 +26,13 @@ constexpr Index OUTPUTS = 4;
 constexpr Index UNIT = 16;   // outputs that threads are given at a time
 constexpr Index GROUP = 128;  // values of INT4 that have a scale
 constexpr Index ROWS = BYTES == 64 ? 6 : 3;
-constexpr Index CACHED = 48 * 1024;  // floats of a block of rows
+constexpr Index WIDE = 2 * LANES;  // rows of a tile
+constexpr Index TALL = 12;         // outputs that one vector of rows is multiplied with at a time
+constexpr Index SHORT = BYTES == 64 ? 12 : 6;  // ... two vectors
+constexpr Index PANEL = 48, DEPTH = 256;  // outputs and inputs that are taken at a time
+constexpr Index PITCH = DEPTH + 16;       // of widened ones: rows do not share sets of the cache
 constexpr float LOWEST = -__builtin_inff();
-constexpr Index MANY = 129;   // rows from which on BLAS is faster
 constexpr Index ALONE = 1 << 16;  // multiplications below which a second thread costs more
-constexpr Index WIDENED = 32;  // outputs that are widened for it at a time
 
 struct Half { std::uint16_t bits; };
 struct Brain { std::uint16_t bits; };
@@ -158,7 +160,6 @@ struct Member {
   Index rank, threads;
   Team& team;
   float* panel;  // widened weights of this thread
-  Gemm gemm;
 
   // [begin, end) of `count` that is this thread's, in whole units.
   void share(Index count, Index unit, Index& begin, Index& end) const {
@@ -254,119 +255,231 @@ inline Index row_bytes(const Matrix& w) {
          : w.kind == INT8 ? w.inputs : w.inputs / 2;
 }
 
-// One row of a matrix as floats; INT8 without its scale.
-inline void widen_row(const Matrix& w, Index row, float* to) {
+// Inputs [first, first + count) of a row as floats; INT8 without its scale.
+inline void widen_row(const Matrix& w, Index row, Index first, Index count, float* to) {
   const auto* at = static_cast<const std::uint8_t*>(w.data) + row * row_bytes(w);
   switch (w.kind) {
-    case FLOAT32: std::memcpy(to, at, w.inputs * 4); break;
-    case FLOAT16: widen(reinterpret_cast<const Half*>(at), w.inputs, to); break;
-    case BFLOAT16: widen(reinterpret_cast<const Brain*>(at), w.inputs, to); break;
-    case INT8: widen(reinterpret_cast<const std::int8_t*>(at), w.inputs, to); break;
-    default: widen_nibbles(at, w.scale + row * (w.inputs / GROUP), w.inputs, to);
+    case FLOAT32: return widen(reinterpret_cast<const float*>(at) + first, count, to);
+    case FLOAT16: return widen(reinterpret_cast<const Half*>(at) + first, count, to);
+    case BFLOAT16: return widen(reinterpret_cast<const Brain*>(at) + first, count, to);
+    case INT8: return widen(reinterpret_cast<const std::int8_t*>(at) + first, count, to);
+    default:
+      widen_nibbles(at + first / 2, w.scale + (row * w.inputs + first) / GROUP, count, to);
   }
 }
 
-// Rows [rows, inputs] times outputs [begin, end), given to `put(row, output, four sums, count)`.
-template <class W, class Put>
-inline void product_of(const Matrix& w, const float* x, Index rows, Index begin, Index end,
-                       float* panel, const Put& put) {
-  const Index most = larger<Index>(ROWS, CACHED / w.inputs / ROWS * ROWS);
-  for (Index block = 0; block < rows; block += most) {
-    const Index last = smaller(rows, block + most);
-    const bool direct = w.kind == FLOAT32 || (w.kind != INT4 && last - block <= ROWS);
-    for (Index n = begin; n < end; n += OUTPUTS) {
-      const Index count = smaller(OUTPUTS, end - n);
-      const W* own[OUTPUTS];
-      const float* wide[OUTPUTS];
-      float scale[OUTPUTS], bias[OUTPUTS];
-      for (Index j = 0; j < OUTPUTS; ++j) {
-        const Index row = smaller(n + j, end - 1);
-        scale[j] = w.kind == INT8 ? w.scale[row] : 1.0f;
-        bias[j] = w.bias ? w.bias[row] : 0.0f;
-        own[j] = static_cast<const W*>(w.data) + row * w.inputs;
-        wide[j] = panel + j * w.inputs;
-        if (!direct) widen_row(w, row, panel + j * w.inputs);
-      }
-      for (Index m = block; m < last; m += ROWS) {
-        float sums[ROWS][OUTPUTS];
-        const Index taken = smaller(ROWS, last - m);
-        const float* at = x + m * w.inputs;
-        if (direct) {
-          some<ROWS, W>(taken, at, w.inputs, own, w.inputs, m == 0 ? OUTPUTS * w.inputs : 0, sums);
-        } else {
-          some<ROWS, float>(taken, at, w.inputs, wide, w.inputs, 0, sums);
-        }
-        for (Index r = 0; r < taken; ++r) {
-          const __m128 scaled = _mm_fmadd_ps(_mm_loadu_ps(sums[r]), _mm_loadu_ps(scale), _mm_loadu_ps(bias));
-          put(m + r, n, scaled, count);
-        }
-      }
-    }
-  }
-}
-
-template <class Put>
-inline void product(const Matrix& w, const float* x, Index rows, Index begin, Index end,
-                    float* panel, const Put& put) {
-  switch (w.kind) {
-    case FLOAT32: return product_of<float>(w, x, rows, begin, end, panel, put);
-    case FLOAT16: return product_of<Half>(w, x, rows, begin, end, panel, put);
-    case BFLOAT16: return product_of<Brain>(w, x, rows, begin, end, panel, put);
-    default: return product_of<std::int8_t>(w, x, rows, begin, end, panel, put);
-  }
-}
-
-// Stores to, or adds to, [rows, width].
+// Where sums go: stored to, or added to, rows of [rows, width].
 struct Into {
   float* out;
   Index width;
   bool add;
-  inline void operator()(Index row, Index output, __m128 sums, Index count) const {
-    float* to = out + row * width + output;
-    if (count == OUTPUTS) {
-      _mm_storeu_ps(to, add ? sums + _mm_loadu_ps(to) : sums);
-    } else {
-      for (Index j = 0; j < count; ++j) to[j] = add ? to[j] + sums[j] : sums[j];
-    }
-  }
 };
 
-// Outputs [begin, end) of many rows, by BLAS, which is given the transposes of all matrices.
-inline void product_by_blas(const Matrix& w, const float* x, Index rows, Index begin, Index end,
-                            float* out, bool add, const Member& me) {
-  const Index step = w.kind == FLOAT32 ? end - begin : WIDENED;
-  const int inputs = static_cast<int>(w.inputs), count = static_cast<int>(rows);
-  const int width = static_cast<int>(w.outputs);
-  const float one = 1.0f, kept = add || w.bias ? 1.0f : 0.0f;
-  for (Index n = begin; n < end; n += step) {
-    const int outputs = static_cast<int>(smaller(step, end - n));
-    const float* weights = static_cast<const float*>(w.data) + n * w.inputs;
-    if (w.kind != FLOAT32) {
-      weights = me.panel;
-      for (Index j = 0; j < outputs; ++j) {
-        float* to = me.panel + j * w.inputs;
-        widen_row(w, n + j, to);
-        if (w.kind != INT8) continue;
-        for (Index k = 0; k < w.inputs; k += LANES) store(to + k, load(to + k) * all(w.scale[n + j]));
+// Few rows: each output is a dot product.
+template <class W>
+inline void dot_products(const Matrix& w, const float* x, Index rows, Index begin, Index end,
+                         float* panel, const Into& into) {
+  const bool direct = w.kind != INT4;
+  for (Index n = begin; n < end; n += OUTPUTS) {
+    const W* own[OUTPUTS];
+    const float* wide[OUTPUTS];
+    float sums[ROWS][OUTPUTS];
+    for (Index j = 0; j < OUTPUTS; ++j) {
+      const Index row = smaller(n + j, end - 1);
+      own[j] = static_cast<const W*>(w.data) + row * w.inputs;
+      wide[j] = panel + j * w.inputs;
+      if (!direct) widen_row(w, row, 0, w.inputs, panel + j * w.inputs);
+    }
+    if (direct) {
+      some<ROWS, W>(rows, x, w.inputs, own, w.inputs, OUTPUTS * w.inputs, sums);
+    } else {
+      some<ROWS, float>(rows, x, w.inputs, wide, w.inputs, 0, sums);
+    }
+    for (Index j = 0; j < smaller(OUTPUTS, end - n); ++j) {
+      const float scale = w.kind == INT8 ? w.scale[n + j] : 1.0f;
+      const float bias = w.bias ? w.bias[n + j] : 0.0f;
+      for (Index r = 0; r < rows; ++r) {
+        float* to = into.out + r * into.width + n + j;
+        *to = (into.add ? *to : 0.0f) + sums[r][j] * scale + bias;
       }
     }
-    for (Index r = 0; w.bias && r < rows; ++r) {
-      float* to = out + r * w.outputs + n;
-      for (Index j = 0; j < outputs; ++j) to[j] = (add ? to[j] : 0.0f) + w.bias[n + j];
-    }
-    me.gemm("T", "N", &outputs, &count, &inputs, &one, weights, &inputs, x, &inputs, &kept, out + n,
-            &width);
   }
 }
 
-inline void product_into(const Matrix& w, const float* x, Index rows, float* out, bool add,
-                         const Member& me) {
+inline void transpose(__m256 a[8]) {
+  __m256 b[8], c[8];
+  for (int i = 0; i < 8; i += 2) {
+    b[i] = _mm256_unpacklo_ps(a[i], a[i + 1]);
+    b[i + 1] = _mm256_unpackhi_ps(a[i], a[i + 1]);
+  }
+  for (int i = 0; i < 8; i += 4) {
+    for (int h = 0; h < 2; ++h) {
+      c[i + 2 * h] = _mm256_shuffle_ps(b[i + h], b[i + h + 2], 0x44);
+      c[i + 2 * h + 1] = _mm256_shuffle_ps(b[i + h], b[i + h + 2], 0xee);
+    }
+  }
+  for (int i = 0; i < 4; ++i) {
+    a[i] = _mm256_permute2f128_ps(c[i], c[i + 4], 0x20);
+    a[i + 4] = _mm256_permute2f128_ps(c[i], c[i + 4], 0x31);
+  }
+}
+
+// Rows that the tile at `row` has: two vectors, or one at the end.
+inline Index tile_rows(Index rows, Index row) { return rows - row > LANES ? WIDE : LANES; }
+
+// Writes rows as tiles [inputs, rows of a tile], padded with zeros; threads share the inputs.
+inline void make_tiles(const float* x, Index rows, Index inputs, float* tiles, const Member& me) {
+  Index begin, end;
+  me.share(inputs, UNIT, begin, end);
+  for (Index row = 0; row < rows; row += WIDE) {
+    const Index height = tile_rows(rows, row);
+    float* tile = tiles + row * inputs;
+    for (Index k = begin; k < end; k += 8) {
+      for (Index r = 0; r < height; r += 8) {
+        __m256 part[8];
+        for (Index i = 0; i < 8; ++i) {
+          const Index from = row + r + i;
+          part[i] = from < rows ? _mm256_loadu_ps(x + from * inputs + k) : _mm256_setzero_ps();
+        }
+        transpose(part);
+        for (Index i = 0; i < 8; ++i) _mm256_storeu_ps(tile + (k + i) * height + r, part[i]);
+      }
+    }
+  }
+}
+
+// What `outer` prefetches: N rows, one line for every so many inputs; null for nothing.
+struct Ahead {
+  const char* at;
+  Index pitch, every;
+};
+
+// Sums [N outputs, V vectors of rows] of weights [N, pitch] and a tile.
+template <int V, int N>
+inline void outer(const float* x, const float* w, Index pitch, Index inputs, Ahead ahead,
+                  float* sums) {
+  const float* third[N / 3];
+  for (int j = 0; j < N / 3; ++j) third[j] = w + 3 * j * pitch;
+  Floats acc[N][V];
+  for (int j = 0; j < N; ++j) {
+    for (int v = 0; v < V; ++v) acc[j][v] = all(0.0f);
+  }
+  for (Index k = 0; k < inputs; k += 16) {
+    if (ahead.at && k % ahead.every == 0) {
+      for (int j = 0; j < N; ++j) __builtin_prefetch(ahead.at + j * ahead.pitch, 0, 2);
+      ahead.at += 64;
+    }
+#pragma GCC unroll 4
+    for (Index i = k; i < k + 16; ++i) {
+      Floats values[V];
+      for (int v = 0; v < V; ++v) values[v] = load(x + (i * V + v) * LANES);
+      for (int j = 0; j < N; ++j) {
+        const Floats weight = all(third[j / 3][j % 3 * pitch + i]);
+        for (int v = 0; v < V; ++v) acc[j][v] = fma(values[v], weight, acc[j][v]);
+      }
+    }
+  }
+  for (int j = 0; j < N; ++j) {
+    for (int v = 0; v < V; ++v) store(sums + (j * V + v) * LANES, acc[j][v]);
+  }
+}
+
+// Takes sums [count outputs, height] of some rows to their place, in rows.
+inline void put(const Matrix& w, const float* sums, Index height, Index first, Index rows, Index n,
+                Index count, bool bias, const Into& into) {
+  for (Index j = 0; j < count; j += 8) {
+    const Index wide = smaller<Index>(8, count - j);
+    float scales[8], biases[8];
+    for (Index i = 0; i < wide; ++i) {
+      scales[i] = w.kind == INT8 ? w.scale[n + j + i] : 1.0f;
+      biases[i] = bias && w.bias ? w.bias[n + j + i] : 0.0f;
+    }
+    for (Index r = 0; r < rows; r += 8) {
+      __m256 part[8];
+      for (Index i = 0; i < 8; ++i) part[i] = _mm256_loadu_ps(sums + (j + i) * height + r);
+      transpose(part);
+      for (Index i = 0; i < smaller<Index>(8, rows - r); ++i) {
+        const __m256 sum = _mm256_fmadd_ps(part[i], _mm256_loadu_ps(scales), _mm256_loadu_ps(biases));
+        float* to = into.out + (first + r + i) * into.width + n + j;
+        if (wide == 8) {
+          _mm256_storeu_ps(to, into.add ? sum + _mm256_loadu_ps(to) : sum);
+        } else {
+          for (Index l = 0; l < wide; ++l) to[l] = into.add ? to[l] + sum[l] : sum[l];
+        }
+      }
+    }
+  }
+}
+
+// Many rows, in tiles.
+inline void outer_products(const Matrix& w, const float* tiles, Index rows, Index begin, Index end,
+                           float* panel, Into into) {
+  const Index bytes = row_bytes(w), every = 64 * w.inputs / bytes;
+  const Index unit = w.kind == INT4 ? GROUP : 16, parts = (w.inputs + DEPTH - 1) / DEPTH;
+  const bool add = into.add, one = rows <= LANES;
+  for (Index n = begin, k = 0; n < end;) {
+    const Index count = smaller(PANEL, end - n);
+    // Float32 weights are read where they are, unless their rows would share sets of the cache; for
+    // one narrow tile whole rows, one after another.
+    const bool direct = w.kind == FLOAT32 && count % TALL == 0 && w.inputs % 1024 != 0;
+    const bool whole = direct && one;
+    const Index most = whole ? w.inputs : (w.inputs / unit + parts - 1) / parts * unit;
+    const Index depth = smaller(most, w.inputs - k);
+    const Index pitch = direct ? w.inputs : PITCH;
+    const float* weights = direct ? static_cast<const float*>(w.data) + n * pitch + k : panel;
+    for (Index j = 0; !direct && j < PANEL && j < count + TALL - 1; ++j) {
+      widen_row(w, smaller(n + j, end - 1), k, depth, panel + j * PITCH);
+    }
+    const Index next_k = k + depth < w.inputs ? k + depth : 0, next_n = next_k ? n : n + PANEL;
+    const char* next = static_cast<const char*>(w.data) + next_n * bytes + next_k * bytes / w.inputs;
+    into.add = add || k > 0;
+    // The reads are spread over the tiles.
+    const Index spread = smaller<Index>(PANEL / TALL, (rows + WIDE - 1) / WIDE);
+    for (Index row = 0; row < rows; row += WIDE) {
+      const Index height = tile_rows(rows, row);
+      const float* x = tiles + row * w.inputs + k * height;
+      float sums[PANEL * WIDE];
+      for (Index j = 0; j < count; j += TALL) {
+        const bool reads = next_n < end && row / WIDE == j / TALL % spread;
+        const char* from = whole ? next - (PANEL - TALL) * bytes : next;
+        const auto ahead = [&](Index of) {
+          return Ahead{reads ? from + of * bytes : nullptr, bytes, every};
+        };
+        if (height == LANES) {
+          outer<1, TALL>(x, weights + j * pitch, pitch, depth, ahead(j), sums + j * LANES);
+        } else {
+          for (Index i = j; i < j + TALL; i += SHORT) {
+            outer<2, SHORT>(x, weights + i * pitch, pitch, depth, ahead(i), sums + i * WIDE);
+          }
+        }
+      }
+      put(w, sums, height, row, smaller(height, rows - row), n, count, k == 0, into);
+    }
+    n = next_n;
+    k = next_k;
+  }
+}
+
+// Makes `tiles` of rows that every thread has; threads wait for each other if there are many.
+inline void prepare(const float* x, Index rows, Index inputs, float* tiles, const Member& me) {
+  if (rows <= ROWS) return;
+  make_tiles(x, rows, inputs, tiles, me);
+  me.wait();
+}
+
+// This thread's outputs for rows that were prepared.
+inline void product_into(const Matrix& w, const float* x, const float* tiles, Index rows, float* out,
+                         bool add, const Member& me) {
   Index begin, end;
   me.share(w.outputs, UNIT, begin, end);
-  if (rows >= MANY && me.gemm && begin < end) {
-    return product_by_blas(w, x, rows, begin, end, out, add, me);
+  const Into into{out, w.outputs, add};
+  if (rows > ROWS) return outer_products(w, tiles, rows, begin, end, me.panel, into);
+  switch (w.kind) {
+    case FLOAT32: return dot_products<float>(w, x, rows, begin, end, me.panel, into);
+    case FLOAT16: return dot_products<Half>(w, x, rows, begin, end, me.panel, into);
+    case BFLOAT16: return dot_products<Brain>(w, x, rows, begin, end, me.panel, into);
+    default: return dot_products<std::int8_t>(w, x, rows, begin, end, me.panel, into);
   }
-  product(w, x, rows, begin, end, me.panel, Into{out, w.outputs, add});
 }
 
 // Norms and positions.
@@ -514,6 +627,10 @@ inline const float* block_of(const Attention& a, const void* kept, Index offset,
   return wide.data();
 }
 
+inline void prefetch(const void* from, Index bytes) {
+  for (Index i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(from) + i, 0, 2);
+}
+
 // Rows [first_row, ...) of one sequence and one head of its keys.
 void attend_rows(const Attention& a, Index sequence, Index first_row, Index head, Work& s) {
   const Index group = a.heads / a.kv_heads, tokens = a.count[sequence], dim = a.dim;
@@ -538,9 +655,23 @@ void attend_rows(const Attention& a, Index sequence, Index first_row, Index head
   const Index length = start + (tree ? tokens : token_of(rows - 1) + 1);
   const Index furthest = tree ? start : places[token_of(0)];
   const Index from = a.window > 0 ? larger<Index>(0, furthest - a.window + 1) : 0;
-  for (Index begin = from / a.size * a.size; begin < length; begin += a.size) {
+  // Blocks lie anywhere, so the processor does not foresee the next one.
+  const Index width = a.kept == FLOAT32 ? 4 : 2;
+  const auto offset_of = [&](Index at) {
+    return (table[at / a.size] * a.kv_heads + head) * a.size * dim;
+  };
+  const auto fetch = [&](const void* kept, Index at) {
+    if (at >= length) return;
+    const Index bytes = smaller(a.size, length - at) * dim * width;
+    prefetch(static_cast<const char*>(kept) + offset_of(at) * width, bytes);
+  };
+  const Index first = from / a.size * a.size;
+  fetch(a.values, first);
+  for (Index begin = first; begin < length; begin += a.size) {
     const Index count = smaller(a.size, length - begin);
-    const Index offset = (table[begin / a.size] * a.kv_heads + head) * a.size * dim;
+    const Index offset = offset_of(begin);
+    fetch(a.keys, begin + a.size);
+    fetch(a.values, begin + a.size);
     const float *keys = block_of(a, a.keys, offset, count * dim, s.keys),
                 *values = block_of(a, a.values, offset, count * dim, s.values);
     const bool plain = begin + count <= start && a.window <= 0;
@@ -628,7 +759,7 @@ inline void embed(const Model& m, const Step& s, const Member& me) {
   me.share(s.tokens, 1, begin, end);
   for (Index t = begin; t < end; ++t) {
     float* x = s.x + t * m.hidden;
-    widen_row(m.embedding, s.token[t], x);
+    widen_row(m.embedding, s.token[t], 0, m.hidden, x);
     const float scale = m.embedding.kind == INT8 ? m.embedding.scale[s.token[t]] : 1.0f;
     const Floats factor = all(m.embedding_scale * scale);
     for (Index k = 0; k < m.hidden; k += LANES) store(x + k, load(x + k) * factor);
@@ -642,9 +773,10 @@ void forward(const Model& m, const Step& s, const Member& me, Work& work) {
     const Layer& l = m.layers[n];
     join(m, s, after, l.before_attention, me);
     me.wait();
-    product_into(l.query, s.normed, s.tokens, s.query, false, me);
-    product_into(l.key, s.normed, s.tokens, s.key, false, me);
-    product_into(l.value, s.normed, s.tokens, s.value, false, me);
+    prepare(s.normed, s.tokens, m.hidden, s.tiles, me);
+    product_into(l.query, s.normed, s.tiles, s.tokens, s.query, false, me);
+    product_into(l.key, s.normed, s.tiles, s.tokens, s.key, false, me);
+    product_into(l.value, s.normed, s.tiles, s.tokens, s.value, false, me);
     me.wait();
     place_heads(m, l, s, me);
     me.wait();
@@ -656,16 +788,20 @@ void forward(const Model& m, const Step& s, const Member& me, Work& work) {
     a.window = l.window;
     attend_pieces(a, s.counters + n, work);
     me.wait();
-    product_into(l.out, s.attended, s.tokens, l.after_attention ? s.sum : s.x, !l.after_attention, me);
+    prepare(s.attended, s.tokens, l.out.inputs, s.tiles, me);
+    product_into(l.out, s.attended, s.tiles, s.tokens, l.after_attention ? s.sum : s.x,
+                 !l.after_attention, me);
     me.wait();
     join(m, s, l.after_attention, l.before_feed_forward, me);
     me.wait();
-    product_into(l.gate, s.normed, s.tokens, s.inner, false, me);
-    product_into(l.up, s.normed, s.tokens, s.gated, false, me);
+    prepare(s.normed, s.tokens, m.hidden, s.tiles, me);
+    product_into(l.gate, s.normed, s.tiles, s.tokens, s.inner, false, me);
+    product_into(l.up, s.normed, s.tiles, s.tokens, s.gated, false, me);
     activate(m, s, me);
     me.wait();
     after = l.after_feed_forward;
-    product_into(l.down, s.inner, s.tokens, after ? s.sum : s.x, !after, me);
+    prepare(s.inner, s.tokens, m.inner, s.tiles, me);
+    product_into(l.down, s.inner, s.tiles, s.tokens, after ? s.sum : s.x, !after, me);
     me.wait();
   }
   join(m, s, after, nullptr, me);
@@ -676,25 +812,25 @@ void forward(const Model& m, const Step& s, const Member& me, Work& work) {
     normalise(s.x + s.row[r] * m.hidden, m.norm, m.hidden, m.epsilon, s.normed + r * m.hidden);
   }
   me.wait();
-  product_into(m.head, s.normed, s.wanted, s.logits, false, me);
+  prepare(s.normed, s.wanted, m.hidden, s.tiles, me);
+  product_into(m.head, s.normed, s.tiles, s.wanted, s.logits, false, me);
 }
 
 // Runs `body` in threads of torch, each with memory of its own.
 template <class Body>
-inline void in_threads(Index threads, Index panel_size, Gemm gemm, const Body& body) {
+inline void in_threads(Index threads, Index widest, const Body& body) {
   Team team{};
 #pragma omp parallel num_threads(static_cast<int>(threads))
   {
     static thread_local Scratch<float> panel;
-    panel.resize(panel_size);
-    body(Member{omp_get_thread_num(), omp_get_num_threads(), team, panel.data(), gemm});
+    panel.resize(larger(widest * OUTPUTS, PANEL * PITCH));
+    body(Member{omp_get_thread_num(), omp_get_num_threads(), team, panel.data()});
   }
 }
 
 void run(const Model& m, const Step& s) {
   const Index widest = larger(larger(m.hidden, m.inner), m.heads * m.dim);
-  const Index panel = widest * (s.tokens >= MANY ? WIDENED : OUTPUTS);
-  in_threads(s.threads, panel, m.gemm, [&](const Member& me) {
+  in_threads(s.threads, widest, [&](const Member& me) {
     static thread_local Work work;
     forward(m, s, me, work);
   });
@@ -703,8 +839,12 @@ void run(const Model& m, const Step& s) {
 void multiply(const Product& p) {
   const Matrix& w = p.matrix;
   const bool few = p.rows * w.inputs * w.outputs <= ALONE;
-  in_threads(few ? 1 : p.threads, w.inputs * OUTPUTS, nullptr, [&](const Member& me) {
-    product_into(w, p.x, p.rows, p.out, false, me);
+  static thread_local Scratch<float> tiles;
+  if (p.rows > ROWS) tiles.resize((p.rows + WIDE - 1) / WIDE * WIDE * w.inputs);
+  float* const at = tiles.data();
+  in_threads(few ? 1 : p.threads, w.inputs, [&](const Member& me) {
+    prepare(p.x, p.rows, w.inputs, at, me);
+    product_into(w, p.x, at, p.rows, p.out, false, me);
   });
 }
 

@@ -139,7 +139,7 @@ class Decoder {
   // `rotary`: inverse frequencies and a factor, for each kind of layer.
   Decoder(const std::string& instructions, const Indices& sizes, const std::vector<float>& numbers,
           const std::vector<Address>& embedding, const std::vector<Address>& head, Address norm,
-          std::vector<std::pair<std::vector<float>, float>> rotary, Address gemm)
+          std::vector<std::pair<std::vector<float>, float>> rotary)
       : kernels_(named(instructions)), rotary_(std::move(rotary)) {
     expect(sizes.size() == 10 && numbers.size() == 3, "10 sizes and 3 numbers");
     model_.hidden = sizes[0];
@@ -158,7 +158,6 @@ class Decoder {
     model_.embedding = matrix(embedding);
     model_.head = matrix(head);
     model_.norm = at<const float>(norm);
-    model_.gemm = reinterpret_cast<Gemm>(gemm);
     expect(model_.dim % 16 == 0, "the size of a head is a multiple of 16");
   }
 
@@ -197,9 +196,14 @@ class Decoder {
                        &s.attended, &s.inner,  &s.gated, &s.sum};
     Index total = 0;
     for (Index width : widths) total += width * count;
-    if (static_cast<Index>(memory_.size()) < total) memory_.resize(total);
+    const Index widest = std::max({model_.hidden, model_.inner, model_.heads * model_.dim});
+    const Index padded = (std::max(count, s.wanted) + 31) / 32 * 32;
+    if (static_cast<Index>(memory_.size()) < total + widest * padded) {
+      memory_.resize(total + widest * padded);
+    }
     float* next = memory_.data();
     for (int i = 0; i < 9; next += widths[i++] * count) *parts[i] = next;
+    s.tiles = next;
     s.cosines = cosines_.data();
     s.sines = sines_.data();
     Attention& a = s.attention;
@@ -252,7 +256,7 @@ NB_MODULE(_decoder, module) {
   nb::class_<Decoder>(module, "Decoder")
       .def(nb::init<const std::string&, const Indices&, const std::vector<float>&,
                     const std::vector<Address>&, const std::vector<Address>&, Address,
-                    std::vector<std::pair<std::vector<float>, float>>, Address>())
+                    std::vector<std::pair<std::vector<float>, float>>>())
       .def("add_layer", &Decoder::add_layer)
       .def("run", &Decoder::run);
 }

@@ -7,7 +7,6 @@ transformers. Models with anything unknown run their own forward instead.
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import logging
 import math
@@ -15,7 +14,6 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -68,16 +66,6 @@ def native_problem() -> str | None:
     if not names:
         return "this processor has neither AVX512 nor AVX2"
     return f"this processor has no {wanted}" if wanted and wanted not in names else None
-
-
-@cache
-def _gemm() -> int:
-    """Address of the float32 product of torch's BLAS; 0 if torch does not export it."""
-    try:
-        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
-        return ctypes.cast(library.sgemm_, ctypes.c_void_p).value or 0
-    except (OSError, AttributeError):
-        return 0
 
 
 @dataclass(frozen=True)
@@ -160,7 +148,7 @@ class NativeDecoder:
         decoder = self._built.Decoder(
             *(self.instructions, sizes, [model.epsilon, first.scale, model.embedding_scale]),
             *(embedding, self._matrix(model.head), self._norm("model.norm")),
-            *(model.frequencies, _gemm()),
+            model.frequencies,
         )
         for number, (matrices, norms) in enumerate(layers):
             decoder.add_layer(

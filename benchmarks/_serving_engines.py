@@ -1,0 +1,179 @@
+"""Serving engines on CPUs, each in a process of its own: ``python -m benchmarks._serving_engines``.
+
+An engine reads a GGUF file and answers prompts of tokens that come at once, greedily. The process
+prints a line of JSON when it has answered a first request, and one for each number of requests.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+MOST = 32  # requests at a time
+LONGEST = 288  # tokens of prompt and answer
+STEP = 512  # tokens of a batch
+
+Prompts = Sequence[list[int]]
+Run = Callable[[Prompts, int], list[list[int]]]
+"""Answers prompts with a number of tokens each."""
+
+
+def write_gguf(source: Path, kind: str, target: Path) -> None:
+    """Writes a copy of a GGUF file with float32, float16 or Q8_0 matrices."""
+    import gguf  # pyright: ignore[reportMissingImports]
+
+    kinds = gguf.GGMLQuantizationType
+    wanted = {"f32": kinds.F32, "f16": kinds.F16, "q8_0": kinds.Q8_0}[kind]
+    read = gguf.GGUFReader(source)
+    writer = gguf.GGUFWriter(target, str(read.fields["general.architecture"].contents()))
+    left_out = ("GGUF.", "general.architecture", "general.file_type", "general.quantization")
+    for name, field in read.fields.items():
+        if not name.startswith(left_out):
+            part = field.types[1] if len(field.types) > 1 else None
+            writer.add_key_value(name, field.contents(), field.types[0], part)
+    files = gguf.LlamaFileType
+    types = {"f32": files.ALL_F32, "f16": files.MOSTLY_F16, "q8_0": files.MOSTLY_Q8_0}
+    writer.add_file_type(types[kind])
+    for tensor in read.tensors:
+        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        form = wanted if values.ndim > 1 else kinds.F32
+        writer.add_tensor(tensor.name, gguf.quants.quantize(values, form), raw_dtype=form)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def gulliver(path: Path, kind: str, threads: int) -> Run:
+    """`gulliver.serve`, in float32 or with int8 weights."""
+    import torch
+
+    from gulliver.serve import LLM, EngineOptions, SamplingParams
+
+    torch.set_num_threads(threads)
+    llm = LLM(
+        *(path, None),
+        options=EngineOptions(STEP, MOST, share_prefixes=False),
+        cache_tokens=MOST * LONGEST,
+        **({"quantize": "int8"} if kind == "q8_0" else {"dtype": "float32"}),
+    )
+
+    def run(prompts: Prompts, count: int) -> list[list[int]]:
+        asked = SamplingParams(max_tokens=count, temperature=0, ignore_eos=True)
+        return [out.outputs[0].token_ids for out in llm.generate(list(prompts), asked)]
+
+    return run
+
+
+def llamacpp(path: Path, kind: str, threads: int) -> Run:
+    """llama.cpp's server within this process, as many slots as requests."""
+    import xllamacpp  # pyright: ignore[reportMissingImports]
+
+    asked = xllamacpp.CommonParams()
+    asked.model.path = str(path)
+    asked.n_parallel, asked.n_ctx = MOST, MOST * LONGEST
+    asked.n_batch = asked.n_ubatch = STEP
+    asked.cpuparams.n_threads = asked.cpuparams_batch.n_threads = threads
+    asked.cache_prompt, asked.warmup, asked.port, asked.verbosity = False, False, 0, 0
+    server = xllamacpp.Server(asked)
+
+    def run(prompts: Prompts, count: int) -> list[list[int]]:
+        url = f"{server.listening_address}/completion"  # the server lives as long as this function
+
+        def one(prompt: list[int]) -> list[int]:
+            body = {"prompt": prompt, "n_predict": count, "temperature": 0, "samplers": ["top_k"]}
+            body |= {"top_k": 1, "ignore_eos": True, "cache_prompt": False, "return_tokens": True}
+            head = {"Content-Type": "application/json"}
+            with urllib.request.urlopen(
+                urllib.request.Request(url, json.dumps(body).encode(), head)
+            ) as found:
+                return json.loads(found.read())["tokens"]
+
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            return list(pool.map(one, prompts))
+
+    return run
+
+
+def openvino(path: Path, kind: str, threads: int) -> Run:
+    """OpenVINO GenAI's continuous batching; its products are float32 for float files."""
+    import numpy as np
+    import openvino_genai as genai  # pyright: ignore[reportMissingImports]
+    from openvino import Tensor  # pyright: ignore[reportMissingImports]
+
+    sizes = genai.SchedulerConfig()
+    sizes.max_num_batched_tokens, sizes.max_num_seqs = STEP, MOST
+    sizes.enable_prefix_caching, sizes.cache_size = False, 2
+    how = {"INFERENCE_NUM_THREADS": threads} | (
+        {} if kind == "q8_0" else {"INFERENCE_PRECISION_HINT": "f32"}
+    )
+    pipeline = genai.ContinuousBatchingPipeline(str(path), sizes, "CPU", how)
+
+    def run(prompts: Prompts, count: int) -> list[list[int]]:
+        asked = genai.GenerationConfig()
+        asked.max_new_tokens, asked.ignore_eos, asked.do_sample = count, True, False
+        given = [Tensor(np.array([prompt], dtype=np.int64)) for prompt in prompts]
+        found = pipeline.generate(given, [asked] * len(given))
+        return [list(one.m_generation_ids[0]) for one in found]
+
+    return run
+
+
+def transformers(path: Path, kind: str, threads: int) -> Run:
+    """One static batch of transformers' `generate`; prompts are equally long."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(threads)
+    how: dict[str, Any] = {"gguf_file": path.name, "dtype": torch.float32}
+    model = AutoModelForCausalLM.from_pretrained(path.parent, **how).eval()
+
+    def run(prompts: Prompts, count: int) -> list[list[int]]:
+        ids = torch.tensor(list(prompts))
+        sizes = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False}
+        made = model.generate(ids, attention_mask=torch.ones_like(ids), **sizes)
+        return made[:, ids.shape[1] :].tolist()
+
+    return run
+
+
+ENGINES: dict[str, Callable[[Path, str, int], Run]] = {
+    "gulliver": gulliver,
+    "llama.cpp": llamacpp,
+    "OpenVINO": openvino,
+    "transformers": transformers,
+}
+
+
+def _age() -> float:
+    """Seconds since this process was started."""
+    ticks = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19])
+    return float(Path("/proc/uptime").read_text().split()[0]) - ticks / os.sysconf("SC_CLK_TCK")
+
+
+def main(engine: str, kind: str, path: str, prompts: str, count: int, *sizes: int) -> None:
+    """Times an engine with each number of requests."""
+    given: list[list[int]] = json.loads(Path(prompts).read_text())
+    run = ENGINES[engine](Path(path), kind, len(os.sched_getaffinity(0)))
+    run([given[-1][:16]], 2)
+    print(json.dumps({"ready": _age()}), flush=True)
+    for size in sizes:
+        begun = time.perf_counter()
+        answers = run(given[:size], count)
+        seconds = time.perf_counter() - begun
+        assert all(len(answer) == count for answer in answers), [len(a) for a in answers]
+        figures = {"size": size, "seconds": seconds, "first": [a[:16] for a in answers]}
+        print(json.dumps(figures), flush=True)
+    sys.stdout.flush()
+    os._exit(0)  # engines' threads may outlive the interpreter
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:5], *map(int, sys.argv[5:]))
