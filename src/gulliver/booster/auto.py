@@ -120,7 +120,7 @@ class AutoEngine:
         return self.booster.plan
 
     def run(self, batch: Any, criterion: Callable[[Any, Any], Tensor] | None = None) -> float:
-        """Runs forward and backward of this replica's samples; `optimizer.step` follows."""
+        """Runs forward and backward of this replica's samples; call `optimizer.step` next."""
         count = samples_of(batch)
         if count != self.samples:
             raise GulliverError(

@@ -378,7 +378,7 @@ def load_huggingface(
         strict: raise on mismatches before anything is changed; otherwise report them.
         prefix: prefix of the model's names in the files: ``"model."`` loads the weights of a causal
             language model into its backbone.
-        elsewhere: names that may be in the files but not in this model, such as those of other
+        elsewhere: names that may be in the files but not in this model, such as names of other
             pipeline stages.
         aliases: alternative name, by name of this model, to use if the files lack the name: tied
             weights whose other copy is on another stage.

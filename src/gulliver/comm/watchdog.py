@@ -19,13 +19,13 @@ import torch.distributed as dist
 from gulliver.errors import GulliverError
 
 KEPT = 64
-"""Entries kept per group; bounds how far ranks can be apart."""
+"""Entries kept per group; ranks can be at most this many collectives apart."""
 
 CODES = 2047
 """Number of purposes that tags distinguish; 0 means none."""
 
 TAGS = 1 << 20
-"""Tags per purpose; those below are left to other code. Gloo's tags have 31 bits."""
+"""Number of tags per purpose; other code may use lower tags. Gloo's tags have 31 bits."""
 
 _NUMBERS = 1 << 15
 """Tags per purpose and wire format; many more than can be in flight."""

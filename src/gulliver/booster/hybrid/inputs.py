@@ -1,4 +1,4 @@
-"""Losses of logits sharded over vocabulary, sequence or both, and gathered outputs.
+"""Computes losses from logits sharded over vocabulary, sequence or both; gathers outputs.
 
 The loss and gathered tensors leave the sharded part of a model with ``gradient="alike"``: every
 rank of a sequence returns and counts them. [Note: gradients] of sequence parallelism explains why

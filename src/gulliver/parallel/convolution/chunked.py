@@ -34,7 +34,7 @@ class SlidingWindow:
         return max(0, (extent + after - self.first - self.span) // self.stride + 1)
 
     def needs(self, start: int, stop: int) -> Interval:
-        """Returns the input positions of outputs `start` up to `stop`, at least one."""
+        """Returns the interval of inputs of the outputs ``start:stop``, which must not be empty."""
         return start * self.stride + self.first, (stop - 1) * self.stride + self.first + self.span
 
 
@@ -119,7 +119,7 @@ def boxes_of(
     limit: int,
     room: float,
 ) -> Iterator[Box]:
-    """Splits the output, samples first, until the input and output of each chunk fit."""
+    """Splits the output into chunks whose input and output fit; splits samples first."""
     waiting: list[Box] = [tuple((0, count) for count in outputs)]
     while waiting:
         box = waiting.pop()

@@ -346,7 +346,7 @@ class Pipeline:
         return {"use_cache": False} if caches and "use_cache" in known else {}
 
     def _complete(self, batch: Batch) -> Batch:
-        """Broadcasts random choices of modules that run on every stage."""
+        """Returns the batch with random caption drops that are equal on all stages."""
         drop = getattr(getattr(self.model, "y_embedder", None), "drop", 0.0)
         if self.stage.stack.family != "STDiT3" or not self.model.training or not drop:
             return batch

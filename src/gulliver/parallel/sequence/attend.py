@@ -61,8 +61,8 @@ def attention(
 
     Args:
         q: this rank's queries, ``[batch, heads, local length, head dim]``.
-        k: this rank's keys, ``[batch, KV heads, local key length, head dim]``; their number divides
-            that of the heads.
+        k: this rank's keys, ``[batch, KV heads, local key length, head dim]``; the number of KV
+            heads divides the number of heads.
         v: this rank's values, ``[batch, KV heads, local key length, value dim]``.
         groups: rank groups of the plan; queries and keys have to be sharded in the plan's layout.
         mask: visible keys of each query, by positions in the full sequence; None for all. A query

@@ -216,7 +216,10 @@ class _Trip:
     def _inner_turn(
         self, a: int, held: Tensor
     ) -> Generator[Visit | None, Tensor, tuple[Tensor, Messages | None]]:
-        """Returns the held block's first half and the pending sum of the other blocks."""
+        """Runs one turn of the inner ring.
+
+        Returns the first half of the held block's result, and the other ranks' sum in flight.
+        """
         ring, inner, block = self.ring, self.groups.inner, held
         del held
         following = ring.inwards(a, 0, block)

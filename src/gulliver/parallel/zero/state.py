@@ -60,7 +60,7 @@ from gulliver.precision.wire.formats import IDENTITY
 
 @dataclass(frozen=True)
 class ShardingOptions(Options):
-    """How chunks are split, moved and stepped.
+    """Options for splitting, communicating and updating chunks.
 
     Attributes:
         chunk_bytes: size of a chunk, in bytes.
@@ -312,11 +312,11 @@ class ShardedState:
         self.reducer.release_idle()
 
     def step_groups(self) -> list[list[int]]:
-        """Returns groups of chunk indices that are stepped together.
+        """Returns groups of chunks, by index, that the optimizer updates in one call.
 
-        Chunks are stepped one at a time with tiers, if gathers overlap steps, or if a checkpoint
-        may still be copying other chunks. An unknown optimizer always steps all chunks in one call,
-        as it may combine parameters or count calls.
+        Chunks are updated one at a time with tiers, if gathers overlap steps, or if a checkpoint
+        may still be copying other chunks. An unknown optimizer always updates all chunks in one
+        call, as it may combine parameters or count calls.
         """
         numbers = list(range(len(self.chunks)))
         gathers = self.stage in (1, 2) and self.size > 1
