@@ -235,7 +235,7 @@ def check_choices(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer
 
 
 def _manager(resolved: ResolvedPlan) -> LimitedManager | None:
-    """Creates the manager of a memory limit, before anything is changed."""
+    """Creates the memory manager of a plan; None without a memory limit."""
     plan = resolved.plan
     if not plan.limited:
         return None

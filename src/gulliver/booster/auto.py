@@ -173,7 +173,7 @@ def auto_engine(
         operators: plan sharding and recomputation per operator (`find_operators`) instead of a
             grid; every rank then reads all samples of a step, and `batch` holds all of them.
         host: page-locked host memory per rank for state that exceeds `memory`, as text or in bytes.
-        disk: folder and bytes for such state, ``/scratch:100GiB``.
+        disk: folder and bytes for state that does not fit, ``/scratch:100GiB``.
 
     Raises:
         GulliverError: no plan fits the memory (the error names the smallest sufficient amount);

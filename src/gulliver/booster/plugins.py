@@ -53,7 +53,7 @@ class Plugin(ABC):
     verbose: bool = True
     wires = WireOptions()
     takes: tuple[str, ...] = ()
-    """Device types besides the rank's own on which parameters may be."""
+    """Device types on which parameters may be, in addition to the rank's own."""
 
     @abstractmethod
     def choices(self, ranks: int, precision: str = "none") -> Plan:

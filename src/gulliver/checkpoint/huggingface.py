@@ -515,7 +515,7 @@ def _origin(leaf: Leaf) -> tuple[int, Region | None]:
 
 
 def _fits(leaf: Leaf, info: TensorInfo) -> bool:
-    """Whether a leaf's bytes equal those in the file, so that no conversion is needed."""
+    """Whether a leaf and the file have equal bytes, so that no conversion is needed."""
     if not _is_plain(leaf):
         return False
     value = _value(leaf)

@@ -1,4 +1,4 @@
-"""Overlaps of parts of a tensor: their common elements, and how to copy them.
+"""Computes the elements that parts of a tensor share, and copies them.
 
 A part is a range of elements of a region, and a region consists of slices of a full tensor along
 one dim. In the row-major order of the full tensor, a part is therefore an ascending list of

@@ -505,7 +505,7 @@ def choose_axes(
     Args:
         cluster: links between the ranks, measured or described.
         collectives: names ("all_reduce", "reduce_scatter", "all_gather") and bytes of each full
-            tensor; `gulliver.hardware.costs.zero_collectives` lists those of a step.
+            tensor; `gulliver.hardware.costs.zero_collectives` lists a step's.
         size: expected number of ranks; None for the cluster's.
 
     Raises:

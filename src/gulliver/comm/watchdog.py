@@ -44,7 +44,7 @@ Entries = dict[str, list[tuple[int, str]]]
 # they differ all ranks raise, or are ended where they wait in C++.
 @dataclass(frozen=True)
 class Purpose:
-    """What a collective is for."""
+    """Purpose of a collective, for its tags and for error messages."""
 
     text: str = ""  # Continues "rank 1 ..."
     code: int = 0  # Number, 1 to 2046; no two purposes that may meet have the same
@@ -256,7 +256,7 @@ class _Status:
 
 
 class Watchdog:
-    """Publishes this rank's heartbeats and checks those of other ranks, in a daemon thread."""
+    """Publishes this rank's heartbeats and checks the other ranks', in a daemon thread."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, silence_s: float) -> None:
         self._store, self.rank, self.size, self.silence_s = store, rank, size, silence_s

@@ -329,7 +329,7 @@ class ActivationOffload:
         return forget
 
     def _take(self, nbytes: int) -> ManagedTensor:
-        """Returns a managed tensor of this size; every step gets them in the same order."""
+        """Returns a managed tensor of this size, in the same order in every step."""
         free = self._free.setdefault(nbytes, [])
         if free:
             return heapq.heappop(free)[1]

@@ -343,7 +343,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
     Attributes:
         checkpoint: object that saves and loads this optimizer and its model.
         feedback: object with the error feedback of compressed gradients, if not this optimizer.
-        names: names by parameter; a parameter tied across pipeline stages has the same name on all.
+        names: names by parameter; a parameter tied across stages has the same name on all of them.
         taken: statistics of the last steps.
         spreads_state: whether state is sharded by element; otherwise every rank has all of it.
 

@@ -136,7 +136,7 @@ class Rows:
         return taken[0] if len(taken) == 1 else torch.cat(taken, self.dim)
 
     def all(self, span: int, value: float = 0.0) -> Tensor:
-        """Returns the input of all windows; without any, one constant window, for autograd."""
+        """Returns the input of all windows, or one constant window if the shard has no output."""
         if self.outputs[0] == self.outputs[1]:
             return torch.cat([self.take(0, 0), self._filled(span, value)], self.dim)
         return self.take(*self.wanted, value)

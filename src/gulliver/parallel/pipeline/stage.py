@@ -84,7 +84,7 @@ class Stage:
         over replicas, with all its trained tied parameters.
 
         Args:
-            gradients: gradients by name as in `tied`; zeros for those that do not exist.
+            gradients: gradients by name as in `tied`; zeros if a parameter has none.
 
         Raises:
             GulliverError: a gradient is missing.

@@ -65,7 +65,7 @@ def plan_tensor(
 
     Raises:
         GulliverError: unknown modules or styles, sizes that cannot be distributed, or dropout,
-            whose masks would differ between ranks and from those of one process.
+            whose masks would differ between ranks and from the masks of one process.
     """
     return _Planner(model, size, rules or {}, replicate_rest, allow_dropout).plan()
 

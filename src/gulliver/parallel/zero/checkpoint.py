@@ -139,7 +139,7 @@ def _scattered(
 
 
 def run_of(whole: Tensor, piece: ShardPiece, owned: Tensor) -> Tensor:
-    """Returns a piece's elements of a full tensor, in the shape of `owned`."""
+    """Returns the elements of a full tensor that a piece has, in the shape of `owned`."""
     return whole.reshape(-1)[piece.offset : piece.offset + piece.numel].view(owned.shape)
 
 

@@ -1,4 +1,4 @@
-"""Partitioning of tensors into chunks, which planners use too, and a chunk's state."""
+"""Partitions tensors into chunks, also for planners, and defines the state of a chunk."""
 
 from __future__ import annotations
 

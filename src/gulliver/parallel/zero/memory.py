@@ -40,7 +40,7 @@ class ChunkBytes:
 
 
 def predicted(shards: ShardedState, pipelined: bool = False) -> dict[str, int]:
-    """Predicts this rank's bytes by kind; with tiers, only those in the fast tier."""
+    """Predicts this rank's bytes by kind; with tiers, only bytes in the fast tier."""
     chunks = [
         ChunkBytes(
             tuple(c.chunk.parameters),
