@@ -1,4 +1,4 @@
-"""Applies plans to models, which may be larger than memory: on meta, filled chunk by chunk.
+"""Applies plans; a model larger than memory starts on meta and is filled chunk by chunk.
 
 A meta parameter is replaced by an expanded NaN, which takes no memory, until its chunk is created;
 then it is loaded from a folder or initialized by the module's ``reset_parameters``, in torch's

@@ -252,7 +252,7 @@ def _of_operators(
     precision: str | None,
     verbose: bool,
 ) -> AutoEngine:
-    """Boosts with the best per-operator plan, along one or two mesh axes."""
+    """Boosts the model with the best per-operator plan, along one or two mesh axes."""
     from gulliver.operators.plans import find_operators
 
     def search() -> Plan:

@@ -351,7 +351,7 @@ class OptimizerEntry:
 
     @classmethod
     def of(cls, reader: StepReader, optimizer: BoostedOptimizer) -> Self:
-        """Collects an optimizer's groups (collective)."""
+        """Creates the entry, with the optimizer's groups over all ranks (collective)."""
         return cls(
             reader,
             optimizer,

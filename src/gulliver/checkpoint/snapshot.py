@@ -238,7 +238,7 @@ class Snapshot:
     ) -> None:
         self.stall_s = 0.0
         self.copied_s: float | None = None
-        """Seconds from the beginning until no source was needed any more."""
+        """Seconds from the start until all sources had been copied."""
         self._begun = time.perf_counter()
         self._lock, self._submitted = threading.Lock(), threading.Event()
         self._caller, self._settled = threading.get_ident(), threading.Event()

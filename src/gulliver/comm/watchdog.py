@@ -56,7 +56,7 @@ PATIENCE_S = 1.0
 """Seconds of waiting after which a rank checks the others."""
 
 READING_S = 2.0
-"""Seconds between these checks."""
+"""Seconds between a waiting rank's checks of the others."""
 
 MEETINGS = frozenset(
     {

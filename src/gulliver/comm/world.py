@@ -164,7 +164,7 @@ def _exit_failed(why: str, status: int) -> NoReturn:
 
 @contextmanager
 def guard() -> Iterator[None]:
-    """Replaces transport errors in the block with one that names the failed rank, if known."""
+    """Re-raises transport errors in the block as an error that names the failed rank, if known."""
     try:
         yield
     except (RuntimeError, dist.DistError) as error:

@@ -215,7 +215,7 @@ class ChunkGradients:
 
     @contextmanager
     def scaled(self, kept: Tensor, factor: Tensor) -> Iterator[tuple[Tensor, bool]]:
-        """Context with a kept gradient times a factor, and whether the kept one was scaled too."""
+        """Context with a kept gradient times a factor, and whether it was scaled in place."""
         yield kept.mul_(factor.to(kept.dtype)), True
 
 

@@ -301,7 +301,7 @@ class OptimizerCheckpoint:
         return set(names)
 
     def canonical_names(self, model: nn.Module) -> dict[str, str]:
-        """Returns the name that keys optimizer state, by each tied name in the model's state."""
+        """Maps each tied name in the model's state to the name that keys optimizer state."""
         known, names = dict(model.named_parameters(remove_duplicate=False)), self.optimizer.names
         return {n: names[p] for n, p in known.items() if names.get(p, n) != n}
 

@@ -1,4 +1,4 @@
-"""Runs convolutional networks sharded over ranks, streamed over time or in chunks; exactly.
+"""Runs convolutional networks exactly: sharded over ranks, streamed over time or in chunks.
 
     shared = share_autoencoder(autoencoder, mesh)              # several ranks encode and decode
     for video in stream_decode(autoencoder, latents): ...      # any length in constant memory

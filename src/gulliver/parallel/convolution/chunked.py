@@ -34,7 +34,7 @@ class SlidingWindow:
         return max(0, (extent + after - self.first - self.span) // self.stride + 1)
 
     def needs(self, start: int, stop: int) -> Interval:
-        """Returns the interval of inputs of the outputs ``start:stop``, which must not be empty."""
+        """Returns the input positions that the outputs ``start:stop`` (at least one) depend on."""
         return start * self.stride + self.first, (stop - 1) * self.stride + self.first + self.span
 
 

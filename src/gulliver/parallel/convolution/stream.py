@@ -276,7 +276,7 @@ class FrameStream(PartLayout):
         return made
 
     def at_ends(self, x: Sharded, before: int, after: int, mode: str) -> tuple[int, int]:
-        """Returns the padding at the start; padding at the end is 0 before the last frame."""
+        """Returns the padding at both ends; it is 0 at the end until the last segment."""
         if after and self.final and not x.local.shape[x.cut.dim]:
             reject("padding after the last frame", x, "end with a longer segment")
         return before, after if self.final else 0

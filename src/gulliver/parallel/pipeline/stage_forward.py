@@ -336,7 +336,7 @@ def first_of(output: Any) -> Tensor:
 
 
 def hidden_of(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-    """Returns the hidden state in a block's arguments, which is the first one."""
+    """Returns the hidden state, which is a block's first argument."""
     return args[0] if args else kwargs[_first_name(block)]
 
 

@@ -528,7 +528,7 @@ class ZeroCheckpoint(OptimizerCheckpoint):
     def import_leaves(
         self, entries: Mapping[str, Mapping[str, Any]]
     ) -> dict[tuple[str, str], Leaf]:
-        """Returns the tensors that load the entries of `export_leaves`."""
+        """Returns the tensors to fill with the entries that `export_leaves` returned."""
         state = {n: {k: v for k, v in found.items() if k != MASTER} for n, found in entries.items()}
         wanted = self.make_state(state)
         before_write(sharded.chunk.master_shard for sharded in self._shards.chunks)

@@ -87,7 +87,7 @@ class Phase(Enum):
     """Phase of a chunk's gradients."""
 
     EMPTY = auto()
-    """No full gradients; reduced ones are in the shards."""
+    """No full gradients; reduced gradients are in the shards."""
     COLLECTING = auto()
     """Backward accumulates gradients in the chunk's buffer."""
     REDUCING = auto()

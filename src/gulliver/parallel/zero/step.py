@@ -347,7 +347,7 @@ class UnevenStep:
         return 1.0 if scaler is None else scaler.scale
 
     def backward(self, loss: Tensor, last: bool) -> None:
-        """Runs backward of a loss; the last one starts the reduction of accumulated gradients."""
+        """Runs backward of a loss; with `last`, starts reducing the accumulated gradients."""
         if self.sent:
             raise GulliverError(
                 "backward was called after the step's last one; call it once per micro-batch"

@@ -107,7 +107,7 @@ class OptimizerGroups:
         self._members = [list(group["params"]) for group in self._inner.param_groups]
 
     def show_pieces(self, number: int | None = None) -> None:
-        """Puts this rank's pieces into the groups, of one chunk or of all."""
+        """Puts this rank's pieces of one chunk, or of all chunks, into the groups."""
         self._show(self._pieces if number is None else self._by_chunk[number])
 
     def show_parameters(self) -> None:
