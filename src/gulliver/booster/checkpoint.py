@@ -251,7 +251,7 @@ class LoadPlan:
     frozen: bool = True
 
     def load(self) -> Loaded:
-        """Matches and fills (collective)."""
+        """Matches the step with the objects, and fills them (collective)."""
         reader, optimizer, model = self.reader, self.optimizer, self.model
         self.loaded = Loaded(reader.manifest.step)
         # These call other ranks, so they run before anything that may fail on one rank alone.

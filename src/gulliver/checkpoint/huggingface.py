@@ -268,7 +268,7 @@ def _convert(
 
 
 class _WholeShapes:
-    """Shows conversions the full shapes of parameters of which the model may hold only regions."""
+    """Wraps a model so that conversions see the full shapes of its sharded parameters."""
 
     def __init__(self, model: Any) -> None:
         self._model = model

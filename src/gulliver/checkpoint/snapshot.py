@@ -279,7 +279,7 @@ class Snapshot:
 
     @cached_property
     def images(self) -> dict[str, Image]:
-        """File layouts by name, created on first use because many tensors take time."""
+        """File layouts by name; created on first use, which is slow for many tensors."""
         return {file: Image(sources, {"format": "pt"}) for file, sources in self._sources.items()}
 
     @cached_property

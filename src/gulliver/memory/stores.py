@@ -176,7 +176,7 @@ class Middle:
 
 
 class Store(Protocol):
-    """Memory below the fast tier."""
+    """A memory tier below the fast tier."""
 
     # Name of the tier, such as ``disk``.
     name: str

@@ -51,7 +51,7 @@ class BufferStillReferenced(InsufficientMemory):
 
 
 class Traffic:
-    """Memory of the fast tier, and transfers between it and the store."""
+    """Manages the memory of the fast tier, and transfers to and from the store."""
 
     def __init__(
         self,

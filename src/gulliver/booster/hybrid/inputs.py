@@ -31,7 +31,7 @@ HALVES = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Counting:
-    """How a token loss is averaged."""
+    """Rule for averaging token losses."""
 
     # Label of tokens that do not count.
     ignore_index: int = -100

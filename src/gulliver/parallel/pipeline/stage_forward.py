@@ -144,7 +144,7 @@ Carry = tuple[Tensor, ...]
 #     (memory,) between the lists
 #     (hidden, memory) inside the second list
 class StageEnd(Exception):
-    """Ends the forward of a stage before the last, with the tensors to send."""
+    """Raised to end the forward of a stage except the last; has the tensors to send."""
 
     def __init__(self, carry: Carry) -> None:
         super().__init__("the stage's forward has ended")

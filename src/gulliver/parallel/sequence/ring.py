@@ -240,7 +240,7 @@ class _Trip:
     def _rest(
         self, visit: Visit, first: Tensor, arriving: Messages | None
     ) -> Generator[Visit | None, Tensor, Tensor]:
-        """Adds the second half of the held block's result, and the received sum."""
+        """Returns the held block's result, from both halves, plus the received sum."""
         total = first.add_((yield visit))
         return total if arriving is None else total.add_(arriving.wait())
 
