@@ -1,4 +1,4 @@
-"""Applies plans, including to models larger than memory: built on meta, filled chunk by chunk.
+"""Applies plans; a model larger than memory starts on meta and is filled chunk by chunk.
 
 A meta parameter is replaced by an expanded NaN, which takes no memory, until its chunk is created;
 then it is loaded from a folder or initialized by the module's ``reset_parameters``, in torch's
@@ -235,7 +235,7 @@ def check_choices(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer
 
 
 def _manager(resolved: ResolvedPlan) -> LimitedManager | None:
-    """Creates the manager of a memory limit, before anything is changed."""
+    """Creates the memory manager of a plan; None without a memory limit."""
     plan = resolved.plan
     if not plan.limited:
         return None
@@ -320,7 +320,7 @@ def check_unshared(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
-    """First and last address of a tensor's memory, which may have gaps; nothing on meta."""
+    """Returns the address range of a tensor's memory, which may have gaps; empty on meta."""
     if tensor.layout is not torch.strided or tensor.is_meta or not tensor.numel():
         return 0, 0
     return tensor.data_ptr(), tensor.data_ptr() + _span(tensor) * tensor.itemsize

@@ -120,7 +120,7 @@ class AutoEngine:
         return self.booster.plan
 
     def run(self, batch: Any, criterion: Callable[[Any, Any], Tensor] | None = None) -> float:
-        """Runs forward and backward of this replica's samples; `optimizer.step` follows."""
+        """Runs forward and backward of this replica's samples; call `optimizer.step` next."""
         count = samples_of(batch)
         if count != self.samples:
             raise GulliverError(
@@ -173,7 +173,7 @@ def auto_engine(
         operators: plan sharding and recomputation per operator (`find_operators`) instead of a
             grid; every rank then reads all samples of a step, and `batch` holds all of them.
         host: page-locked host memory per rank for state that exceeds `memory`, as text or in bytes.
-        disk: folder and bytes for such state, ``/scratch:100GiB``.
+        disk: folder and bytes for state that does not fit, ``/scratch:100GiB``.
 
     Raises:
         GulliverError: no plan fits the memory (the error names the smallest sufficient amount);
@@ -252,7 +252,7 @@ def _of_operators(
     precision: str | None,
     verbose: bool,
 ) -> AutoEngine:
-    """Boosts with the best per-operator plan, along one or two mesh axes."""
+    """Boosts the model with the best per-operator plan, along one or two mesh axes."""
     from gulliver.operators.plans import find_operators
 
     def search() -> Plan:

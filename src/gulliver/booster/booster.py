@@ -352,7 +352,7 @@ class Booster(CheckpointIO):
         """Runs forward and backward of the next batch through the stages of a pipeline.
 
         Without a pipeline it calls the model, so the same loop works for both. Gradients are
-        complete when it returns; `optimizer.step` follows. Every rank calls it; ranks of one model
+        complete when it returns; `optimizer.step` is next. Every rank calls it; ranks of one model
         pass the same batch.
 
         Args:
@@ -370,7 +370,7 @@ class Booster(CheckpointIO):
                 (without the first of each sample), or a function of a micro-batch that counts it.
 
         Returns:
-            ``loss``: of the full batch, on every stage, or None; ``outputs`` or None.
+            Dict with the batch's ``loss``, on every stage, and ``outputs``; None if not requested.
 
         Raises:
             GulliverError: the batch cannot be split; ranks of one model have different batches.
@@ -396,8 +396,8 @@ class Booster(CheckpointIO):
     def full_parameters(self, model: nn.Module) -> Iterator[None]:
         """Gives access to a model's full parameters inside a ``with`` block.
 
-        Stage 3 of ZeRO keeps only shards between uses. Writes inside, which must be the same on all
-        ranks, are copied to the shards on exit. All ranks must enter and exit the block. Under a
+        Stage 3 of ZeRO keeps only shards between uses. Writes in the block must be the same on all
+        ranks, and are copied to the shards on exit. All ranks must enter and exit it. Under a
         memory limit, parameters are loaded one at a time as they are read; writing through a view
         after the next load raises. In a hybrid run the parameters are this rank's slices.
 
@@ -418,10 +418,10 @@ class Booster(CheckpointIO):
     ) -> AbstractContextManager[Any]:
         """Accumulates gradients locally; the next backward outside the block reduces them.
 
-        Stage 2 of ZeRO keeps no full gradients: it reduces them inside too and accumulates shards.
+        Stage 2 of ZeRO keeps no full gradients: it still reduces them, and accumulates shards.
 
         Args:
-            model: boosted by this booster.
+            model: model that `boost` returned.
             optimizer: optimizer that `boost` returned with it; by default the model's optimizer.
         """
         if optimizer is None:

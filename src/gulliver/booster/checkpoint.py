@@ -251,7 +251,7 @@ class LoadPlan:
     frozen: bool = True
 
     def load(self) -> Loaded:
-        """Matches and fills (collective)."""
+        """Matches the step with the objects, and fills them (collective)."""
         reader, optimizer, model = self.reader, self.optimizer, self.model
         self.loaded = Loaded(reader.manifest.step)
         # These call other ranks, so they run before anything that may fail on one rank alone.
@@ -351,7 +351,7 @@ class OptimizerEntry:
 
     @classmethod
     def of(cls, reader: StepReader, optimizer: BoostedOptimizer) -> Self:
-        """Collects an optimizer's groups (collective)."""
+        """Creates the entry, with the optimizer's groups over all ranks (collective)."""
         return cls(
             reader,
             optimizer,

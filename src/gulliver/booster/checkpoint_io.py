@@ -1,8 +1,8 @@
 """Saves and loads models, optimizers and runs.
 
-Every rank writes its shards in the format of a full step. An optimizer saved alone is a run with a
-single step and entry, which also has the float32 master weights (a full step saves them as the
-model) and the parameters' shapes and dtypes.
+Every rank writes its shards in the format of a full step. A separately saved optimizer is a run
+with a single step and entry, which also has the float32 master weights (a full step saves them as
+the model) and the parameters' shapes and dtypes.
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ class CheckpointIO:
         Args:
             folder: folder of the run's checkpoints.
             step: number of the step.
-            model: boosted by this booster, or plain.
+            model: model to save, boosted or not.
             optimizer: optimizer that `boost` returned; None saves the model without one.
             lr_scheduler: scheduler to save, or None.
             state: additional entries, such as averaged weights, the loader's position or numbers;
@@ -367,7 +367,7 @@ class CheckpointIO:
         names: set[str] | None,
         use_async: bool,
     ) -> None:
-        """Writes a model's files from memory if a rank has all of it, otherwise from shards."""
+        """Writes a model's files, from memory if a rank has the full model, else from shards."""
         if not use_async and not _is_spread(holder):
             state = _whole_state(holder, model)
             state = state if names is None else {name: state[name] for name in names}

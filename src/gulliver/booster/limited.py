@@ -67,7 +67,7 @@ class LimitedManager(Manager):
         self._clock = (0.0, 0.0)
 
     def add(self, name: str, kind: str, *arguments: Any, **options: Any) -> ManagedTensor:
-        """Adds an object, and pins it if the plan keeps it on the device."""
+        """Adds an object, which is never evicted if the plan keeps it on the device."""
         placed = super().add(name, kind, *arguments, **options)
         if kind == ACTIVATIONS:
             self.spare -= placed.size

@@ -53,7 +53,7 @@ class Plugin(ABC):
     verbose: bool = True
     wires = WireOptions()
     takes: tuple[str, ...] = ()
-    """Device types besides the rank's own on which parameters may be."""
+    """Device types on which parameters may be, in addition to the rank's own."""
 
     @abstractmethod
     def choices(self, ranks: int, precision: str = "none") -> Plan:
@@ -243,7 +243,7 @@ class TorchDDPPlugin(Plugin):
         self.bucket_cap_mb, self.static_graph, self.verbose = bucket_cap_mb, static_graph, verbose
 
     def choices(self, ranks: int, precision: str = "none") -> Plan:
-        """Keeps full state on every rank."""
+        """Plans full state on every rank."""
         return Plan(
             plugin=type(self).__name__,
             mesh=Mesh(current_world().device.type, {"data": ranks}),
@@ -325,7 +325,7 @@ class LowLevelZeroPlugin(Plugin):
             self.zero.refuse_tuning()
 
     def choices(self, ranks: int, precision: str = "none") -> Plan:
-        """Shards over all ranks."""
+        """Plans sharding over all ranks."""
         links, memory, chunk_mb = self.links, self.memory, self.zero.chunk_mb
         torus = {} if isinstance(links.axes, str) else dict(links.axes or {})
         order = tuple(links.rank_order or ()) if torus else ()
@@ -450,7 +450,7 @@ class GeminiPlugin(Plugin):
         self.weights, self.verbose = weights, verbose
 
     def choices(self, ranks: int, precision: str = "none") -> Plan:
-        """Shards over all ranks, under the limit."""
+        """Plans sharding over all ranks, under the memory limit."""
         device = current_world().device.type
         return Plan(
             plugin=type(self).__name__,

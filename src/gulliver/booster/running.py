@@ -1,4 +1,4 @@
-"""Metrics of a boosted model, and a pipeline-style step for models without a pipeline."""
+"""Metrics of a boosted model, and `execute_pipeline` for models without a pipeline."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Criterion = Callable[[Any, Any], Tensor]
 
 
 def own_loss(outputs: Any, batch: Any) -> Tensor:
-    """Returns a model's own loss: its ``loss``, or an output of one number."""
+    """Returns a model's own loss: its ``loss`` output, or its only output if that is a scalar."""
     if isinstance(outputs, Tensor) and not outputs.ndim:
         return outputs
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
@@ -126,7 +126,7 @@ class Running:
 
     @property
     def moved(self) -> tuple[int, int] | None:
-        """Bytes that the last step read and wrote; None without a memory limit."""
+        """Bytes that the last step read from and wrote to slower tiers; None without a limit."""
         return None if self._manager is None else self._manager.step_moved
 
     @property

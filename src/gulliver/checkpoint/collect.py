@@ -139,12 +139,12 @@ class RankContent:
 
 
 def own_entry(entry: str, rank: int) -> str:
-    """Name of a per-rank entry among files and tensors."""
+    """Returns the name under which a rank's value of a per-rank entry is saved."""
     return f"{entry}@{rank}"
 
 
 def file_name(entry: str, rank: int, world_size: int) -> str:
-    """Name of the file that holds a rank's tensors of an entry."""
+    """Returns the name of the file that holds a rank's tensors of an entry."""
     if world_size == 1 or "@" in entry:
         return f"{entry.replace('@', '-rank-')}{WHOLE_FILE}"
     return f"{entry}-{rank + 1:05d}-of-{world_size:05d}{WHOLE_FILE}"

@@ -268,7 +268,7 @@ def _convert(
 
 
 class _WholeShapes:
-    """Shows conversions the full shapes of parameters of which the model may hold only regions."""
+    """Wraps a model so that conversions see the full shapes of its sharded parameters."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -378,7 +378,7 @@ def load_huggingface(
         strict: raise on mismatches before anything is changed; otherwise report them.
         prefix: prefix of the model's names in the files: ``"model."`` loads the weights of a causal
             language model into its backbone.
-        elsewhere: names that may be in the files but not in this model, such as those of other
+        elsewhere: names that may be in the files but not in this model, such as names of other
             pipeline stages.
         aliases: alternative name, by name of this model, to use if the files lack the name: tied
             weights whose other copy is on another stage.
@@ -515,7 +515,7 @@ def _origin(leaf: Leaf) -> tuple[int, Region | None]:
 
 
 def _fits(leaf: Leaf, info: TensorInfo) -> bool:
-    """Whether a leaf's bytes equal those in the file, so that no conversion is needed."""
+    """Whether a leaf and the file have equal bytes, so that no conversion is needed."""
     if not _is_plain(leaf):
         return False
     value = _value(leaf)

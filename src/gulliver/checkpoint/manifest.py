@@ -1,6 +1,6 @@
 """Manifest of a step: files with sizes and checksums, and the location of all tensor parts.
 
-manifest.json      everything described here
+manifest.json      files, checksums, and positions of tensor parts
 state.json         non-tensor values, with references to the tensors
 ENTRY.safetensors  the tensors of an entry; with several ranks, one file each:
                    ENTRY-00002-of-00004.safetensors

@@ -38,7 +38,7 @@ def _heartbeat_file(partial: Path, rank: int) -> Path:
 
 
 def create_heartbeats(partial: Path, world_size: int) -> None:
-    """Creates all files on rank 0, so that no rank waits for another's file to appear."""
+    """Creates all heartbeat files on rank 0, so that no rank waits for one to appear."""
     for rank in range(1, world_size):
         _heartbeat_file(partial, rank).touch()
 

@@ -511,7 +511,7 @@ class StepReader:
         prefix: str = "",
         dtypes: Mapping[str, torch.dtype] | None = None,
     ) -> None:
-        """Checks, without storing them, values that are converted to a narrower dtype."""
+        """Checks that values fit the narrower dtypes they are loaded into; stores nothing."""
         # `read_into` reads it again: to keep all of it until it is checked might take any amount of
         # memory.
         saved = self.tensors(entry)

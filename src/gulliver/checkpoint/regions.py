@@ -1,4 +1,4 @@
-"""Overlaps of parts of a tensor: their common elements, and how to copy them.
+"""Computes the elements that parts of a tensor share, and copies them.
 
 A part is a range of elements of a region, and a region consists of slices of a full tensor along
 one dim. In the row-major order of the full tensor, a part is therefore an ascending list of
@@ -126,7 +126,7 @@ class Copies:
         return Copies(self.source * size + source, self.target * size, self.count * size, self.kind)
 
     def packed(self) -> tuple[Copies, Copies]:
-        """Splits copies into two steps, through a buffer without gaps."""
+        """Splits copies into a step to a contiguous buffer, and a step from it."""
         row = np.cumsum(self.count) - self.count
         return replace(self, target=row), replace(self, source=row)
 
@@ -197,7 +197,7 @@ def overlap(source: PartOffset, target: PartOffset) -> Copies:
 def copy_bytes(
     target: Tensor, source: Tensor, copies: Copies, dtype: torch.dtype | None = None
 ) -> None:
-    """Copies between two byte buffers, box by box."""
+    """Copies elements between two byte buffers, merged into strided boxes."""
     if dtype is None and len(copies) == 1:
         begin, at, count = int(copies.source[0]), int(copies.target[0]), int(copies.count[0])
         target[at : at + count].copy_(source[begin : begin + count])

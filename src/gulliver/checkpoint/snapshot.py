@@ -238,7 +238,7 @@ class Snapshot:
     ) -> None:
         self.stall_s = 0.0
         self.copied_s: float | None = None
-        """Seconds from the beginning until no source was needed any more."""
+        """Seconds from the start until all sources had been copied."""
         self._begun = time.perf_counter()
         self._lock, self._submitted = threading.Lock(), threading.Event()
         self._caller, self._settled = threading.get_ident(), threading.Event()
@@ -279,7 +279,7 @@ class Snapshot:
 
     @cached_property
     def images(self) -> dict[str, Image]:
-        """File layouts by name, created on first use because many tensors take time."""
+        """File layouts by name; created on first use, which is slow for many tensors."""
         return {file: Image(sources, {"format": "pt"}) for file, sources in self._sources.items()}
 
     @cached_property

@@ -151,7 +151,7 @@ class StepWeights(Weights):
 
 
 class FileWeights(Weights):
-    """Safetensors files: a single one, or those of a Hugging Face folder."""
+    """Tensors of a safetensors file, or of all such files of a Hugging Face folder."""
 
     # Where a file's text says of a name that it is another one's tensor (as `save_huggingface` and
     # `safetensors.torch.save_model` write), it is there under both.
@@ -272,7 +272,7 @@ class MemoryWeights(Weights):
         self.path, self.files = Path(), []
         self._tensors: dict[str, Tensor] = {}
         self.aliases: dict[str, str] = {}
-        """Names left out, each with the name that has its values."""
+        """Omitted names of tied tensors, each with the name that has the values."""
         yielding, kept = set(last), dict[Any, str]()
         for name in sorted(tensors, key=lambda name: name in yielding):
             tensor = _whole(name, tensors[name])

@@ -46,7 +46,7 @@ _log = logging.getLogger("gulliver")
 Progress = Callable[[int, int], None]
 """Callback that receives the bytes written and the total."""
 DTypes = torch.dtype | Mapping[str, torch.dtype] | None
-"""Dtype of floating-point tensors: one for all, by source name, or None to keep theirs."""
+"""Dtype of floating-point tensors: one for all, by source name, or None for the stored ones."""
 
 
 class _FileWriter:

@@ -1,4 +1,4 @@
-"""Collectives: point-to-point messages over gloo, otherwise those of the backend."""
+"""Collectives, made of point-to-point messages over gloo; other backends use their own."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def all_reduce(
         wire: wire format of the elements.
         purpose: what the collective is for, the same on all ranks; gloo reports differences.
         error: rounding error of the previous compression, added to the tensor and then replaced by
-            this one's. Unused without compression.
+            the error of this one. Unused without compression.
         finish: callback on a background thread when the result is complete; compression only.
     """
     _check(tensor, op)
@@ -505,7 +505,7 @@ def choose_axes(
     Args:
         cluster: links between the ranks, measured or described.
         collectives: names ("all_reduce", "reduce_scatter", "all_gather") and bytes of each full
-            tensor; `gulliver.hardware.costs.zero_collectives` lists those of a step.
+            tensor; `gulliver.hardware.costs.zero_collectives` lists a step's.
         size: expected number of ranks; None for the cluster's.
 
     Raises:

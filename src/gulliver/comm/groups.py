@@ -75,7 +75,7 @@ def rank_group_of(group: dist.ProcessGroup | None) -> RankGroup:
 
 
 def sends_directly(group: dist.ProcessGroup | None, tensor: Tensor) -> bool:
-    """Whether such tensors use our point-to-point collectives (gloo on the CPU)."""
+    """Whether a tensor is sent by our point-to-point collectives (gloo on the CPU)."""
     return tensor.device.type == "cpu" and _place(group).gloo
 
 
@@ -124,7 +124,7 @@ _made: WeakKeyDictionary[Any, dict[Key, _Shared]] = WeakKeyDictionary()
 
 
 def shared_rank_group(rows: Sequence[Sequence[int]], use: str) -> RankGroup:
-    """Returns the row with this rank, as a rank group (collective; equal rows on all ranks).
+    """Returns the row with this rank as a rank group (collective; pass equal rows on all ranks).
 
     Args:
         rows: rows of world ranks, in order; one contains this rank.

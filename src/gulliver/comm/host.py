@@ -260,7 +260,7 @@ def log_host_team(group: dist.ProcessGroup | None) -> None:
 
 
 def drain_host_teams(until: float) -> bool:
-    """Waits up to a deadline until no rank needs this rank's memory; False if one does."""
+    """Waits until no rank needs this rank's memory; returns False after the deadline."""
     return all(team.drain(until) for team in list(_teams.values()) if team is not None)
 
 

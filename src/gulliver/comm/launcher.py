@@ -104,7 +104,7 @@ def default_ranks() -> int:
 
 
 _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)
-"""Signals that other processes send, or crashes, so that a rank leaves no error message."""
+"""Signals from other processes and crashes, after which a rank has left no error message."""
 
 
 def under_launcher() -> bool:

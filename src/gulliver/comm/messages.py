@@ -115,7 +115,7 @@ def acquire_buffer(numel: int, dtype: torch.dtype) -> Tensor:
 
 
 def release_buffer(buffer: Tensor) -> None:
-    """Returns a buffer to the pool, which frees the least recently used above a limit."""
+    """Returns a buffer to the pool, which frees the least recently used ones above a limit."""
     global _kept_bytes
     key = (buffer.numel(), buffer.dtype)
     with _lock:

@@ -1,8 +1,8 @@
 """Runs collectives over gloo in background threads while Python computes.
 
 A collective is a generator: it posts messages, yields them, and resumes when they have arrived;
-    then it uses them, and may post more. Copies into sockets and additions release the GIL, so they
-    do not slow down the training thread while a core is free.
+then it uses them, and may post more. Copies into sockets and additions release the GIL, so they
+do not slow down the training thread while a core is free.
 """
 
 from __future__ import annotations

@@ -247,7 +247,7 @@ def chained_all_gather(output: Tensor, input: Tensor, rank_groups: Sequence[Rank
 
 
 def chained_all_reduce(tensor: Tensor, op: str, rank_groups: Sequence[RankGroup]) -> None:
-    """All-reduces in place: reduce-scatter inside, all-reduce outside, gather inside."""
+    """Reduce-scatters along the inner axes, all-reduces along the outermost, then all-gathers."""
     count = math.prod(rank_group.size for rank_group in rank_groups[1:])
     flat = tensor.view(-1)
     padded = torch.nn.functional.pad(flat, (0, -flat.numel() % count))

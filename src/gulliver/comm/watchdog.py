@@ -19,13 +19,13 @@ import torch.distributed as dist
 from gulliver.errors import GulliverError
 
 KEPT = 64
-"""Entries kept per group; bounds how far ranks can be apart."""
+"""Entries kept per group; ranks can be at most this many collectives apart."""
 
 CODES = 2047
 """Number of purposes that tags distinguish; 0 means none."""
 
 TAGS = 1 << 20
-"""Tags per purpose; those below are left to other code. Gloo's tags have 31 bits."""
+"""Number of tags per purpose; other code may use lower tags. Gloo's tags have 31 bits."""
 
 _NUMBERS = 1 << 15
 """Tags per purpose and wire format; many more than can be in flight."""
@@ -44,7 +44,7 @@ Entries = dict[str, list[tuple[int, str]]]
 # they differ all ranks raise, or are ended where they wait in C++.
 @dataclass(frozen=True)
 class Purpose:
-    """What a collective is for."""
+    """Purpose of a collective, for its tags and for error messages."""
 
     text: str = ""  # Continues "rank 1 ..."
     code: int = 0  # Number, 1 to 2046; no two purposes that may meet have the same
@@ -56,7 +56,7 @@ PATIENCE_S = 1.0
 """Seconds of waiting after which a rank checks the others."""
 
 READING_S = 2.0
-"""Seconds between these checks."""
+"""Seconds between a waiting rank's checks of the others."""
 
 MEETINGS = frozenset(
     {
@@ -256,7 +256,7 @@ class _Status:
 
 
 class Watchdog:
-    """Publishes this rank's heartbeats and checks those of other ranks, in a daemon thread."""
+    """Publishes this rank's heartbeats and checks the other ranks', in a daemon thread."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, silence_s: float) -> None:
         self._store, self.rank, self.size, self.silence_s = store, rank, size, silence_s

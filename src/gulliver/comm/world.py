@@ -164,7 +164,7 @@ def _exit_failed(why: str, status: int) -> NoReturn:
 
 @contextmanager
 def guard() -> Iterator[None]:
-    """Replaces errors of collectives inside by one that names the rank that failed."""
+    """Re-raises transport errors in the block as an error that names the failed rank, if known."""
     try:
         yield
     except (RuntimeError, dist.DistError) as error:
@@ -178,7 +178,7 @@ def guard() -> Iterator[None]:
 
 @contextmanager
 def together() -> Iterator[None]:
-    """Marks a section that needs all ranks: an error in it ends all of them."""
+    """Marks a section that needs all ranks: an error in the block ends all ranks."""
     # All ranks mark the same passages in the same order, and an error in one is final.
     watchdog = _watchdog
     if watchdog is None:

@@ -1,4 +1,4 @@
-"""Chunks of tensors that are used together, and memory tiers.
+"""Memory tiers (device, host, disk), and chunks of tensors that move between them together.
 
 Start with `chunk.py`. `prefetch.py` loads chunks ahead of use; `manager.py` keeps tensors within a
 memory limit; `traffic.py` moves them to and from the stores of `stores.py` and `host.py`.

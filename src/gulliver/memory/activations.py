@@ -154,7 +154,7 @@ class _KeptTensor:
 
 @dataclass(frozen=True)
 class _Outer:
-    """A value that outer hooks packed."""
+    """A value packed by the user's outer saved-tensor hooks."""
 
     saved: Any
 
@@ -192,7 +192,7 @@ class ActivationOffload:
             wrap_call(module, self._around(module))
 
     def sweep(self) -> None:
-        """Discards copies that no graph needs, and unpins those that no node is using."""
+        """Discards copies that no graph needs, and lets the manager evict unused copies."""
         for managed, users in list(self._used.values()):
             if managed.tensor is not None and storage_users(managed.tensor) <= users:
                 del self._used[managed.number]
@@ -266,7 +266,7 @@ class ActivationOffload:
         return flat.as_strided(saved.size, saved.stride, saved.offset)
 
     def _brought(self, managed: ManagedTensor) -> Tensor:
-        """Returns a copy's memory, pinned while nodes refer to it."""
+        """Loads a saved activation, and keeps it on the device while autograd nodes use it."""
         if managed.number not in self._used:
             try:
                 memory = self.manager.use(managed)
@@ -329,7 +329,7 @@ class ActivationOffload:
         return forget
 
     def _take(self, nbytes: int) -> ManagedTensor:
-        """Returns a managed tensor of this size; reuse is in order, so steps get the same ones."""
+        """Returns a managed tensor of this size, in the same order in every step."""
         free = self._free.setdefault(nbytes, [])
         if free:
             return heapq.heappop(free)[1]

@@ -271,9 +271,9 @@ STEADY_SHARE = 4
 """Divisor of the margin: smaller changes of the budget are skipped, to save a new schedule."""
 WINDOW = 8
 KEPT_SHARE, KEPT_BYTES = 0.4, 64 << 20
-"""Extra room for keeping freed memory, as a share of other memory, and the latter's minimum."""
+"""Share of unmanaged memory added for keeping freed memory; minimum unmanaged bytes to do so."""
 FEW_WAITS, MANY_WAITS = 0.1, 0.25
-"""Shares of step time spent waiting: freed memory is kept below the first, until the second."""
+"""Shares of step time spent waiting below which freed memory is kept, and above which it is not."""
 
 
 # [Note: the loop] The budget of a step is the limit less a margin, less the most that other memory
@@ -383,7 +383,7 @@ class BudgetRule:
         return self._set(room, at, why)
 
     def grow(self, needed: int, other: int) -> int:
-        """Raises the budget during a step, as more is in use together, if the limit allows."""
+        """Raises the budget during a step that uses more memory than planned, if possible."""
         room = self.limit - self.margin - other
         if needed > room:
             return self.budget
@@ -419,7 +419,7 @@ class BudgetController:
         manager: manager of model states.
         footprint: measurements of the process; None (without /proc) for the prediction only.
         predicted: predicted memory of a step.
-        minimum: planned peak of the bytes that the manager has in use together.
+        minimum: planned peak of the manager's bytes in use.
         decides: description of what determines `minimum`.
         keeps: allow keeping freed memory if steps hardly wait for transfers.
 
@@ -452,7 +452,7 @@ class BudgetController:
             footprint.watch(self.rule.alarm)
 
     def check(self, at: str = "") -> None:
-        """Reacts to an alarm, if there is one.
+        """Lowers the budget if the process has come close to its limit.
 
         Args:
             at: position in the step, for the log.

@@ -54,7 +54,7 @@ class ByteCounter:
 
 
 class BufferPool:
-    """Allocates flat buffers, and reuses those without views."""
+    """Allocates flat buffers, and reuses buffers that no view refers to."""
 
     def __init__(self, kept: int = 4) -> None:
         self.kept = kept

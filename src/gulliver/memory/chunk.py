@@ -1,9 +1,9 @@
 """Chunks, their gradients, and the placeholder in ``parameter.grad`` for a reduced gradient.
 
 If ``parameter.grad`` were None, `torch.nn.utils.clip_grad_norm_` would silently clip nothing, and
-    ``model.zero_grad()`` could not be detected. So a placeholder has the gradient's shape and the
-    memory of one element. It reads as NaN, and rejects norms and in-place changes with an error
-    that names the alternative.
+``model.zero_grad()`` could not be detected. So a placeholder has the gradient's shape and the
+memory of one element. It reads as NaN, and rejects norms and in-place changes with an error
+that names the alternative.
 """
 
 from __future__ import annotations
@@ -123,13 +123,13 @@ class ChunkGradients:
         return self.pool.take(self.layout.size, self.dtype, self._device, GRADIENTS)
 
     def rest(self) -> None:
-        """Unpins a managed buffer until more gradients arrive."""
+        """Lets the manager evict the buffer until more gradients arrive."""
 
     def wake(self) -> None:
         """Loads a managed buffer, before gradients are added."""
 
     def park(self) -> None:
-        """Unpins a managed buffer until it is reduced."""
+        """Lets the manager evict the buffer until it is reduced."""
 
     def fetch(self) -> None:
         """Loads a managed buffer, to reduce it."""
@@ -157,7 +157,7 @@ class ChunkGradients:
         for name, parameter in self.parameters.items():
             gradient = parameter.grad
             if name in placed:
-                if gradient is not placed[name] or gradient.requires_grad:
+                if gradient is None or gradient is not placed[name] or gradient.requires_grad:
                     raise _left(name)
                 if self.direct:
                     placed[name] = gradient.to(self.dtype).contiguous()
@@ -245,7 +245,7 @@ class ChunkGradients:
 
     @contextmanager
     def scaled(self, kept: Tensor, factor: Tensor) -> Iterator[tuple[Tensor, bool]]:
-        """Context with a kept gradient times a factor, and whether the kept one was scaled too."""
+        """Context with a kept gradient times a factor, and whether it was scaled in place."""
         yield kept.mul_(factor.to(kept.dtype)), True
 
 
@@ -393,7 +393,7 @@ class Chunk:
             self.shard.copy_(self.master_shard)
 
     def release(self, viewed: bool = False, keeps: bool = False) -> None:
-        """Frees the full buffer, or leaves it to its views (`keeps`)."""
+        """Frees the full buffer; with `keeps`, views of it stay valid."""
         with without_torch_functions():
             for parameter, nan in zip(self.members, self._absent, strict=True):
                 parameter.data = nan
@@ -451,7 +451,7 @@ class Chunk:
         return not self._watches_versions or self.versions() != self._seen
 
     def _as_sent(self) -> Tensor | None:
-        """Returns this rank's shard as all ranks received it; None if that is the rounded shard."""
+        """Returns this rank's shard as packing changed it for other ranks; None if unchanged."""
         if self.shown_part is not None or self.wire is IDENTITY or self.sent_exact:
             return self.shown_part
         rounded = self.master_shard.to(self.dtype)

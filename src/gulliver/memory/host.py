@@ -1,4 +1,4 @@
-"""Pinned host memory as a tier below GPU memory, with copies on separate streams."""
+"""Page-locked host memory as a tier below GPU memory, with copies on separate streams."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gulliver.solve.extents import Extents
 from gulliver.solve.replacement import Transit
 
 SLAB = 1 << 30
-"""Bytes of a slab of pinned memory; larger for larger tensors."""
+"""Bytes of a slab of page-locked memory; larger for larger tensors."""
 
 
 # CUDA streams, events and page-locked memory of the package: all of them are made here.
@@ -38,7 +38,7 @@ class Copier(Protocol):
     """Copies between device and host memory."""
 
     def pinned(self, nbytes: int) -> Tensor:
-        """Allocates a flat uint8 tensor of pinned host memory."""
+        """Allocates a flat uint8 tensor of page-locked host memory."""
         ...
 
     def lock_pages(self, memory: Tensor) -> None: ...
@@ -122,7 +122,7 @@ class CudaCopier:
 
 
 class HostStore:
-    """A store in slabs of pinned host memory."""
+    """A store in slabs of page-locked host memory."""
 
     # Pinned memory is taken in powers of two, whatever is asked for. So slabs are powers of two,
     # and objects share them: nothing is lost to rounding but the end of the last slabs.
@@ -214,7 +214,7 @@ class HostStore:
 # the disk alone. A write waits for host memory, which waits for the disk, and for copies to the
 # device that were begun before.
 class CopiedPages(Pages):
-    """Buffers with locked pages, which track the copies in flight to and from them."""
+    """Page-locked buffers, which track the copies in flight to and from them."""
 
     def __init__(self, copier: Copier) -> None:
         super().__init__(torch.device("cpu"))
@@ -355,7 +355,7 @@ class StagedRead:
 
 
 class HostDiskStore(Middle):
-    """A store in host memory with locked pages, and on a disk for the overflow."""
+    """A store in page-locked host memory, which overflows to a disk."""
 
     name = "host memory and disk"
     in_stream = True
@@ -381,7 +381,7 @@ class HostDiskStore(Middle):
 
     @property
     def middle(self) -> Middle:
-        """The store itself, which decides what is in host memory."""
+        """The store itself, which decides which tensors are in host memory."""
         return self
 
     @property

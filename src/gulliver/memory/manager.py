@@ -81,7 +81,7 @@ class Manager:
 
     @property
     def minimum(self) -> int:
-        """Peak of the bytes in use together: the smallest sufficient budget."""
+        """Peak bytes in use at the same time: the smallest sufficient budget."""
         return self._core.minimum
 
     @property
@@ -89,7 +89,7 @@ class Manager:
         return self._traffic.held
 
     def release_with(self, release_idle: Callable[[], None]) -> None:
-        """Registers a callback that releases uses that can be restarted, when memory is short."""
+        """Sets a callback that, when memory is short, releases uses that can be restarted."""
         self.release_idle = release_idle
 
     # Objects
@@ -103,7 +103,7 @@ class Manager:
         value: Tensor | None = None,
         brief: bool = False,
     ) -> ManagedTensor:
-        """Adds a managed tensor; without a value it is zero, and gets memory when used."""
+        """Adds a managed tensor; without a value it is zero, and allocated on first use."""
         with self._entered():
             if kind not in (*KINDS, ACTIVATIONS):
                 raise GulliverError(
@@ -136,7 +136,7 @@ class Manager:
             self._total -= managed.kept
 
     def use(self, managed: ManagedTensor, write: bool = False, fresh: bool = False) -> Tensor:
-        """Loads a tensor into the fast tier and pins it until `done`."""
+        """Loads a tensor into the fast tier and keeps it there until `done`."""
         with self._entered():
             self._check(managed)
             self._tell()

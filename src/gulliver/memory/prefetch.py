@@ -72,7 +72,7 @@ class Mover(Protocol):
     """Loads and releases residents."""
 
     def bring(self, resident: Any, /) -> None:
-        """Starts a load; if already loaded, picks up changes."""
+        """Starts loading a resident; updates it if it is already loaded."""
 
     def finish(self, resident: Any, /) -> None: ...
 
@@ -144,7 +144,7 @@ class Prefetcher:
         self.release_all()
 
     def release_all(self, held: bool = True) -> None:
-        """Releases all residents; with `held` also those that a graph may refer to."""
+        """Releases all residents; with `held` also residents that a graph may refer to."""
         self.current, self._left = Pass.NONE, 0
         for resident in self.residents:
             if held or not resident.held:

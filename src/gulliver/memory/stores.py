@@ -158,13 +158,13 @@ class Middle:
     """Callbacks for decisions about the fast tier; does nothing by default."""
 
     def expect(self, number: int) -> None:
-        """A tensor will be read."""
+        """Called when a read of a tensor is planned."""
 
     def end_prefetch(self, number: int) -> None:
-        """A tensor was read, or will not be read."""
+        """Called when a tensor was read, or its planned read was cancelled."""
 
     def remove(self, number: int) -> None:
-        """A tensor was removed."""
+        """Called when a tensor was removed."""
 
     def end_step(self) -> None: ...
 
@@ -176,7 +176,7 @@ class Middle:
 
 
 class Store(Protocol):
-    """Memory below the fast tier."""
+    """A memory tier below the fast tier."""
 
     # Name of the tier, such as ``disk``.
     name: str

@@ -51,7 +51,7 @@ class BufferStillReferenced(InsufficientMemory):
 
 
 class Traffic:
-    """Memory of the fast tier, and transfers between it and the store."""
+    """Manages the memory of the fast tier, and transfers to and from the store."""
 
     def __init__(
         self,
@@ -174,13 +174,13 @@ class Traffic:
     # Memory
 
     def memory(self, size: int) -> Tensor:
-        """Allocates whole pages; a decision has made room for them."""
+        """Allocates whole pages, for which the budget already has room."""
         found = self._memory(size, wait=True)
         assert found is not None
         return found
 
     def reserve(self, size: int) -> None:
-        """Accounts for memory allocated elsewhere; a decision has made room for it."""
+        """Accounts for memory allocated elsewhere, for which the budget already has room."""
         while not self._trim(size):
             self._wait_oldest_write(size)
         self.held += size
@@ -296,7 +296,7 @@ class Traffic:
             self._finish(self._leaving[0])
 
     def _is_released_soon(self) -> bool:
-        """Whether references to memory may end soon, such as those of a sending thread."""
+        """Whether references to memory may end soon, such as a sending thread's."""
         # Such a thread drops its tensor a moment after the message is there, and says so to no one.
         # Hence the polling, for as long as a slow message may take.
         due = time.monotonic() + PATIENCE_S

@@ -1,4 +1,4 @@
-"""Exact parallel primitives."""
+"""Parallel training: ZeRO, tensor, pipeline and sequence parallelism, sharded convolutions."""
 
 from typing import TYPE_CHECKING
 

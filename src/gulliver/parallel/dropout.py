@@ -95,7 +95,7 @@ def drop(x: Tensor, p: float, key: int, dims: Sequence[Along], inplace: bool = F
 
 
 class _Drop(Function):
-    """Multiplies by a mask."""
+    """Autograd function that multiplies by a dropout mask."""
 
     # [Note: a recomputation that draws otherwise is noticed] What is kept for backward is the mask
     # as bytes. torch's own dropout keeps bools or floats, so where `torch.utils.checkpoint`

@@ -23,7 +23,7 @@ from gulliver.memory.pending import add_writer
 
 TIMED_STEPS = 64
 COUNTED_STEPS = 3
-"""Number of first steps in which communication is counted."""
+"""Number of initial steps in which communication is counted."""
 
 
 class StepsTaken:
@@ -56,7 +56,7 @@ class StepsTaken:
         self.extra_after.append(any(more() for more in self.more))
 
     def sent(self) -> tuple[list[int], bool]:
-        """Returns the bytes sent in each step, and whether only training communicated."""
+        """Returns the bytes sent in each step, and whether only training is counted."""
         # Steps that sent more are left out, unless there are no others.
         every = [b - a for a, b in itertools.pairwise(self.sent_at)]
         plain = [sent for sent, more in zip(every, self.extra_after, strict=False) if not more]
@@ -293,15 +293,15 @@ class OptimizerCheckpoint:
         return [[name for name in given if name not in names] for given, names in pairs]
 
     def take_up(self, names: Collection[str]) -> set[str]:
-        """Allocates state of frozen parameters, which may be unfrozen later.
+        """Allocates state of frozen parameters, so that saved state can be loaded.
 
         Returns:
-            The names that get no state.
+            The names of parameters for which no state was allocated.
         """
         return set(names)
 
     def canonical_names(self, model: nn.Module) -> dict[str, str]:
-        """Returns the name that keys optimizer state, by each tied name in the model's state."""
+        """Maps each tied name in the model's state to the name that keys optimizer state."""
         known, names = dict(model.named_parameters(remove_duplicate=False)), self.optimizer.names
         return {n: names[p] for n, p in known.items() if names.get(p, n) != n}
 
@@ -314,7 +314,7 @@ class OptimizerCheckpoint:
 
 
 def has_stepped(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer has stepped; state alone does not show it (Adagrad)."""
+    """Whether an optimizer has stepped; Adagrad has state before its first step."""
     return any(float(state.get("step", 1)) > 0 for state in optimizer.state.values() if state)
 
 
@@ -343,7 +343,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
     Attributes:
         checkpoint: object that saves and loads this optimizer and its model.
         feedback: object with the error feedback of compressed gradients, if not this optimizer.
-        names: names by parameter; a parameter tied across pipeline stages has the same name on all.
+        names: names by parameter; a parameter tied across stages has the same name on all of them.
         taken: statistics of the last steps.
         spreads_state: whether state is sharded by element; otherwise every rank has all of it.
 
@@ -407,7 +407,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
         )
 
     def join_copies(self) -> None:
-        """Sums gradients of weights that several ranks of a model share; none here."""
+        """Sums gradients of weights that several ranks of a model share."""
 
     def state_dict(self) -> dict[str, Any]:
         return self.inner.state_dict()
@@ -420,7 +420,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
         self.inner.load_state_dict(state_dict)
 
     def watch(self, model: nn.Module) -> None:
-        """Records the storages of trained parameters, to detect replaced ones."""
+        """Records the storages of trained parameters, to detect replaced parameters."""
         self._homes = [
             (module, key, parameter)
             for module in model.modules()

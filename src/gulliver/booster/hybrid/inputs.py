@@ -1,4 +1,4 @@
-"""Losses of logits sharded over vocabulary, sequence or both, and gathered outputs.
+"""Computes losses from logits sharded over vocabulary, sequence or both; gathers outputs.
 
 The loss and gathered tensors leave the sharded part of a model with ``gradient="alike"``: every
 rank of a sequence returns and counts them. [Note: gradients] of sequence parallelism explains why
@@ -31,7 +31,7 @@ HALVES = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Counting:
-    """How a token loss is averaged."""
+    """Rule for averaging token losses."""
 
     # Label of tokens that do not count.
     ignore_index: int = -100

@@ -219,7 +219,7 @@ def degree_of(model: nn.Module) -> Degree | None:
 def readers(
     model: nn.Module, planned: RankGroup, tensor: RankGroup, stages: RankGroup = ALONE
 ) -> list[RankGroup]:
-    """Returns the rank groups that read the same batch, along which batches are compared."""
+    """Returns the groups of ranks that must read the same batch."""
     # The first one has all ranks of a pipeline, which tell each other what state they are in.
     degree = degree_of(model)
     if degree is None or degree.now is degree.planned:
@@ -229,7 +229,7 @@ def readers(
 
 @contextmanager
 def sequence_rows(degree: Degree, rows: Sequence[Sequence[int]]) -> Iterator[SequenceGroups]:
-    """Shards sequences of the forwards and backwards inside over groups of different sizes."""
+    """Context in which sequences are sharded over groups of different sizes."""
     # Every rank of the world calls it with the same rows. What one rank runs inside is of one
     # group, so that blocks that are recomputed in backward need not remember which.
     before, lasting = degree.now, degree.lasting
@@ -243,7 +243,7 @@ def sequence_rows(degree: Degree, rows: Sequence[Sequence[int]]) -> Iterator[Seq
 
 @contextmanager
 def sequence_degree(model: nn.Module, degree: int) -> Iterator[tuple[int, int]]:
-    """Shards each sequence over `degree` ranks inside the block, instead of the plan's number.
+    """Context in which each sequence is sharded over `degree` ranks, not the plan's number.
 
     Every rank of the world calls it with the same degree. Adjacent ranks on the sequence axis share
     a sequence and read the same batch; groups may read different batches. Gradients are averaged
@@ -251,10 +251,10 @@ def sequence_degree(model: nn.Module, degree: int) -> Iterator[tuple[int, int]]:
 
     Args:
         model: boosted model with a separate sequence axis.
-        degree: ranks that share a sequence, a divisor of the plan's.
+        degree: number of ranks that share a sequence; must divide the plan's number.
 
     Returns:
-        The index of this rank's sequence among those on its sequence axis, and their number.
+        The index of this rank's sequence among the sequences on its axis, and their number.
 
     Raises:
         GulliverError: the model does not shard sequences, or cannot over that many ranks.

@@ -358,7 +358,7 @@ class ClipAdapter:
         return choose_scheme(clip, width, self.groups.plan, mode, cluster, fixed)
 
     def scheme(self, x: Tensor, grid: Grid) -> Scheme:
-        """Returns the scheme that shards the clip of `x`, the same for a full forward."""
+        """Returns the scheme for the shape of `x`, which does not change during a forward."""
         clip = Clip(len(x), grid.frames, grid.spatial)
         key = self.groups.plan.degree, clip
         if key not in self._chosen:
@@ -372,7 +372,7 @@ class ClipAdapter:
         return shard(x, self.groups, dim, gradient="own")
 
     def swap(self, x: Tensor, cut: int, other: int, size: int) -> Tensor:
-        """Reshards tokens along another dim; `size` is the length of the first."""
+        """Reshards tokens from dim `cut`, whose full length is `size`, to dim `other`."""
         return swap_sharded_dim(x, cut, other, self.groups, size)
 
     def attention(self, length: int) -> Mix:

@@ -128,7 +128,7 @@ def keep_logits(model: nn.Module, keep: bool = True) -> None:
 
 @contextmanager
 def gathered_logits(model: nn.Module, wanted: bool) -> Iterator[None]:
-    """Gathers the logits of a model that shards sequences inside the block, if `wanted`."""
+    """Context in which a sequence-parallel model returns full logits, if `wanted`."""
     adapter: SequenceAdapter | None = getattr(model, "gulliver_adapter", None)
     if adapter is None or not wanted:
         yield

@@ -1,12 +1,12 @@
-"""Exact convolutional networks sharded over ranks, streamed over time or chunked, with backward.
+"""Runs convolutional networks exactly: sharded over ranks, streamed over time or in chunks.
 
     shared = share_autoencoder(autoencoder, mesh)              # several ranks encode and decode
     for video in stream_decode(autoencoder, latents): ...      # any length in constant memory
     video = stream_trained(autoencoder.decode, latents.split(4, dim=2))    # also backward
     chunked = chunk_convolutions(autoencoder, budget="1GiB")   # each convolution in chunks
 
-They support modules made of convolutions, norms, resampling and attention; an operation that would
-be inexact raises an error. `sharded` defines the tensor subclass that lets a module run unchanged,
+These functions support modules made of convolutions, norms, resampling and attention; an operation
+that would be inexact raises an error. `sharded` defines the tensor subclass that runs a module,
 `shapes` and `functions` implement torch's functions on a shard, `ranks` and `stream` fetch missing
 elements.
 """

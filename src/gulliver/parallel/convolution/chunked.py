@@ -1,6 +1,6 @@
 """Sliding windows along a dim, and convolutions computed in chunks.
 
-Along one dim, a convolution, a pooling and a slice are the same: output `o` is computed from the
+Along one dim, a convolution, a pooling and a slice have one form: output `o` is computed from the
 `span` positions that begin at ``first + o * stride``. Everything here is integer arithmetic, so
 each rank computes the needs of all ranks without communication.
 """
@@ -34,7 +34,7 @@ class SlidingWindow:
         return max(0, (extent + after - self.first - self.span) // self.stride + 1)
 
     def needs(self, start: int, stop: int) -> Interval:
-        """Returns the input positions of outputs `start` up to `stop`, at least one."""
+        """Returns the input positions that the outputs ``start:stop`` (at least one) depend on."""
         return start * self.stride + self.first, (stop - 1) * self.stride + self.first + self.span
 
 
@@ -119,7 +119,7 @@ def boxes_of(
     limit: int,
     room: float,
 ) -> Iterator[Box]:
-    """Splits the output, samples first, until the input and output of each chunk fit."""
+    """Splits the output into chunks whose input and output fit; splits samples first."""
     waiting: list[Box] = [tuple((0, count) for count in outputs)]
     while waiting:
         box = waiting.pop()

@@ -1,4 +1,4 @@
-"""Element-wise functions, functions along other dims, and windows."""
+"""Torch functions on a shard: element-wise functions, functions along other dims, and windows."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from gulliver.parallel.convolution.sharded import (
 )
 
 PIECES = 8
-"""Number of chunks that a convolution's output is computed in without autograd."""
+"""Number of chunks in which a convolution's output is computed without autograd."""
 
 POINTWISE = (
     "add sub mul div truediv true_divide neg abs pow sqrt rsqrt square exp log sin cos tanh "

@@ -78,7 +78,7 @@ def _attend(attention: Any, x: Tensor) -> Tensor:
 
 
 def encoder_of(autoencoder: nn.Module, frames: int | None = None) -> Callable[[Tensor], Tensor]:
-    """Returns the function that maps videos to latents or their moments."""
+    """Returns the encoder, which maps videos to latents or to their mean and log-variance."""
     own = getattr(autoencoder, "stream_encoder", None)
     if own is not None:
         return own if frames is None else _with_frames(own, frames)
@@ -95,7 +95,7 @@ def decoder_of(autoencoder: nn.Module, frames: int | None = None) -> Callable[[T
 
 
 def networks_of(autoencoder: nn.Module) -> dict[str, nn.Module]:
-    """Returns an autoencoder's networks by name; a module of another kind is one network."""
+    """Returns an autoencoder's networks by name; any other module is a single network."""
     found = getattr(autoencoder, "networks", None)
     if not isinstance(found, dict):
         parts = {name: getattr(autoencoder, name, None) for name in ("encoder", "decoder")}
@@ -110,7 +110,7 @@ def networks_of(autoencoder: nn.Module) -> dict[str, nn.Module]:
 
 
 def has_networks(autoencoder: Any) -> bool:
-    """Whether ranks can share an autoencoder; False if it carries frames from chunk to chunk."""
+    """Whether ranks can share an autoencoder; False if its chunks depend on earlier chunks."""
     return getattr(autoencoder, "networks", None) != {}
 
 

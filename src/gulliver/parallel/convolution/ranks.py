@@ -164,7 +164,7 @@ class Ranks(PartLayout):
         return like(x, local, x.cut.resized(sizes))
 
     def align(self, parts: Sequence[Sharded], key: Key) -> list[Sharded]:
-        """Gives activations of equal length the same sharding; copies single positions."""
+        """Reshards activations to equal shard sizes; copies a single position to all ranks."""
         if len({part.cut.sizes for part in parts}) == 1:
             return list(parts)
         longest = max(part.cut.extent for part in parts)

@@ -1,4 +1,4 @@
-"""Functions that move elements: views, slices, concatenation.
+"""Torch functions on a shard that move elements: views, slices, concatenation.
 
 Each is called with full shapes and applied to the local shard. `reshaped` is the subtle one: the
 sharded positions are a factor of the row-major element order, and the sharded dim of the new shape

@@ -1,9 +1,9 @@
 """A tensor subclass that stores one shard of an activation and lets modules run unchanged.
 
 A `Sharded` tensor has the full shape (in a stream: the shape of all frames up to now) and stores
-the elements of one shard along one dim. Torch dispatches functions of it to `HANDLERS`; a handler
+the elements of one shard along one dim. Torch dispatches its functions to `HANDLERS`; a handler
 computes the function on the shard and fetches missing elements. So a module's own forward runs
-unchanged over several ranks, or over one segment of time after another. A function without a
+unchanged over several ranks, or over successive segments of time. A function without a
 handler raises an error, so no result is approximate.
 
 The *holder* moves the data: `Ranks` (`ranks.py`) exchanges with other ranks, `FrameStream`
@@ -136,7 +136,7 @@ class Rows:
         return taken[0] if len(taken) == 1 else torch.cat(taken, self.dim)
 
     def all(self, span: int, value: float = 0.0) -> Tensor:
-        """Returns all requested positions; if none are, one filled window of the graph."""
+        """Returns the input of all windows, or one constant window if the shard has no output."""
         if self.outputs[0] == self.outputs[1]:
             return torch.cat([self.take(0, 0), self._filled(span, value)], self.dim)
         return self.take(*self.wanted, value)

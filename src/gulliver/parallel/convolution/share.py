@@ -11,7 +11,7 @@ consecutive rows, columns or frames: convolutions fetch the halo from their neig
 statistics, attention gathers keys and values.
 
 All ranks call the networks with the same input. The output is gathered on all ranks; its gradient
-is assumed equal on all of them, and each propagates its own part. The input's gradient is gathered
+is assumed equal on all ranks, and each propagates its own part. The input's gradient is gathered
 too, so sharded networks can be chained, each along its own dim. Gradients of
 parameters are partial sums, which `sum_gradients` adds up over the ranks.
 """

@@ -12,7 +12,7 @@ clip. The first and the last segment are padded like the clip. A downsampling la
 frames for the next segment.
 
 Group norms over time are special: their statistics depend on later frames. ``norms="passes"`` runs
-    through the clip once per norm, because a norm's statistics depend on all earlier norms. That is
+through the clip once per norm, because a norm's statistics depend on all earlier norms. That is
 exact in constant memory; N norms cost about N / 2 full runs. By default such norms raise an error.
 
 Attention in the middle block must be per frame or causal; causal attention caches keys and values.
@@ -121,7 +121,7 @@ def _streamed(network: Any, clips: Clips, stream: FrameStream, dim: int) -> Iter
 
 
 def _count(network: Any, clips: Any, dim: int, counted: dict[Any, Any]) -> bool:
-    """Computes the statistics of the first norm that lacks them; False if all are known."""
+    """Computes the statistics of the next norm; returns False if all norms have theirs."""
     stream = FrameStream(counted, counting=True)
     with torch.no_grad(), without_masks(network):
         for part, final in with_last(clips()):
@@ -144,11 +144,11 @@ def with_last(parts: Iterable[Tensor]) -> Iterator[tuple[Tensor, bool]]:
 
 
 class _Starved(Exception):
-    """A layer needs more frames for its first output; the segment is rerun with the next one."""
+    """Raised if a layer needs more frames for its first output; the segment is then extended."""
 
 
 class _Counted(Exception):
-    """Ends the run of a segment once a norm's statistics are recorded."""
+    """Raised to end the run of a segment once a norm's statistics are recorded."""
 
 
 @dataclass
@@ -276,7 +276,7 @@ class FrameStream(PartLayout):
         return made
 
     def at_ends(self, x: Sharded, before: int, after: int, mode: str) -> tuple[int, int]:
-        """Returns the padding at the start, and at the end once the last frame is known."""
+        """Returns the padding at both ends; it is 0 at the end until the last segment."""
         if after and self.final and not x.local.shape[x.cut.dim]:
             reject("padding after the last frame", x, "end with a longer segment")
         return before, after if self.final else 0

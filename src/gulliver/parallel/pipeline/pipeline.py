@@ -2,8 +2,8 @@
 
 `Pipeline.run` is one step: compare the batch over ranks and split it into micro-batches
 (`batches.py`), run them through this rank's stages with torch's schedule (`runner.py`), broadcast
-the loss. Gradients accumulate in the parameters as in a single backward; the caller then sums those
-of tied parameters (`Stage.sum_tied`).
+the loss. Gradients accumulate in the parameters as in a single backward; the caller then calls
+`Stage.sum_tied` for tied parameters.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ class Pipeline:
             criterion: loss function, as in `run`.
             scale: factor of the losses before backward, as in `run`.
             before: function called before each forward with the index of its micro-batch.
-            state: text that changes with anything else that shapes between stages depend on.
+            state: text that identifies other settings on which shapes between stages depend.
 
         Returns:
             The sum of all losses times their factors, detached, on every rank.
@@ -346,7 +346,7 @@ class Pipeline:
         return {"use_cache": False} if caches and "use_cache" in known else {}
 
     def _complete(self, batch: Batch) -> Batch:
-        """Broadcasts random choices of modules that run on every stage."""
+        """Returns the batch with random caption drops that are equal on all stages."""
         drop = getattr(getattr(self.model, "y_embedder", None), "drop", 0.0)
         if self.stage.stack.family != "STDiT3" or not self.model.training or not drop:
             return batch

@@ -42,7 +42,7 @@ class Stage:
         stage_forward: object that runs the blocks.
         tied: ranks in the group with a copy of each shared parameter, by its first name in the full
             model.
-        aliases: first name of every parameter of the full model, by each of its names.
+        aliases: maps every name of each parameter of the full model to its first name.
     """
 
     model: nn.Module
@@ -84,7 +84,7 @@ class Stage:
         over replicas, with all its trained tied parameters.
 
         Args:
-            gradients: gradients by name as in `tied`; zeros for those that do not exist.
+            gradients: gradients by name as in `tied`; zeros if a parameter has none.
 
         Raises:
             GulliverError: a gradient is missing.
@@ -190,7 +190,7 @@ def names_held(
 def uses_held(
     model: nn.Module, stack: Stack, cut: Cut, numbers: Sequence[Sequence[int]], place: int
 ) -> dict[str, str]:
-    """Returns the first name of each parameter on a rank, by all of its names."""
+    """Maps every name of each parameter on a rank to the parameter's first name."""
     paths, roots = _kept(model, stack, cut, numbers[place]), set(around(model, stack))
     first: dict[nn.Parameter, str] = {}
     found: dict[str, str] = {}

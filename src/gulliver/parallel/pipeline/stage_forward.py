@@ -144,7 +144,7 @@ Carry = tuple[Tensor, ...]
 #     (memory,) between the lists
 #     (hidden, memory) inside the second list
 class StageEnd(Exception):
-    """Ends the forward of a stage before the last, with the tensors to send."""
+    """Raised to end the forward of a stage except the last; has the tensors to send."""
 
     def __init__(self, carry: Carry) -> None:
         super().__init__("the stage's forward has ended")
@@ -336,7 +336,7 @@ def first_of(output: Any) -> Tensor:
 
 
 def hidden_of(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-    """Returns the hidden state in a block's arguments, which is the first one."""
+    """Returns the hidden state, which is a block's first argument."""
     return args[0] if args else kwargs[_first_name(block)]
 
 
@@ -389,7 +389,7 @@ class _OnMeta:
 
 
 class EmptyModule(nn.Module):
-    """Replaces a module with tensors; has none."""
+    """Placeholder of a module with parameters or buffers; it has none itself."""
 
     def __init__(self, stage_forward: StageForward, path: str, module: nn.Module) -> None:
         super().__init__()
@@ -415,7 +415,7 @@ class EmptyModule(nn.Module):
 
 
 class Placeholder(EmptyModule):
-    """Replaces a module around the blocks."""
+    """Placeholder of a module around the blocks."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         state = self._stage_forward.running(self._path)
@@ -439,7 +439,7 @@ class Placeholder(EmptyModule):
 
 
 class PlaceholderBlock(EmptyModule):
-    """Replaces a block."""
+    """Placeholder of a block."""
 
     def __init__(self, stage_forward: StageForward, number: int, block: nn.Module) -> None:
         super().__init__(stage_forward, stage_forward.stack.blocks[number], block)

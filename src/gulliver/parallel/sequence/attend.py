@@ -55,14 +55,14 @@ def attention(
     """Computes exact softmax attention for any layout (collective over the sequence).
 
     Without `length`, ranks first compare shapes and masks, which costs small messages and a GPU
-    synchronization. Gradients are those of the sum of all ranks' losses.
+    synchronization. Gradients are taken of the sum of all ranks' losses.
 
     Autocast applies to q, k and v as in torch's own attention.
 
     Args:
         q: this rank's queries, ``[batch, heads, local length, head dim]``.
-        k: this rank's keys, ``[batch, KV heads, local key length, head dim]``; their number divides
-            that of the heads.
+        k: this rank's keys, ``[batch, KV heads, local key length, head dim]``; the number of KV
+            heads divides the number of heads.
         v: this rank's values, ``[batch, KV heads, local key length, value dim]``.
         groups: rank groups of the plan; queries and keys have to be sharded in the plan's layout.
         mask: visible keys of each query, by positions in the full sequence; None for all. A query

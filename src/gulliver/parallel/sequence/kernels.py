@@ -52,7 +52,7 @@ class KernelRequirements:
 
 @dataclass(frozen=True)
 class AttentionBlock:
-    """Input of a kernel: tensors of one dtype. The number of KV heads divides that of heads.
+    """Input of a kernel: tensors of one dtype. The number of KV heads divides the number of heads.
 
     Attributes:
         q: queries ``[batch, heads, queries, head dim]``.

@@ -151,7 +151,7 @@ class Mask:
 
 @dataclass(frozen=True)
 class Rules:
-    """A mask prepared for one call; None allows all."""
+    """A mask prepared for one call; fields that are None allow all pairs."""
 
     before: int = FAR  # Number of keys that a query sees before its position
     after: int = FAR  # Number of keys that a query sees after its position; 0 is causal
@@ -165,7 +165,7 @@ class Rules:
     )
 
     def classify(self, queries: Interval, keys: Interval) -> Verdict:
-        """Classifies a block; may return "something" where the exact answer is all or nothing."""
+        """Classifies a block; inexact: may return `SOMETHING` instead of `ALL` or `NOTHING`."""
         # That costs a dense mask for a tile, but is never wrong.
         verdicts = {self.judge_band(queries, keys), self.judge_contents(queries, keys)}
         for verdict in (Verdict.NOTHING, Verdict.SOMETHING):

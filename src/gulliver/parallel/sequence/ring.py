@@ -216,7 +216,10 @@ class _Trip:
     def _inner_turn(
         self, a: int, held: Tensor
     ) -> Generator[Visit | None, Tensor, tuple[Tensor, Messages | None]]:
-        """Returns the held block's first half and the pending sum of the other blocks."""
+        """Runs one turn of the inner ring.
+
+        Returns the first half of the held block's result, and the other ranks' sum in flight.
+        """
         ring, inner, block = self.ring, self.groups.inner, held
         del held
         following = ring.inwards(a, 0, block)
@@ -237,7 +240,7 @@ class _Trip:
     def _rest(
         self, visit: Visit, first: Tensor, arriving: Messages | None
     ) -> Generator[Visit | None, Tensor, Tensor]:
-        """Adds the second half of the held block's result, and the received sum."""
+        """Returns the held block's result, from both halves, plus the received sum."""
         total = first.add_((yield visit))
         return total if arriving is None else total.add_(arriving.wait())
 

@@ -219,7 +219,7 @@ class _Unshard(torch.autograd.Function):
 
 
 class _Show(torch.autograd.Function):
-    """Returns `whole`, but passes the gradient to `share`; safe for non-finite values."""
+    """Returns `whole` in forward; in backward, passes the gradient to `share`."""
 
     @staticmethod
     def forward(ctx: Any, share: Tensor, whole: Tensor, alike: int) -> Tensor:

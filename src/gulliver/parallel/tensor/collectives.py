@@ -1,4 +1,4 @@
-"""Collectives over tensor ranks, and uneven sharding: units per rank, and parameter regions.
+"""Collectives over tensor-parallel ranks, and the uneven sharding of features over them.
 
 Units are distributed as evenly as possible, the first ranks getting one more. A unit may have
 several features: an attention head is never split, and grouped heads form a unit of a key-value

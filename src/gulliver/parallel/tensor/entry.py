@@ -200,7 +200,7 @@ class Arrival:
             yield place, piece
 
     def multiply(self, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
-        """Multiplies by a weight, each piece on arrival."""
+        """Multiplies the gathered input by a weight, piece by piece as they arrive."""
         if self._ring is None:
             return product(self.data(), weight, bias, transposed)
         cut = self.entry.cut
@@ -231,7 +231,7 @@ class Entry:
         self._columns += 1
 
     def begin(self, own: Tensor) -> None:
-        """Starts gathering the input again, unless another column layer already did."""
+        """Starts re-gathering the input for backward, unless another column layer has."""
         # Keeping the gathered input from the forward would cost the memory that cutting the
         # sequence saves; gathering it twice costs an all-gather that the input gradient's product
         # hides.

@@ -218,7 +218,7 @@ def _check_whole(choices: Choices, path: str, beside: str | None) -> None:
 
 
 def _check_known(choices: Choices, path: str) -> None:
-    """Rejects a style with sharded outputs that differs from the one that a known model needs."""
+    """Rejects a style with sharded outputs other than the one in a known model's plan."""
     name, one = choices.known(path), choices.placed[path]
     known = STYLES[name or "replicate"]
     if known.kind not in ("column", "row") or known.gather or known.split:

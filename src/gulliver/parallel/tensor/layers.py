@@ -359,7 +359,7 @@ class UnknownTokenError(GulliverError, IndexError):
 
 
 class _Embedding(OnLine):
-    """A sharded embedding; unsupported options have defaults, which adapters read."""
+    """A sharded embedding; has default values of unsupported options, for adapters."""
 
     weight: nn.Parameter
     max_norm: None = None

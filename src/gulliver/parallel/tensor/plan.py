@@ -65,7 +65,7 @@ def plan_tensor(
 
     Raises:
         GulliverError: unknown modules or styles, sizes that cannot be distributed, or dropout,
-            whose masks would differ between ranks and from those of one process.
+            whose masks would differ between ranks and from the masks of one process.
     """
     return _Planner(model, size, rules or {}, replicate_rest, allow_dropout).plan()
 
@@ -194,7 +194,7 @@ class _Planner:
     def _gather_opaque(
         self, placed: dict[str, ShardedModule], replicated: list[str], stacks: tuple[str, ...]
     ) -> None:
-        """Chooses gathered styles next to unknown modules, which are exact in any context."""
+        """Chooses gathered styles, which are exact in any context, next to unknown modules."""
         # [Note: opaque modules] Where something between columns and rows works on all features,
         # such as a norm over all heads, columns are gathered and rows take their part of a whole
         # input: weights and products are shared all the same, and everything between is what one

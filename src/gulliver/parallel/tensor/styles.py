@@ -107,7 +107,7 @@ HIDDEN = ("hidden_states",)
 """Argument names of a module's input if it is not the first argument."""
 
 DRAWN_ALIKE = ("y_embedder",)
-"""Modules outside of sharded ones that draw one random number per sample."""
+"""Unsharded modules that draw one random number per sample."""
 
 
 # Facts about one module: its heads, its adapters, whether a style is for its kind.
@@ -207,7 +207,7 @@ def fits_kind(module: nn.Module, style: str | None) -> bool:
 
 
 def is_scaled(module: nn.Module) -> bool:
-    """Whether an embedding scales its output or has other options that cannot be sharded."""
+    """Whether an embedding overrides `nn.Embedding.forward`, for example to scale its output."""
     return isinstance(module, nn.Embedding) and type(module).forward is not nn.Embedding.forward
 
 

@@ -139,7 +139,7 @@ def _scattered(
 
 
 def run_of(whole: Tensor, piece: ShardPiece, owned: Tensor) -> Tensor:
-    """Returns a piece's elements of a full tensor, in the shape of `owned`."""
+    """Returns the elements of a full tensor that a piece has, in the shape of `owned`."""
     return whole.reshape(-1)[piece.offset : piece.offset + piece.numel].view(owned.shape)
 
 
@@ -310,7 +310,7 @@ class ZeroCheckpoint(OptimizerCheckpoint):
 
         Args:
             model: boosted model.
-            every: return all tensors on this rank, not only those that its group writes.
+            every: return all tensors on this rank, also those that another group writes.
             fill: the caller overwrites all elements.
         """
         shards = self._shards
@@ -528,7 +528,7 @@ class ZeroCheckpoint(OptimizerCheckpoint):
     def import_leaves(
         self, entries: Mapping[str, Mapping[str, Any]]
     ) -> dict[tuple[str, str], Leaf]:
-        """Returns the tensors that load the entries of `export_leaves`."""
+        """Returns the tensors to fill with the entries that `export_leaves` returned."""
         state = {n: {k: v for k, v in found.items() if k != MASTER} for n, found in entries.items()}
         wanted = self.make_state(state)
         before_write(sharded.chunk.master_shard for sharded in self._shards.chunks)
@@ -561,7 +561,10 @@ class ZeroCheckpoint(OptimizerCheckpoint):
         return {name: found[p] for name, p in named if p in found}
 
     def shown_parts(self) -> dict[str, Tensor]:
-        """Returns this rank's part of each chunk's current values, by first parameter."""
+        """Returns this rank's part of the last gathered values of packed parameters.
+
+        They may differ from the shards. Keys are the names of the chunks' first parameters.
+        """
         found: dict[str, Tensor] = {}
         for sharded in self._shards.all_chunks:
             self._shards.gatherer.finish(sharded)
@@ -570,7 +573,7 @@ class ZeroCheckpoint(OptimizerCheckpoint):
         return found
 
     def take_shown_parts(self, found: Mapping[str, Tensor]) -> None:
-        """Restores the parameter values of all ranks; the shards are unchanged (collective)."""
+        """Unshards chunks from values that `shown_parts` saved; keeps the shards (collective)."""
         for sharded in self._shards.all_chunks:
             part = found.get(sharded.chunk.layout.slots[0].name)
             if part is not None:

@@ -1,4 +1,4 @@
-"""Partitioning of tensors into chunks, which planners use too, and a chunk's state."""
+"""Partitions tensors into chunks, also for planners, and defines the state of a chunk."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Phase(Enum):
     """Phase of a chunk's gradients."""
 
     EMPTY = auto()
-    """No full gradients; reduced ones are in the shards."""
+    """No full gradients; reduced gradients are in the shards."""
     COLLECTING = auto()
     """Backward accumulates gradients in the chunk's buffer."""
     REDUCING = auto()
@@ -246,7 +246,7 @@ class ShardedChunk(Resident):
 
     @property
     def reduced_in_place(self) -> bool:
-        """Whether the reduced gradient is the full buffer."""
+        """Whether the reduced gradient occupies the full buffer."""
         return self.chunk.layout.parts == 1 and not self.chunk.has_master
 
     def hide_gradients(self) -> None:
@@ -286,7 +286,7 @@ def check_not_ahead(chunks: Iterable[ShardedChunk]) -> None:
 # numbers, and not of clocks, because gathers are collectives, which all ranks have to begin in one
 # order.
 UPDATE_LAG = 2
-"""Number of later chunks that are reduced before a chunk is stepped during backward."""
+"""Number of later chunks that are reduced before a chunk is updated during backward."""
 EVERY = 3
 """One in `EVERY` chunks is gathered during backward."""
 

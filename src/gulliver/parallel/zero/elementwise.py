@@ -1,4 +1,4 @@
-"""Classifies optimizers by the slices of parameters that they can step.
+"""Classifies optimizers by the slices of parameters that they can update.
 
 Torch's element-wise optimizers can step any slice. Muon and Adafactor need full parameters, so
 chunks do not split them. An unknown optimizer gets all full parameters in one call, unless the user

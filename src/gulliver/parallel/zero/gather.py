@@ -196,7 +196,7 @@ class Gatherer:
         sharded.chunk.note_gathered()
 
     def bring(self, sharded: ShardedChunk) -> None:
-        """Starts gathering a chunk, as a pass requests it."""
+        """Starts gathering a chunk when a pass requests it."""
         if sharded.presence is not Presence.ABSENT:
             # It is here, but the others wait for this rank's part all the same.
             self.finish(sharded)
@@ -374,7 +374,7 @@ class Gatherer:
         self._prefetcher.begin(kind)
 
     def use(self, sharded: ShardedChunk) -> None:
-        """Unshards a chunk, prefetches the next ones and reshards those no longer needed."""
+        """Unshards a chunk, prefetches the next ones and reshards unneeded ones."""
         if self.sharded:
             self._hold(sharded)
             self._prefetcher.use(sharded)
@@ -471,7 +471,7 @@ class Gatherer:
         return next((p for p, copy in copies.items() if copy is result), result)
 
     def _end_reads(self, wanted: Sequence[ShardedChunk], viewed: bool) -> None:
-        """Reshards chunks gathered for reads, except `wanted` and (unless `viewed`) viewed ones."""
+        """Reshards chunks gathered for reads, except `wanted`; chunks with views if `viewed`."""
         reads = [] if self._stays else self._reads
         for sharded in [c for c in reads if c not in wanted and not c.held]:
             here = sharded.presence is Presence.WHOLE

@@ -3,7 +3,7 @@
 The simulation uses the same `Prefetcher` and the same rule for pending reductions as training, so
 it knows which chunks are gathered together and how long gradients need full buffers. The joint peak
 is lower than the sum of the peaks of parameters and gradients, which occur at different times.
-Modules run in registration order, or the plan's.
+Modules run in registration order, or in the order of the plan.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ChunkBytes:
 
 
 def predicted(shards: ShardedState, pipelined: bool = False) -> dict[str, int]:
-    """Predicts this rank's bytes by kind; with tiers, only those in the fast tier."""
+    """Predicts this rank's bytes by kind; with tiers, only bytes in the fast tier."""
     chunks = [
         ChunkBytes(
             tuple(c.chunk.parameters),
@@ -109,7 +109,7 @@ def held_bytes(
 def after_micro_batches(
     found: Mapping[str, int], chunks: Sequence[ChunkBytes], stage: int, parts: int, ahead: int
 ) -> dict[str, int]:
-    """Converts bytes of a step with one backward to those of a pipeline rank."""
+    """Converts the bytes of a step with one backward to the bytes of a pipeline step."""
     # Micro-batches add up in whole buffers, whatever the stage, which are reduced when the schedule
     # has ended: then shards that travel are there besides, and at stage 3 the parameters in use.
     if stage < 2 or parts == 1:
@@ -128,7 +128,7 @@ def after_micro_batches(
 def in_unequal_step(
     found: Mapping[str, int], chunks: Sequence[ChunkBytes], stage: int, parts: int, limited: bool
 ) -> dict[str, int]:
-    """Converts bytes of an ordinary step to those of a step that reduces gradients at its end."""
+    """Converts the bytes of an ordinary step to a step that reduces all gradients at its end."""
     # Then gradients lie whole on each rank and begin to travel together, and of stage 3 parameters
     # lie whole there, too. Under a limit these go first.
     if stage < 2 or parts == 1:
@@ -239,7 +239,7 @@ class StepReplay(ABC):
 
     @abstractmethod
     def gathers(self, chunk: ImaginedChunk, fresh: bool) -> None:
-        """A chunk's all-gather starts; `fresh` if into a new buffer."""
+        """Called when a chunk's all-gather starts; `fresh` if it fills a new buffer."""
 
     @abstractmethod
     def gives_back(self, chunk: ImaginedChunk) -> None: ...

@@ -287,14 +287,14 @@ class ZeroOptimizer(BoostedOptimizer):
 
     @property
     def steps_in_backward(self) -> bool:
-        """Whether this step's chunks are stepped during backward."""
+        """Whether the chunks are updated during backward in this step."""
         waits = math.isfinite(self.options.max_norm) or self.scaler is not None
         return self.options.step_in_backward and not waits
 
     def _stepping(
         self,
     ) -> tuple[AbstractContextManager[None], Callable[[ShardedChunk], None] | None]:
-        """Returns the context that steps chunks in backward, and its callback."""
+        """Returns the context that updates chunks in backward, and its callback."""
         self._begun.check_whole()
         self._begun.refuse("backward was called")
         if not self.steps_in_backward or self._accumulating:
@@ -370,7 +370,7 @@ class ZeroOptimizer(BoostedOptimizer):
         return finite
 
     def _vote_and_flush(self) -> set[str]:
-        """Reduces all gradients to the shards, unless that was done after the last backward."""
+        """Reduces all gradients to the shards, if not done since the last backward."""
         if self._used is None or not self._reducer.voted:
             groups, buffers = self.shards.groups.votes(), self._buffers
 

@@ -1,4 +1,4 @@
-"""Reduces gradients from the buffers that backward accumulates them in to the ranks' shards.
+"""Reduces gradients from the buffers of backward to the ranks' gradient shards.
 
 Read `Phase` in `chunks.py` first, then `GradientReducer.backward`, `_ready_hook`, `_reduce`
 and `wait_reduction`. A reduction stays in flight during backward and afterwards, until its result
@@ -131,7 +131,7 @@ class GradientReducer:
             parameter.requires_grad_(needed)
 
     def _before_hook(self, sharded: ShardedChunk, name: str) -> Callable[[object], None]:
-        """Creates the hook that runs before autograd accumulates, and makes the gradient a view."""
+        """Creates a hook that makes a gradient a buffer view before autograd accumulates it."""
         # It runs for every parameter in every backward, so the usual case calls nothing: the chunk
         # collects, and the parameter has no gradient yet, or its view.
         gradients, parameter = sharded.chunk.gradients, sharded.chunk.parameters[name]
@@ -181,7 +181,7 @@ class GradientReducer:
         return ready
 
     def release_idle(self) -> None:
-        """Waits for pending reductions, and unpins gradients that are being accumulated."""
+        """Waits for pending reductions, and lets the manager evict accumulated gradients."""
         # These come again with their next terms. To wait is safe: what is in flight was issued in
         # one order on all ranks, so none of them waits for what another has yet to issue.
         self.wait_all_reductions()
@@ -221,7 +221,7 @@ class GradientReducer:
             self._reducing, self._on_sent, self._refusal = False, None, refusal
 
     def check_stray(self) -> None:
-        """Raises if a gradient was accumulated outside of `backward` inside `refusing`."""
+        """Raises if, within `refusing`, a gradient was accumulated outside of `backward`."""
         if self.stray_gradient_seen and self._refusal:
             raise GulliverError(self._refusal)
 
@@ -290,7 +290,7 @@ class GradientReducer:
         return [name in self._used for name in sharded.chunk.parameters]
 
     def use_up(self, sharded: ShardedChunk) -> None:
-        """Drops the gradient of a stepped chunk; the user has to call `zero_grad` next."""
+        """Drops the gradient of an updated chunk; the user has to call `zero_grad` next."""
         assert sharded.gradient_shard is not None, "its reduction was waited for"
         sharded.forget_gradient()
         sharded.used_up = True

@@ -63,7 +63,7 @@ HOST_CALLS = 4
 
 @dataclass(frozen=True)
 class ShardingOptions(Options):
-    """How chunks are split, moved and stepped.
+    """Options for splitting, communicating and updating chunks.
 
     Attributes:
         chunk_bytes: size of a chunk, in bytes.
@@ -315,11 +315,11 @@ class ShardedState:
         self.reducer.release_idle()
 
     def step_groups(self) -> list[list[int]]:
-        """Returns groups of chunk indices that are stepped together.
+        """Returns groups of chunks, by index, that the optimizer updates in one call.
 
-        Chunks are stepped one at a time with tiers, if gathers overlap steps, or if a checkpoint
+        Chunks are updated one at a time with tiers, if gathers overlap steps, or if a checkpoint
         may still be copying other chunks. On one host there are few calls: gathers cost a rank's
-        own time there, and so does each call. An unknown optimizer always steps all chunks in one
+        own time there, and so does each call. An unknown optimizer always updates all chunks in one
         call, as it may combine parameters or count calls.
         """
         numbers = list(range(len(self.chunks)))

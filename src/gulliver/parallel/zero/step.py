@@ -57,7 +57,7 @@ class Updates:
         self._allowed = True
 
     def step(self, numbers: Sequence[int], used: set[str], gather: bool = True) -> None:
-        """Steps chunks together, once their gradients are complete.
+        """Updates chunks, whose gradients are complete, in one optimizer step.
 
         Args:
             numbers: indices of the chunks.
@@ -92,7 +92,7 @@ class Updates:
                 shards.states.place_new(sharded, used)
 
     def end(self) -> None:
-        """Shows the model's parameters in the groups again, and hides gradients."""
+        """Puts the model's parameters back into the groups, and hides the gradients."""
         if not self._allowed:
             return
         self._allowed = False
@@ -125,7 +125,7 @@ class Updates:
 #
 # It does not know how gradients are reduced, nor how a chunk is stepped.
 class InBackward:
-    """Steps chunks during backward."""
+    """Updates chunks during backward."""
 
     def __init__(self, shards: ShardedState, updates: Updates) -> None:
         self._shards, self._updates = shards, updates
@@ -142,7 +142,7 @@ class InBackward:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Context of a backward that steps chunks once they are reduced (collective)."""
+        """Context of a backward that updates chunks once they are reduced (collective)."""
         reducer = self._shards.reducer
         self.check_whole()
         self.refuse("backward was called again")
@@ -163,7 +163,7 @@ class InBackward:
             self._updates.end()
 
     def reduced(self, sharded: ShardedChunk) -> None:
-        """Callback for a chunk whose reduction has started; steps earlier chunks."""
+        """Callback for a chunk whose reduction has started; updates earlier chunks."""
         used = self._shards.reducer.used_in(sharded)
         first = not self._sent and len(self._numbers) == len(self._shards.chunks)
         votes = torch.tensor([*used, *self._shards.groups.votes()] if first else used)
@@ -221,7 +221,7 @@ class InBackward:
     # The step after it.
 
     def finish(self, used: set[str], end: Callable[[], None]) -> None:
-        """Steps the remaining chunks and gathers those stepped in backward (collective)."""
+        """Updates the remaining chunks, and gathers the ones updated in backward (collective)."""
         self._check_options()
         if self._shards.stage == 3:
             self._shards.gatherer.release_all()
@@ -255,7 +255,7 @@ class InBackward:
             )
 
     def refuse(self, what: str) -> None:
-        """Rejects calls that are too late once chunks may have been stepped."""
+        """Raises if the step is suspended, or if chunks may have been updated in backward."""
         if self._suspended:
             raise GulliverError(self._suspended)
         if self.begun:
@@ -266,7 +266,7 @@ class InBackward:
             )
 
     def suspend(self, why: str) -> None:
-        """Sets a message with which `refuse` rejects all calls; "" ends this."""
+        """Sets the message with which `refuse` rejects all calls; "" allows them again."""
         self._suspended = why
 
     def check_whole(self) -> None:
@@ -347,7 +347,7 @@ class UnevenStep:
         return 1.0 if scaler is None else scaler.scale
 
     def backward(self, loss: Tensor, last: bool) -> None:
-        """Runs backward of a loss; the last one starts the reduction of accumulated gradients."""
+        """Runs backward of a loss; with `last`, starts reducing the accumulated gradients."""
         if self.sent:
             raise GulliverError(
                 "backward was called after the step's last one; call it once per micro-batch"
@@ -380,7 +380,7 @@ class UnevenStep:
             gatherer.leave_backward()
 
     def finish(self) -> None:
-        """Reduces accumulated gradients unless a backward did; a rank without any sends zeros."""
+        """Reduces the gradients if `backward` has not; missing gradients are sent as zeros."""
         self._reducer.check_stray()
         if self.waits:
             return

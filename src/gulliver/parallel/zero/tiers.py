@@ -1,4 +1,4 @@
-"""Optimizer state of pieces, accessible by model parameter too.
+"""Optimizer state of this rank's pieces, which is also accessible by model parameter.
 
 A *piece* is the part of a parameter in this rank's shard. Between steps ``optimizer.param_groups``
 contains the model's parameters, so ``optimizer.state[p]`` has to return the state of the piece.
@@ -37,7 +37,7 @@ class StateByParameter(defaultdict[Any, Any]):
         self.parameter_of = parameter_of
 
     def __reduce__(self) -> Any:
-        """Copies and pickles as a plain dict: a copied piece is another key."""
+        """Copies and pickles as a plain dict, because a copied piece would be another key."""
         return defaultdict, (dict,), None, None, iter(self.items())
 
     def __getitem__(self, key: Any) -> Any:
@@ -145,7 +145,7 @@ class OptimizerGroups:
             raise GulliverError(MOVED)
 
     def votes(self) -> list[int]:
-        """Returns bytes whose maximum over the ranks shows differences between them."""
+        """Returns bytes whose maximum over the ranks reveals differences between ranks."""
         moved = self.is_moved()
         # Of a byte and its complement both largest are this rank's only if all ranks have it.
         digest = hashlib.sha256(repr([] if moved else self.options()).encode()).digest()[:DIGEST]
@@ -264,7 +264,7 @@ class PieceStates:
         self.by_chunk = steps_by_chunk(inner)
 
     def opened(self, sharded: ShardedChunk) -> AbstractContextManager[None]:
-        """Context in which a chunk may be stepped, and new state added to its buffers."""
+        """Context in which the optimizer may update a chunk and add state to its buffers."""
         return _ALWAYS
 
     def shown(self, sharded: ShardedChunk, fill: bool = False) -> AbstractContextManager[None]:
@@ -276,10 +276,10 @@ class PieceStates:
         return _ALWAYS
 
     def hide(self, sharded: ShardedChunk) -> None:
-        """Replaces the optimizer's views of memory that may be evicted."""
+        """Removes the optimizer's references to memory that may be evicted."""
 
     def places(self, key: str, value: Any, owned: Tensor) -> bool:
-        """Whether `place` moves a state entry: of the parameter's shape, or a factored one."""
+        """Whether `place` moves a state entry, which is element-wise or factored."""
         if not self.by_chunk or not isinstance(value, Tensor) or is_counter(key, value, owned):
             return False
         fits = value.shape == owned.shape or self._whole

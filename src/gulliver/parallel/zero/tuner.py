@@ -35,7 +35,7 @@ MOST_SIZES = 7
 
 
 class TuningStage(Enum):
-    """What the tuner does in the current step."""
+    """The tuner's activity in the current step."""
 
     RECORDING = auto()
     TRYING = auto()
