@@ -136,55 +136,6 @@ def test_any_schedule_answers_as_one_request_alone_and_loses_no_block(
     assert len(ends) == sum(n for n, _ in want.values())
 
 
-@pytest.mark.parametrize("depth", [1, 3])
-@pytest.mark.parametrize("drafts", [False, True])
-def test_storms_of_cancels_change_no_answer_and_free_every_block(
-    depth: int, drafts: bool, full: bool
-) -> None:
-    chance, runner = random.Random(depth), Slots(48, 3, depth)
-    drafter = Guesses(0, runner.vocabulary) if drafts else None
-    engine = Engine(runner, options=EngineOptions(32, 10), drafter=drafter)
-    fronts = [[chance.randrange(runner.vocabulary) for _ in range(8)] for _ in range(4)]
-    # Requests that run: prompt, answers, those ended, tokens so far.
-    live: dict[int, tuple[list[int], int, set[int], dict[int, list[int]]]] = {}
-    again: list[list[int]] = []
-    cancels = right = 0
-    while cancels < (2500 if full else 600) or live:
-        while cancels < (2500 if full else 600) and len(live) < 24:
-            # What was cancelled is asked again, as clients do.
-            prompt = again.pop() if again and chance.random() < 0.6 else None
-            prompt = prompt or [*chance.choice(fronts)[: chance.randint(1, 8)], len(live) % 5]
-            n = chance.choice((1, 1, 1, 3))
-            number = engine.add(prompt, SamplingParams(max_tokens=10, temperature=0, n=n))
-            live[number] = prompt, n, set(), {sample: [] for sample in range(n)}
-        for number in list(live):
-            # Before a step, after one, twice, and of requests that have just been added.
-            if -1 not in live[number][2] and chance.random() < 0.06:
-                assert engine.cancel(number)
-                engine.cancel(number)
-                again.append(live[number][0])
-                live[number][2].add(-1)
-                cancels += 1
-        for event in engine.step():
-            prompt, n, ended, made = live[event.request]
-            assert event.sample not in ended
-            made[event.sample] += [token.id for token in event.tokens]
-            wanted = expected(prompt, 10, runner.vocabulary)
-            assert made[event.sample] == wanted[: len(made[event.sample])]
-            if event.finish:
-                ended.add(event.sample)
-                assert event.finish == "length" or -1 in ended
-                right += event.finish == "length" and made[event.sample] == wanted
-            if len(ended - {-1}) == n:
-                del live[event.request]
-        scheduler = engine._scheduler
-        check_pool(engine._pool, [s.blocks for s in [*scheduler.running, *scheduler.waiting]])
-    assert right > cancels / 10
-    assert not engine.busy
-    assert not any(engine.knows(number) for number in range(cancels))
-    assert engine.counts()["free_blocks"] == 48
-
-
 def test_little_room_preempts_the_youngest_and_changes_no_answer() -> None:
     runner = Slots(blocks=6, size=2)
     engine = Engine(runner, options=EngineOptions(8, 4, share_prefixes=False))
