@@ -125,7 +125,7 @@ def test_tensor_changed_during_a_save_is_then_copied_eagerly(
         values += 1
         engine.hold(False)
         if step == 1:
-            with pytest.raises(GulliverError, match="mine: values was changed"):
+            with pytest.raises(GulliverError, match="mine: values was modified"):
                 checkpointer.wait()
         else:
             checkpointer.wait()

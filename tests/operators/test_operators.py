@@ -223,7 +223,7 @@ EDITS = [
     (
         '- "1"',
         '- "0"',
-        ["blocks[0].blocks[0]: 0 (line", "blocks[1].blocks[0]: 0 (line", "one block"],
+        ["blocks[0].blocks[0]: 0 (line", "blocks[1].blocks[0]: 0 (line", "same block"],
     ),
 ]
 

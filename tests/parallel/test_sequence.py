@@ -748,7 +748,7 @@ def _raises(match: str, call: Any) -> None:
 def test_bad_input_is_one_line_that_says_what_would_be_right() -> None:
     groups = make_groups(SequencePlan())
     q = torch.randn(1, 4, 6, 8)
-    _raises("dropout of 0.1 is not supported", lambda: attention(q, q, q, groups, dropout=0.1))
+    _raises("dropout 0.1 is not supported", lambda: attention(q, q, q, groups, dropout=0.1))
     dense: Any = torch.ones(6, 6, dtype=torch.bool)
     _raises("a mask of type Tensor .* Mask", lambda: attention(q, q, q, groups, mask=dense))
     _raises("3 KV heads do not divide 4", lambda: attention(q, q[:, :3], q[:, :3], groups))

@@ -248,7 +248,7 @@ def test_quantised_weights_answer_as_the_quantised_model(
     tokenizer_of().save_pretrained(written)
     with LLM(written, decoder="torch", **sizes) as llm:
         assert llm.generate([TEXTS[1]], asked)[0].outputs[0].tokens == tokens
-    with pytest.raises(GulliverError, match="is quantised already"):
+    with pytest.raises(GulliverError, match="is already quantized"):
         load(written, quantize=mode)
     made, logits = one_by_one(model, ids, 6)
     assert [token.id for token in tokens] == made
