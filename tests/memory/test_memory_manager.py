@@ -364,7 +364,9 @@ def test_caught_error_keeps_no_caller_tensors(tmp_path: Path, call):
 def test_a_full_disk_says_what_is_needed(tmp_path: Path):
     manager = Manager(2 * PAGE, "cpu", DiskStore(tmp_path, 4 * PAGE))
     objects = filled(manager, 6)
-    with pytest.raises(GulliverError, match=rf"o6 does not fit: .* {7 * PAGE} .* {PAGE} too few"):
+    with pytest.raises(
+        GulliverError, match=rf"o6 does not fit: .* {7 * PAGE} .* {PAGE} bytes too small"
+    ):
         manager.add("o6", PARAMETERS, 1024, torch.float32)
     # All that both hold is in use: nothing can change places. It is said, and nothing is lost.
     for _ in range(2):
@@ -552,7 +554,7 @@ def test_bad_calls_are_refused(tmp_path: Path):
         manager.free_buffer(torch.zeros(1), GRADIENTS)
     managed = manager.add("a", PARAMETERS, 1, torch.float32)
     manager.remove(managed)
-    with pytest.raises(GulliverError, match="a is not an object of this memory manager"):
+    with pytest.raises(GulliverError, match="a does not belong to this memory manager"):
         manager.use(managed)
     manager.close()
 
