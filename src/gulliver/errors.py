@@ -91,8 +91,8 @@ def once_differentiable(what: str, linear: bool = False) -> Callable[[Any], Any]
         def checked(ctx: Any, *grads: Any) -> Any:
             if torch.is_grad_enabled() and (not linear or any(g.requires_grad for g in grads)):
                 raise GulliverError(
-                    f"create_graph=True asks for a second derivative, which {what} does not have: "
-                    "leave create_graph out, or turn that option off"
+                    f"create_graph=True needs a second derivative, which {what} does not support; "
+                    "omit create_graph, or disable that option"
                 )
             return backward(ctx, *grads)
 

@@ -109,7 +109,7 @@ _UNITS = {unit.lower(): size for unit, size in UNITS.items()}
 _SIZE = re.compile(r"(-?[0-9][0-9_,]*(?:\.[0-9]+)?)\s*([A-Za-z%]*)")
 LARGEST = 2**60
 """Largest valid size in bytes."""
-RIGHT = "give a number with a unit, such as '6GiB' or '500 MB'"
+RIGHT = "use a number with a unit, such as '6GiB' or '500 MB'"
 
 
 def byte_size(name: str, value: Any, whole: int | None = None) -> int:
@@ -138,7 +138,7 @@ def _text_size(name: str, text: str, whole: int | None) -> tuple[int, str]:
     if unit == "%":
         if whole is None:
             raise GulliverError(
-                f"{name}={text!r} is a share, but there is no total to take it of: {RIGHT}"
+                f"{name}={text!r} is a percentage, but the total is unknown: {RIGHT}"
             )
         if number > 100:
             raise GulliverError(f"{name}={text!r} is more than 100%: {right}")
@@ -373,7 +373,7 @@ def checked(value: Any, hint: Any, name: str) -> Any:
         for extra in arguments[1:]:
             # An option may be something else instead, such as a file.
             if isinstance(extra, Range) and isinstance(value, int | float) and value not in extra:
-                raise GulliverError(f"{name} is {value}: it must be {extra}")
+                raise GulliverError(f"{name} is {value}, but must be {extra}")
         return value
     if origin is Literal:
         value = alternative_dtype(value, arguments)
@@ -391,7 +391,7 @@ def checked(value: Any, hint: Any, name: str) -> Any:
     if hint is Any or (isinstance(found, origin or hint) and (not is_bool or hint is bool)):
         return found
     kind = getattr(hint, "__name__", str(hint))
-    raise GulliverError(f"{name} is {value!r}: it must be of type {kind}")
+    raise GulliverError(f"{name} is {value!r}, but must be of type {kind}")
 
 
 def _converted(value: Any, hint: Any) -> Any:
@@ -412,7 +412,7 @@ def _checked_items(value: Any, hints: tuple[Any, ...], name: str) -> tuple[Any, 
     if hints[-1] is ...:
         hints = (hints[0],) * len(value)
     if len(value) != len(hints):
-        raise GulliverError(f"{name} is {value!r}: it must have {len(hints)} values")
+        raise GulliverError(f"{name} is {value!r}, but must have {len(hints)} values")
     return tuple(checked(item, hint, name) for item, hint in zip(value, hints, strict=True))
 
 

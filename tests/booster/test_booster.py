@@ -84,7 +84,7 @@ def test_no_plugin_in_one_process_is_the_plain_loop() -> None:
         (lambda: Booster(plugin="zero"), r"LowLevelZeroPlugin\(\.\.\.\)"),
         (lambda: Booster().plan, "call boost first"),
         (lambda: Booster().backward(torch.ones(()), torch.optim.SGD([torch.ones(1)])), "boosted"),
-        (lambda: boost()[0].boost(*boost()[1:]), "boosted already"),
+        (lambda: boost()[0].boost(*boost()[1:]), "already boosted"),
         (lambda: boost(model=nn.Linear(3, 2, device="meta")), "is on meta"),
         (lambda: boost()[2].step(lambda: 0.0), "closures"),
     ],
@@ -294,7 +294,9 @@ def test_scheduler_state_is_restored(kind: str, tmp_path: Path) -> None:
 def test_another_scheduler_is_refused(tmp_path: Path) -> None:
     booster, _, optimizer = boost()
     booster.save_lr_scheduler(SCHEDULERS["cosine"](optimizer), tmp_path / "s")
-    with pytest.raises(GulliverError, match="is of CosineAnnealingLR, the scheduler is LambdaLR"):
+    with pytest.raises(
+        GulliverError, match="state of CosineAnnealingLR, but the scheduler is LambdaLR"
+    ):
         booster.load_lr_scheduler(SCHEDULERS["lambda"](optimizer), tmp_path / "s")
     with pytest.raises(GulliverError, match="does not exist"):
         booster.load_lr_scheduler(SCHEDULERS["lambda"](optimizer), tmp_path / "t")

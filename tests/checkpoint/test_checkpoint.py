@@ -287,7 +287,7 @@ def test_broken_steps_are_skipped_and_other_formats_rejected(tmp_path: Path) -> 
     ("options", "message"),
     [
         ({"mode": "shade"}, "mode='shade' is not known: did you mean 'shadow'?"),
-        ({"ring_mb": 4}, "ring_mb=4 is too small: at least 8"),
+        ({"ring_mb": 4}, "ring_mb=4 is too small; use at least 8"),
         ({"keep": 1.5}, "keep"),
         ({"keep": -1}, "keep=-1"),
         ({"silence_s": 0}, "silence_s"),

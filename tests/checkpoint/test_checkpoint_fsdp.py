@@ -159,5 +159,5 @@ def save_and_load_factored(world: World, folder: Path) -> list[str]:
 
 def test_unshardable_state_is_rejected_before_loading(pool: Pool, tmp_path: Path) -> None:
     for factored, other in pool.run(save_and_load_factored, 2, tmp_path):
-        assert "of the parameter's shape" in factored
-        assert "is of Factored, not of SGD" in other
+        assert "of the same shape" in factored
+        assert "is the state of Factored, not of SGD" in other

@@ -308,9 +308,13 @@ def _flip(place: int) -> Callable[[Path], None]:
 @pytest.mark.parametrize(
     ("name", "spoil", "message"),
     [
-        ("model.safetensors", _truncate, r"holds no complete.*model.safetensors, .*truncated"),
-        ("model.safetensors", Path.unlink, r"holds no complete.*model.safetensors, .*not exist"),
-        ("manifest.json", _flip(40), r"holds no complete.*manifest.json is (corrupted|truncated)"),
+        ("model.safetensors", _truncate, r"contains no complete.*model.safetensors, .*truncated"),
+        ("model.safetensors", Path.unlink, r"contains no complete.*model.safetensors, .*not exist"),
+        (
+            "manifest.json",
+            _flip(40),
+            r"contains no complete.*manifest.json is (corrupted|truncated)",
+        ),
         *(
             ("model.safetensors", _flip(place), r"model.safetensors, bytes 0 to .*: they are corr")
             for place in (0, 8, 30, 70)
@@ -328,7 +332,7 @@ def test_the_broken_file_of_the_only_step_is_named(
     spoil(run[0] / "step-00000001" / name)
     with pytest.raises(GulliverError, match=message) as caught:
         load(run[0], {"model": model()})
-    assert "another checkpoint" not in str(caught.value) or "holds no" not in str(caught.value)
+    assert "another checkpoint" not in str(caught.value) or "contains no" not in str(caught.value)
     assert "taking no other" not in caplog.text
 
 

@@ -463,7 +463,7 @@ def test_reader_falls_back_if_its_step_is_pruned(
         assert weights.path.name == "step-00000008"
     # What is broken, and not being replaced, is told at once.
     (tmp_path / "step-00000008" / "model.safetensors").write_bytes(b"")
-    with pytest.raises(GulliverError, match="holds no complete checkpoint"):
+    with pytest.raises(GulliverError, match="contains no complete checkpoint"):
         load(tmp_path)
 
 

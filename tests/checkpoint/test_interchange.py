@@ -365,7 +365,7 @@ def test_mismatch_is_rejected_before_changes(tmp_path: Path) -> None:
     assert targets["a"].all()
     with pytest.raises(GulliverError, match=r"b is \(3,\) there, \(4,\) here"):
         load_huggingface({"b": torch.zeros(4)}, tmp_path, strict=False)
-    with pytest.raises(GulliverError, match="does not fit"):
+    with pytest.raises(GulliverError, match="does not match"):
         load_huggingface({"z": torch.zeros(4)}, tmp_path, strict=False)
     with pytest.raises(GulliverError, match=r"weight .*to_empty\(\)"):
         load_huggingface(nn.Linear(2, 2, device="meta"), tmp_path)

@@ -488,6 +488,6 @@ def test_load_failures_are_raised_on_every_rank(pool: Pool, tmp_path: Path) -> N
     assert "exists already" in second[0]
     assert "rank 0" in second[1]
     assert all("does not exist" in said for said in (*first[2:4], *second[2:4]))
-    assert "not once: do all ranks save the same state?" in first[4]
+    assert "not once; all ranks must save the same state" in first[4]
     assert "rank 0 failed" in second[4]
     assert not list((tmp_path / "twice").glob("step-*"))

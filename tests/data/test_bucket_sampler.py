@@ -116,9 +116,9 @@ def test_a_position_in_other_data_is_refused(change: dict) -> None:
     ("arguments", "message"),
     [
         (([None, None], 2), "no sample fits any bucket"),
-        (([BUCKETS[0]], {BUCKETS[1]: 2}), "no batch size for bucket 1x8x8"),
+        (([BUCKETS[0]], {BUCKETS[1]: 2}), "bucket 1x8x8 has no batch size"),
         (([BUCKETS[0]], 0), "at least 1"),
-        (([BUCKETS[0]], 1, 2, 2), "rank 2 is not one of 2"),
+        (([BUCKETS[0]], 1, 2, 2), "rank 2 is out of range for 2"),
     ],
 )
 def test_invalid_samplers_are_rejected(arguments: tuple, message: str) -> None:

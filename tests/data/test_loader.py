@@ -904,7 +904,7 @@ def test_a_newer_iteration_ends_the_older_one() -> None:
     older = iter(loader)
     first = next(older)
     assert torch.equal(next(iter(loader)), first)
-    with pytest.raises(GulliverError, match="ended by a newer one"):
+    with pytest.raises(GulliverError, match="started another one"):
         next(older)
 
 
@@ -920,7 +920,7 @@ def test_an_iterator_at_its_end_stays_there() -> None:
         ({"ahed": 2}, "unexpected keyword argument 'ahed'"),
         ({"ahead": 0}, "ahead=0"),
         ({"seed": -1}, "-1"),
-        ({"rank": 3, "world_size": 2}, "rank 3 is not one of 2"),
+        ({"rank": 3, "world_size": 2}, "rank 3 is out of range for 2"),
         ({"arena": PinnedArena(PAGE, pin=False), "warm_up": [meta(PAGE)]}, "raise it"),
         ({"shuffle": True, "sampler": [1]}, "mutually exclusive"),
     ],

@@ -176,7 +176,7 @@ def test_documents_are_packed_without_padding() -> None:
     assert padded["position_ids"].tolist() == [[0, 1, 0, 1, 2]]
     whole = {"input_ids": [5, 6], "labels": None, "attention_mask": [1, 1]}
     assert pack_documents([whole])["labels"].tolist() == [[-100, 6]]
-    with pytest.raises(GulliverError, match="leave padding out"):
+    with pytest.raises(GulliverError, match="remove padding"):
         pack_documents([{"input_ids": [0, 5], "attention_mask": [0, 1]}])
 
 
@@ -301,13 +301,13 @@ def test_misuse_is_rejected_with_fix(pool: Pool) -> None:
             "3 ranks",
             "rank 1 has a different table",
             "intra=False",
-            "boosted with DataCentricPlugin",
+            "boosted by DataCentricPlugin",
             "step_in_backward",
             "1 mixes the samples",
             "the table",
             "a loss of shape (1,)",
             "step.backward(loss)",
-            "had no backward",
+            "backward was not called",
             "each step once",
             "unequal work",
             "unequal work",

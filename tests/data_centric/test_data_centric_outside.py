@@ -17,7 +17,9 @@ from tests.data_centric.data_centric_costs import line_costs
 from tests.pool import Pool
 
 SHAPES = [3, 5] * 6
-NO_BACKWARD = "a micro-batch had no backward: call step.backward(loss) once for each"
+NO_BACKWARD = (
+    "step.backward was not called for a micro-batch; call step.backward(loss) once for each"
+)
 DATA = [torch.randn(n, generator=torch.Generator().manual_seed(n)) for n in SHAPES]
 
 

@@ -151,7 +151,7 @@ def test_a_file_is_good_for_its_model_and_machine_only(tmp_path: Path) -> None:
     values = json.loads(path.read_text())
     values["fingerprint"]["machine"]["processor"] = "abacus"
     path.write_text(json.dumps(values))
-    with pytest.raises(GulliverError, match=r"another machine .*abacus.*measure it again"):
+    with pytest.raises(GulliverError, match=r"another machine .*abacus.*measure the costs again"):
         load_samples(path, MODEL)
     save_samples(path, MODEL, TRUE)
     values = json.loads(path.read_text())

@@ -105,5 +105,5 @@ def test_a_plan_of_stages_has_the_samples_of_one_without() -> None:
 def test_invalid_stages_are_rejected() -> None:
     with pytest.raises(GulliverError, match=r"stages.* 0"):
         planned(stages=0)
-    with pytest.raises(GulliverError, match="needs several micro-batches: inter"):
+    with pytest.raises(GulliverError, match="needs several micro-batches per group; set inter"):
         planned(stages=2, inter=False)

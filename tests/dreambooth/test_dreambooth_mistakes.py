@@ -63,7 +63,7 @@ def test_a_broken_picture_is_named_and_refused_or_skipped(tmp_path: Path, base: 
     whole = (subject / "1.png").read_bytes()
     (subject / "1.png").write_bytes(whole[: len(whole) // 2])
     (subject / "3.jpg").write_bytes(b"no picture")
-    (subject / "notes.md").write_text("no picture either")
+    (subject / "notes.md").write_text("no pictures either")
     config = _config(base, subject, tmp_path / "out")
     with pytest.raises(GulliverError, match=r"1\.png .*3\.jpg .*--on-broken"):
         dreambooth(config)

@@ -312,7 +312,10 @@ def test_inexact_options_are_rejected() -> None:
         (torch.optim.AdamW(table.parameters()), "AdamW is not known to be row-wise"),
         (torch.optim.SGD(table.parameters(), lr=1, momentum=0.9), r"SGD\(momentum=0.9\)"),
         (torch.optim.Adagrad(table.parameters(), weight_decay=1), r"weight_decay=1\)"),
-        (torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1), "does not have the table's weight"),
+        (
+            torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1),
+            "does not contain the table's weight",
+        ),
     ):
         with pytest.raises(GulliverError, match=message):
             table.attach(optimizer)

@@ -61,7 +61,7 @@ def test_placements_keep_within_memory_or_are_refused() -> None:
         place_tables(tables, 20).slowest <= 2
     )
     assert [o.name for o in place_tables(tables, 8).options] == ["row", "row"]
-    with pytest.raises(GulliverError, match="which has 7"):
+    with pytest.raises(GulliverError, match="which only has 7"):
         place_tables(tables, 7)
 
 
@@ -215,7 +215,7 @@ def test_the_command_plans_criteo_1tb_and_says_each_table_and_rank(
     assert "use NAME=ROWS" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["embedding", "plan", "user=5", "user=6"])
-    assert "'user' is given twice" in capsys.readouterr().err
+    assert "'user' is defined twice" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["embedding", "plan", "user=6"])
     told = " ".join(capsys.readouterr().out.split())

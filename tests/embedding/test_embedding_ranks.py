@@ -239,7 +239,7 @@ def refuses_columns(world: World) -> str:
 
 
 def test_an_optimizer_of_whole_rows_refuses_columns(pool: Pool) -> None:
-    assert "by row or whole" in pool.run(refuses_columns, 2)[0]
+    assert "by row or unsharded" in pool.run(refuses_columns, 2)[0]
 
 
 def all_refuse(world: World, where: Any) -> tuple[list[str], list[Tensor]]:

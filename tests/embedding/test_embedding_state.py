@@ -119,7 +119,7 @@ def test_a_table_that_grows_is_one_that_was_as_large_from_the_start(name: str) -
     train(table, optimizer, iter(batches[6:]), False)
     assert torch.equal(table.state_dict()["weight"], table_state["weight"])
     assert _equal(_states(optimizer), optimizer_state["state"].get(0, {}))
-    with pytest.raises(GulliverError, match="give a larger number"):
+    with pytest.raises(GulliverError, match="pass a larger number"):
         table.grow(ROWS)
     several = CachedEmbeddingBag({"a": 5, "b": 5}, 4, cache=3)
     with pytest.raises(GulliverError, match="only the last one, 'b', can grow"):

@@ -49,9 +49,9 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> Example:
         (
             "a.jsonl",
             b'{\n"text": "a"\n}',
-            r"3 rows are bad, the first is .*a.jsonl:1: invalid JSON",
+            r"3 rows are bad, and the first is .*a.jsonl:1: invalid JSON",
         ),
-        ("a.txt", b"a\0b", r"1 rows are bad, the first is .*a.txt: NUL byte: at byte 1"),
+        ("a.txt", b"a\0b", r"1 rows are bad, and the first is .*a.txt: NUL byte: at byte 1"),
     ],
     ids=str,
 )

@@ -415,7 +415,7 @@ WRONG = {
     "called": "Pipeline.run",
     "too small": "at least",
     "torch clips": "clip_grad_by_norm",
-    "converted": "do that before boost",
+    "converted": "before boost",
 }
 
 
@@ -447,7 +447,7 @@ def _woken(world: World, plugin: dict[str, Any]) -> str:
 @pytest.mark.parametrize("name", ["tensor", "ring"])
 def test_unfreezing_after_boost_is_detected(pool: Pool, name: str) -> None:
     for message in pool.run(_woken, 2, GRIDS[name]):
-        assert "unfreeze before boost" in message
+        assert "unfreeze it before boost" in message
 
 
 WHAT_IS_COMPILED = {

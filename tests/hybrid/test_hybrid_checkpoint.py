@@ -184,6 +184,6 @@ def _refusal(world: World, family: str, weights: str | None) -> str:
 
 def test_a_model_on_meta_needs_a_folder(pool: Pool, tmp_path: Path) -> None:
     for message in pool.run(_refusal, 2, "llama", None):
-        assert "is on meta: pass HybridParallelPlugin(weights=folder)" in message
+        assert "is on meta; use HybridParallelPlugin(weights=folder)" in message
     for message in pool.run(_refusal, 2, "llama", str(tmp_path / "nowhere")):
         assert "nowhere" in message

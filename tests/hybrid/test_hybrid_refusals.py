@@ -57,8 +57,10 @@ def test_tokens_and_labels_of_no_vocabulary_are_named_on_every_rank(
     pool: Pool, plugin: dict[str, Any]
 ) -> None:
     for tokens, labels in pool.run(_unknown, 2, plugin):
-        assert "input_ids has token 67, and the model's vocabulary has 67 (0 to 66)" in tokens
-        assert "labels has label 67, and the model's vocabulary has 67 (0 to 66)" in labels
+        assert (
+            "input_ids has token 67, but the model's vocabulary has 67 entries (0 to 66)" in tokens
+        )
+        assert "labels has label 67, but the model's vocabulary has 67 entries (0 to 66)" in labels
 
 
 def _generated(world: World) -> bool:
@@ -92,7 +94,11 @@ def _dynamic(model: Any) -> Any:
 
 REFUSED: dict[str, tuple[dict[str, Any], Any, str]] = {
     "rotary": ({**SHARED, "tp_size": 1, "precision": "bf16"}, _dynamic, "'dynamic'"),
-    "no folder": ({**TENSOR, "weights": "nowhere"}, lambda m: m, "weights='nowhere' is no folder"),
+    "no folder": (
+        {**TENSOR, "weights": "nowhere"},
+        lambda m: m,
+        "weights='nowhere' is not a folder",
+    ),
     "schedule": ({**STAGES, "pp_style": "dualpipev"}, lambda m: m, "blocks"),
     "blocks": ({**STAGES, "blocks": "model.norm"}, lambda m: m, "'model.norm' is a LlamaRMSNorm"),
     "no module": ({**STAGES, "after": ["model.nrm"]}, lambda m: m, "no module 'model.nrm'"),

@@ -282,8 +282,8 @@ def test_unsupported_combinations_are_rejected(tmp_path: Path) -> None:
             check_plan(Plan.from_yaml(changed), 2)
     for options, message in (
         ({"zero_stage": 1, "memory_limit": "1GiB"}, "zero_stage=3"),
-        ({"disk": "/tmp:1GiB"}, "needs a memory_limit"),
-        ({"host_limit": "1GiB"}, "needs a memory_limit"),
+        ({"disk": "/tmp:1GiB"}, "without a memory_limit"),
+        ({"host_limit": "1GiB"}, "without a memory_limit"),
         ({"memory_limit": "lots"}, "is not a size"),
         ({"chunk_mb": "again"}, "chunk_mb"),
     ):

@@ -50,7 +50,7 @@ def test_percentage_is_of_total_memory(share: int, whole: int) -> None:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ("lots", r"limit='lots' is not a size: give a number with a unit, such as '6GiB'"),
+        ("lots", r"limit='lots' is not a size: use a number with a unit, such as '6GiB'"),
         ("6 GiBs", r"limit='6 GiBs' has no known unit: did you mean 'GiB'\?"),
         ("", "is not a size"),
         ("GiB", "is not a size"),
@@ -62,7 +62,7 @@ def test_percentage_is_of_total_memory(share: int, whole: int) -> None:
         (float("inf"), "is not a positive size"),
         (True, "must be a whole number"),
         (None, "must be a whole number"),
-        ("70%", "is a share, but there is no total"),
+        ("70%", "is a percentage, but the total is unknown"),
         ("1.2.3GiB", "is not a size"),
         ("0.0001B", "is not a positive size"),
     ],
@@ -248,8 +248,8 @@ def test_a_plan_with_tiers_is_read_back_as_it_was_and_a_size_may_be_text() -> No
     assert edited.zero.tiers is not None
     assert edited.zero.tiers.limit == 3 * MIB
     for wrong, message in {
-        "limit: lots": r"zero.tiers.limit: 'lots' \(line \d+\): give a number with a unit",
-        "limit: 70%": "give a number with a unit",
+        "limit: lots": r"zero.tiers.limit: 'lots' \(line \d+\): use a number with a unit",
+        "limit: 70%": "use a number with a unit",
         "limit: 0": "it must be at least 1",
         "limit: 2.5": "it must be a whole number",
     }.items():
@@ -351,7 +351,7 @@ def test_of_three_memories_the_slower_link_sets_the_pace() -> None:
     assert before.step > behind.step
     with pytest.raises(GulliverError, match=r"host_limit=100.0 KiB is too small for disk="):
         find_residency(state, replace(tiers, host=100 * 2**10), plan.work)
-    with pytest.raises(GulliverError, match=r"host_limit give 36.0 MiB, and .* give them \d"):
+    with pytest.raises(GulliverError, match=r"host_limit give 36.0 MiB, and .* set them to \d"):
         find_residency(state, replace(tiers, disk_bytes=20 * MIB), plan.work)
     beyond = replace(tiers, host=11 * MIB, disk_bytes=70 * MIB)
     with pytest.raises(GulliverError, match=r"host_limit=11\.0 MiB .*\d+.* MiB"):

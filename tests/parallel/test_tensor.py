@@ -624,7 +624,7 @@ UNFIT: list[tuple[dict[str, str], str]] = [
     ),
     (
         {"head": "column, packed"},
-        r"head \('column, packed', 6 outputs\) .* no row layer takes them",
+        r"head \('column, packed', 6 outputs\) .* no row layer consumes them",
     ),
     ({"up": "column, packed"}, r"0.up \('column, packed', 12 .*0.down \('row', 12 .* 'column'"),
     ({"up": "latent", "down": "row, split"}, r"up is 'latent', but is not the first projection"),
@@ -635,7 +635,7 @@ UNFIT_LLAMA = [
     ({"model.norm": "summed"}, r"model.norm is 'summed'"),
     (
         {"gate_proj": "column, packed"},
-        r"gate_proj \('column, packed', 52 .* is 'column' in the plan",
+        r"gate_proj \('column, packed', 52 .* is 'column' in this model's plan",
     ),
     ({"q_proj": "column, packed"}, r"q_proj .* is 'column by heads' in the plan"),
     ({"gate_proj": "column, gathered"}, r"gate_proj .* full outputs"),

@@ -536,7 +536,7 @@ def test_edited_groups_are_refused_on_all_ranks_and_options_that_differ(pool: Po
         (_set_reduced_gradient, "'a.bias' was set"),
         (_scale_reduced_gradient, "'a.bias' was set"),
         (_old_optimizer, "the optimizer that boost returned"),
-        (_unfreeze, "unfreeze before boost"),
+        (_unfreeze, "unfreeze it before boost"),
         (_assign, "assign=True"),
         (_convert, "converted or reshaped after boost"),
         (_after_clipping, "after clipping"),

@@ -176,7 +176,7 @@ def _mix(folder: Path) -> None:
     ("spoil", "changes", "message"),
     [
         (lambda f: shutil.rmtree(f / "optimizer"), {}, "does not exist"),
-        (lambda f: (f / STEP / "manifest.json").unlink(), {}, "holds no"),
+        (lambda f: (f / STEP / "manifest.json").unlink(), {}, "contains no"),
         (
             lambda f: (f / STEP / "optimizer.safetensors").unlink(),
             {},
@@ -185,9 +185,9 @@ def _mix(folder: Path) -> None:
         (lambda f: _truncate(f / STEP / "optimizer.safetensors"), {}, "truncated"),
         (lambda f: _truncate(f / STEP / "state.json"), {}, "truncated"),
         (_mix, {}, "or another file"),
-        (lambda f: None, {"make": "SGD"}, "is of AdamW, the optimizer is SGD"),
-        (lambda f: None, {"width": 9}, r"does not fit.*\(7, 5\).*\(9, 5\)"),
-        (lambda f: None, {"double": False}, "does not fit.*float64.*float32"),
+        (lambda f: None, {"make": "SGD"}, "state of AdamW, but the optimizer is SGD"),
+        (lambda f: None, {"width": 9}, r"does not match.*\(7, 5\).*\(9, 5\)"),
+        (lambda f: None, {"double": False}, "does not match.*float64.*float32"),
     ],
 )
 def test_a_wrong_checkpoint_is_one_clear_line_and_changes_nothing(

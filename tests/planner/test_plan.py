@@ -108,8 +108,8 @@ def test_an_edited_plan_loads_with_its_lines(tmp_path: Path) -> None:
         ("stage: 2", "stagee: 2", r"unknown key 'stagee' \(line \d+\): did you mean 'stage'"),
         ("stage: 2", "stage: 4", r"zero.stage: 4 \(line \d+\): it must be one of 0, 1, 2, 3"),
         ("chunk_bytes: 4194304", "chunk_bytes: 0", "chunk_bytes: 0 .*: it must be at least 1"),
-        ("stage: 2", "stage: 2\n  stage: 1", "gives zero.stage twice, on lines"),
-        ("version: 1\n", "", "has no version: add version: 1"),
+        ("stage: 2", "stage: 2\n  stage: 1", "has zero.stage twice, on lines"),
+        ("version: 1\n", "", "has no version; add the line `version: 1`"),
     ],
 )
 def test_a_wrong_value_is_named_with_its_line(

@@ -118,8 +118,8 @@ def test_configurations_get_a_batch_or_say_what_to_give(
     assert "input" in answer["not_counted"]
     sound = {"model_type": "wav2vec2", "architectures": ["Wav2Vec2ForCTC"], "hidden_size": 32}
     file.write_text(json.dumps({**sound, "num_attention_heads": 2, "num_hidden_layers": 1}))
-    assert "give module:function" in told(capsys, str(file), *asked)
-    assert "has no function" in told(capsys, "some_module:", *asked)
+    assert "pass a module:function" in told(capsys, str(file), *asked)
+    assert "names no function" in told(capsys, "some_module:", *asked)
     for name, option, why in (
         ("some_module:made", "--seq", "example batch"),
         ("llama-3-8b", "--frames", "no clips"),

@@ -202,7 +202,7 @@ def test_layers_are_taken_or_kept_for_a_reason() -> None:
     quantised, plain = model(x), net()(x)
     assert not torch.equal(quantised, plain)
     assert error(quantised, plain.double()) < 0.1
-    with pytest.raises(GulliverError, match="FP8 layers already"):
+    with pytest.raises(GulliverError, match="already FP8 layers"):
         convert_to_fp8(model, emulate=True)
     revert_fp8(model)
     assert torch.equal(model(x), plain)

@@ -446,7 +446,7 @@ def test_layers_whose_weights_are_asked_for_their_dtype_are_kept() -> None:
     assert kept.path == "patches"
     assert "_Casting.forward reads its weight" in kept.why
     assert (model(x) - expected).norm() < 0.02 * expected.norm()
-    with pytest.raises(GulliverError, match=r"body.0 takes floats, not int8.*exclude=\['body.0'\]"):
+    with pytest.raises(GulliverError, match=r"body.0 needs floats, not int8.*exclude=\['body.0'\]"):
         model.body(torch.zeros(1, 64, dtype=torch.int8))
 
 

@@ -166,7 +166,7 @@ def test_without_sound_data_it_is_refused_and_nothing_changes():
             replace_calibrated(model, batches)
     with pytest.raises(GulliverError, match="no module matches"):
         replace_calibrated(model, [torch.randn(2, 128)], exclude=["haed"])
-    with pytest.raises(GulliverError, match="reaches no linear layer"):
+    with pytest.raises(GulliverError, match="does not reach any linear layer"):
         replace_calibrated(nn.Sequential(nn.Conv1d(4, 4, 1)), [torch.randn(2, 4, 3)])
     assert all(torch.equal(before[n], v) for n, v in model.state_dict().items())
     model.unused.weight[0, 0] = math.nan

@@ -256,7 +256,7 @@ def test_gptq_of_a_folder_is_that_of_the_model_and_errs_less(
     with torch.no_grad():
         assert torch.equal(loaded(PROMPT).logits, whole(PROMPT).logits)
     # From what was written no half is left where something is refused.
-    for words, why in ((("--rounding", "gptq"), "give a text with --calibration"),):
+    for words, why in ((("--rounding", "gptq"), "set --calibration FILE"),):
         assert ran(str(folder / "gpt2"), "--out", str(tmp_path / "no"), *words) == 1
         assert why in capsys.readouterr().err
     assert not (tmp_path / "no").exists()

@@ -297,7 +297,7 @@ def test_jobs_that_the_cluster_can_never_run_are_refused_by_name(tmp_path: Path)
     [
         ({"name": "a/b"}, "job name 'a/b'"),
         ({"script": "none.py"}, "does not exist"),
-        ({"samples": None}, "give samples, or epoch"),
+        ({"samples": None}, "set samples, or epoch"),
         ({"batch": 0}, "batch_size is 0"),
         ({"least_batch": 32}, "batch 16 is outside of 32 to 16"),
         ({"slots": 20}, "requests 20 slots but can use at most 16"),

@@ -202,7 +202,7 @@ def test_unsupported_joint_generation_is_rejected_on_all_ranks(pool: Pool, run: 
             "--sp-size 2 x --guidance-ranks 2 = 4 ranks",
             "guidance_ranks=1",
             "image guidance",
-            "rank 1 has other requests than rank 0",
+            "rank 1 has different requests than rank 0",
         )
         for told, line in zip(wanted, said, strict=True):
             assert told in line

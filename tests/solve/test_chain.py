@@ -62,5 +62,5 @@ def test_of_equal_cuts_the_most_even_is_taken() -> None:
 
 
 def test_fewer_costs_than_parts_are_refused() -> None:
-    with pytest.raises(GulliverError, match="cannot be cut into 3 parts"):
+    with pytest.raises(GulliverError, match="cannot be split into 3 parts"):
         partition_chain([1.0, 2.0], 3)

@@ -82,7 +82,7 @@ def test_command_captions_uncaptioned_clips(table: Table, command: str) -> None:
 def test_mistakes_end_in_one_line(
     table: Table, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(GulliverError, match="give either --command, a program, or --model"):
+    with pytest.raises(GulliverError, match="neither or both of --command and --model"):
         caption(table)
     with pytest.raises(GulliverError, match="No closing quotation"):
         caption(table, command="say 'it")

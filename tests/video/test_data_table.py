@@ -71,11 +71,11 @@ def test_a_caption_of_several_lines_is_one_line_of_csv(tmp_path: Path) -> None:
         ("", "table t.csv is empty"),
         ("file,text\na,b\n", "table t.csv has no column 'path': choose from 'file', 'text'"),
         ("paht,text\na,b\n", "has no column 'path': did you mean 'paht'"),
-        ("path,path\na,b\n", "has the column 'path' twice"),
+        ("path,path\na,b\n", "has two columns 'path'"),
         ("path,fps\na,1\nb,fast\n", "row 2: fps is 'fast', which is not a number"),
         ("path,text\na,b,c\n", "Expected 2 columns, got 3"),
         ('path,text\na,"b\nc,d\n', "t.csv"),
-        ('path,text\na,"b\nc"\n', "row 1: text has several lines"),
+        ('path,text\na,"b\nc"\n', "row 1: text spans several lines"),
     ],
 )
 def test_a_table_that_is_ambiguous_is_refused_in_one_line(
@@ -168,7 +168,7 @@ def test_a_condition_keeps_the_rows_that_a_loop_in_python_keeps(tmp_path: Path) 
         ("fps >", "is not a condition: .*syntax error"),
         ("", "is not a condition"),
         ("fps", "gives float64, not true or false"),
-        ("avg(fps) > 2", "does not give a value per row"),
+        ("avg(fps) > 2", "does not return one value per row"),
         ("fps > 'fast'", "cannot be evaluated"),
         ("exists (select * from read_csv('/etc/passwd'))", "disabled by configuration"),
         ("1 = 1) from clips union select (2 = 2", "is not a condition"),

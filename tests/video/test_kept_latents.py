@@ -176,7 +176,9 @@ def test_full_disk_is_one_line_error_and_keeps_progress(
 
     monkeypatch.setattr(safetensors.torch, "save_file", full)
     config = options(parts, tmp_path / "kept")
-    with pytest.raises(GulliverError, match=r"no space left .*; 8 of 27 windows .* done and stay"):
+    with pytest.raises(
+        GulliverError, match=r"no space left .*; 8 of 27 windows .* complete and kept"
+    ):
         encode(config)
     assert len(list((config.out / "shards").iterdir())) == 4
     with pytest.raises(GulliverError, match=r"kept is not finished.* gulliver data encode"):
@@ -194,7 +196,7 @@ def test_latents_of_another_model_or_other_settings_are_not_mixed(
         encode(options(parts, kept, autoencoder=parts / "vae4.safetensors"))
     with pytest.raises(GulliverError, match="windows was 3, is 2; dtype was float32, is float16"):
         encode(options(parts, kept, windows=2, dtype="float16"))
-    with pytest.raises(GulliverError, match="give either --shapes"):
+    with pytest.raises(GulliverError, match="neither or both of --shapes"):
         encode(options(parts, kept, shapes=()))
     assert bytes_of(kept) == whole
 

@@ -278,7 +278,7 @@ def test_costs_and_clips_that_do_not_fit_are_refused(
     # Room for stills, and not for the longest clips.
     room = fit["states"] + 20 * (fit["token_bytes"] + 6 * fit["block_bytes"])
     few = PlannerConfig(costs=costs, memory=room / 2**30)
-    with pytest.raises(GulliverError, match=r"9x32x32, 48 tokens.*fits at no degree"):
+    with pytest.raises(GulliverError, match=r"9x32x32, 48 tokens.*does not fit .* at any degree"):
         train(replace(config, planner=few))
     skipping = replace(config, planner=replace(few, unfit="skip"), steps=1)
     skipping = replace(skipping, data=replace(config.data, batch_size=2))

@@ -449,7 +449,7 @@ def third(**changes: Any) -> dict[str, Any]:
         (lambda: MMDiT(**{**JOINT, "axes_dim": (4, 4, 8)}), "must add up to the head size"),
         (
             lambda: STDiT(**SMALL, input_size=(2, 6, 6))(**_smoke_inputs(STDiT)),
-            "2x6x4 latents, but this STDiT only has positions for input_size=2x6x6",
+            "2x6x4 latents, but this STDiT only has position embeddings for input_size=2x6x6",
         ),
         (
             lambda: STDiT2(**SMALL)(**{**_smoke_inputs(STDiT2), "ar": None}),

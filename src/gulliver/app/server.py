@@ -38,7 +38,7 @@ def find_run(named: Path | None) -> Path:
     looked = " and ".join(str(place) for place in places)
     raise GulliverError(
         f"no training run in {looked} (no config.json); start one with `gulliver demo` or "
-        "`gulliver train --out FOLDER`, or give its folder: gulliver app FOLDER"
+        "`gulliver train --out FOLDER`, or pass its folder to `gulliver app`"
     )
 
 
@@ -56,7 +56,7 @@ def first_settings(source: Source) -> tuple[Settings, list[str]]:
         for name, path in (("--autoencoder", paths[1]), ("--text-encoder", paths[2])):
             if path is None:
                 raise GulliverError(
-                    f"--model {source.model} needs {name}; give the part that it was trained with"
+                    f"--model {source.model} needs {name}; pass the one that it was trained with"
                 )
         # Only headers are read.
         own = VideoPipeline.load(*paths).sampling  # type: ignore[arg-type]
@@ -163,8 +163,8 @@ def _free_port(host: str, port: int) -> int:
             probe.bind((host.strip("[]"), port))
         except OSError as error:
             raise GulliverError(
-                f"cannot listen on {host}:{port} ({error.strerror}); stop the other program, or "
-                "give another --port or --port 0 for any"
+                f"cannot listen on {host}:{port} ({error.strerror}); stop the other program, pass "
+                "another --port, or pass --port 0 to use a free one"
             ) from error
         return probe.getsockname()[1]
 

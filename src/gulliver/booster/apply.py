@@ -69,7 +69,7 @@ def check_meta(
     for name, buffer in model.named_buffers():
         if buffer.is_meta:
             raise GulliverError(
-                f"buffer {name!r} is on meta, where its values are lost: build the model under "
+                f"buffer {name!r} is on meta and has no values; build the model under "
                 "gulliver.booster.lazy_parameters(), which leaves buffers alone"
             )
     if weights is not None:
@@ -82,8 +82,8 @@ def check_meta(
             if parameter.is_meta and other != name:
                 # In memory, the tie decides which module's values remain; here there are none.
                 raise GulliverError(
-                    f"parameters {other!r} and {name!r} on meta are tied, so it is unknown which "
-                    "module's reset_parameters() initializes them: fill them with weights=folder"
+                    f"parameters {other!r} and {name!r} are tied and on meta, so it is unclear "
+                    "which module's reset_parameters() initializes them; pass weights=folder"
                 )
         empty = [name for name, p in module.named_parameters(path, recurse=False) if p.is_meta]
         if empty and not hasattr(module, "reset_parameters"):
@@ -216,8 +216,8 @@ def check_choices(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer
     if half != "none" and plan.precision.autocast != "none":
         raise GulliverError(
             f"Booster(mixed_precision={plan.precision.autocast!r}) and "
-            f"{plan.plugin}(precision={half!r}) exclude each other: the first computes in 16 bits "
-            "and keeps float32 parameters, the second keeps 16"
+            f"{plan.plugin}(precision={half!r}) exclude each other: the first keeps float32 "
+            "parameters and computes in 16 bits, and the second also stores parameters in 16 bits"
         )
     if plan.zero is None:
         return
@@ -260,9 +260,9 @@ def _check_second(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer
     if any(is_boosted(p) for p in model.parameters()) and (plan.stage == 3 or half == "fp16"):
         what = "stage 3 has sharded all of" if plan.stage == 3 else "fp16 has one loss scale for"
         raise GulliverError(
-            f"another boosted optimizer trains a parameter already, and {what} the model: use one "
-            "optimizer with several parameter groups; two kinds, such as Muon and AdamW, need "
-            "stage 2 or less, and not fp16"
+            f"another boosted optimizer already trains one of the parameters, and {what} the "
+            "model; use one optimizer with several parameter groups; two kinds, such as Muon and "
+            "AdamW, need stage 2 or less, and not fp16"
         )
     if half != "none" and optimizer is not None:
         check_unstepped(optimizer)

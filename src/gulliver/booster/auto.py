@@ -81,7 +81,7 @@ def _check_offload(grid: Grid, limit: int) -> None:
             "pipeline"
         )
     if limit < 1:
-        raise GulliverError(f"{grid}: pass the bytes per rank as memory=")
+        raise GulliverError(f"{grid}: the memory per rank is unknown; pass it in bytes as memory=")
 
 
 # `auto_engine`: searches, plans and boosts in one call.
@@ -186,7 +186,7 @@ def auto_engine(
     if operators:
         if host is not None or disk is not None:
             raise GulliverError(
-                "operators=True plans for device memory only; leave out host and disk, or use "
+                "operators=True plans for device memory only; omit host and disk, or use "
                 "operators=False"
             )
         return _of_operators(model, optimizer, cluster, batch, samples, memory, precision, verbose)
@@ -236,8 +236,8 @@ def _of_grids(
 def _of_size(cluster: Cluster, size: int) -> Cluster:
     if cluster.size != size:
         raise GulliverError(
-            f"the cluster {cluster.name!r} has {cluster.size} ranks, but {size} ranks run: pass "
-            f"cluster.resized({size}), or no cluster"
+            f"the cluster {cluster.name!r} has {cluster.size} ranks, but there are {size} ranks; "
+            f"pass cluster.resized({size}), or omit the cluster"
         )
     return cluster
 
@@ -259,7 +259,7 @@ def _of_operators(
         if samples_of(batch) != samples or precision not in (None, "fp32"):
             raise GulliverError(
                 f"operators=True needs a batch of all {samples} samples, not {samples_of(batch)}, "
-                "and runs in the dtypes of the model: give no precision"
+                "and runs in the dtypes of the model; omit precision"
             )
         inner = cluster.axes[-1].size if len(cluster.axes) > 1 else 1
         meshes = [{"data": cluster.size}]

@@ -111,7 +111,7 @@ class Booster(CheckpointIO):
             )
         if plan is not None and (plugin is not None or not isinstance(plan, Plan)):
             raise GulliverError(
-                "plan is not a plugin: pass Booster(plan=Plan.load(path)), and no plugin"
+                "a plan is not a plugin; use Booster(plan=Plan.load(path)) without a plugin"
             )
         if plan is not None:
             plugin = PlanPlugin(plan, verbose)
@@ -221,7 +221,7 @@ class Booster(CheckpointIO):
     def _check(self, model: nn.Module, optimizer: Any, world: World) -> Plan:
         """Returns the plugin's choices; rejects unsupported models before anything is changed."""
         if isinstance(optimizer, BoostedOptimizer):
-            raise GulliverError("the optimizer is boosted already: boost each model once")
+            raise GulliverError("the optimizer is already boosted; boost each model once")
         if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
             raise GulliverError(
                 f"the optimizer is {optimizer!r}: pass a torch.optim.Optimizer, or None to run the "
@@ -238,8 +238,8 @@ class Booster(CheckpointIO):
         for name, parameter in model.named_parameters():
             if parameter.device.type not in (world.device.type, *self.plugin.takes):
                 raise GulliverError(
-                    f"parameter {name!r} is on {parameter.device}, this rank runs on "
-                    f"{world.device}: move the model there before its optimizer is made"
+                    f"parameter {name!r} is on {parameter.device}, but this rank runs on "
+                    f"{world.device}; move the model there before you create its optimizer"
                 )
         return self.plugin.check(unwrapped(model), optimizer, self.mixed_precision or "none")
 
@@ -303,7 +303,7 @@ class Booster(CheckpointIO):
         """
         if not self.gradient_noise:
             raise GulliverError(
-                "the gradient noise is not measured: use Booster(gradient_noise=True)"
+                "gradient noise is not being measured; use Booster(gradient_noise=True)"
             )
         return None if self._noise is None else self._noise.scale(batch)
 
@@ -377,7 +377,7 @@ class Booster(CheckpointIO):
             StopIteration: there is no further batch.
         """
         if model not in self._optimizers:
-            raise GulliverError("execute_pipeline needs a model that this booster has boosted")
+            raise GulliverError("execute_pipeline only supports models that this booster boosted")
         if optimizer is not None:
             boosted_only(optimizer)
         holder, backward = self._optimizers[model], optimizer is not None and model.training
@@ -409,7 +409,7 @@ class Booster(CheckpointIO):
                 norm = sum(p.square().sum() for p in model.parameters())
         """
         if model not in self._optimizers:
-            raise GulliverError("full_parameters needs a model that this booster has boosted")
+            raise GulliverError("full_parameters only supports models that this booster boosted")
         with guard(), self._optimizers[model].full_parameters():
             yield
 
@@ -426,6 +426,6 @@ class Booster(CheckpointIO):
         """
         if optimizer is None:
             if model not in self._optimizers:
-                raise GulliverError("no_sync needs a model that this booster has boosted")
+                raise GulliverError("no_sync only supports models that this booster boosted")
             optimizer = self._optimizers[model]
         return boosted_only(optimizer).no_sync()

@@ -81,7 +81,9 @@ def whole_model(model: nn.Module) -> dict[str, Tensor]:
     state = model.state_dict()
     for name, value in state.items():
         if not isinstance(value, Tensor):
-            raise GulliverError(f"{name!r} of the model is a {type(value).__name__}, not a tensor")
+            raise GulliverError(
+                f"{name!r} in the model's state dict is a {type(value).__name__}, not a tensor"
+            )
     return dict(state)
 
 
@@ -101,7 +103,9 @@ def check_groups(
 ) -> None:
     """Rejects groups with other parameters; frozen and trained ones may be swapped."""
     if len(saved) != len(ours):
-        raise GulliverError(f"{folder} has {len(saved)} parameter groups, not {len(ours)}")
+        raise GulliverError(
+            f"{folder} has {len(saved)} parameter groups, but the optimizer has {len(ours)}"
+        )
     for number, (group, names, still) in enumerate(zip(saved, ours, frozen, strict=True)):
         found = set(group["names"])
         missing = set(names) - found - set(group.get("frozen", ()))
@@ -115,8 +119,8 @@ def write_scheduler(lr_scheduler: Any, path: Path, writes: bool) -> None:
     tensors, skeleton = split_state(scheduler_numbers(lr_scheduler))
     if tensors:
         raise GulliverError(
-            f"{type(lr_scheduler).__name__} holds tensors, which JSON cannot store: save it with "
-            "booster.save(..., lr_scheduler=...), or make its optimizer's lr a float"
+            f"{type(lr_scheduler).__name__} has tensors in its state, which JSON cannot store; "
+            "save it with booster.save(..., lr_scheduler=...), or make its optimizer's lr a float"
         )
     if writes:
         write_json(path, {"scheduler": type(lr_scheduler).__name__, "state": skeleton})
@@ -126,9 +130,11 @@ def read_scheduler(lr_scheduler: Any, path: Path) -> None:
     """Loads a file written by `write_scheduler`."""
     content, ours = read_json(path), type(lr_scheduler).__name__
     if not isinstance(content, Mapping) or not {"scheduler", "state"} <= content.keys():
-        raise GulliverError(f"{path} holds no scheduler")
+        raise GulliverError(f"{path} contains no scheduler state")
     if content["scheduler"] != ours:
-        raise GulliverError(f"{path} is of {content['scheduler']}, the scheduler is {ours}")
+        raise GulliverError(
+            f"{path} is the state of {content['scheduler']}, but the scheduler is {ours}"
+        )
     fill_scheduler(lr_scheduler, join_state({}, content["state"]))
 
 
@@ -364,10 +370,11 @@ class OptimizerEntry:
         reader, ours = self.reader, type(self.optimizer.inner).__name__
         content = with_refs(reader.skeleton(OPTIMIZER), reader.tensors(OPTIMIZER))
         if not isinstance(content, dict) or not {"optimizer", "groups", "state"} <= content.keys():
-            raise GulliverError(f"{reader.folder} holds no state of a boosted optimizer")
+            raise GulliverError(f"{reader.folder} contains no state of a boosted optimizer")
         if content["optimizer"] != ours:
             raise GulliverError(
-                f"{reader.folder} is of {content['optimizer']}, the optimizer is {ours}"
+                f"{reader.folder} is the state of {content['optimizer']}, but the optimizer is "
+                f"{ours}"
             )
         check_groups(self.trained, self.frozen, content["groups"], reader.folder)
         _check_shapes(reader, self.optimizer, content)
@@ -417,8 +424,8 @@ def _check_shapes(
         ours = shapes.get(name)
         if ours is not None and name in known and known[name][0] != ours:
             raise GulliverError(
-                f"{reader.folder}: the optimizer state of {name!r} does not fit: the parameter was "
-                f"{known[name][0]}, it is {ours}"
+                f"{reader.folder}: the optimizer state of {name!r} does not match: the parameter "
+                f"was {known[name][0]} when saved, but is {ours} now"
             )
         for key, value in entries.items():
             if ours is None or name in known:
@@ -426,8 +433,8 @@ def _check_shapes(
             refs = refs_in(value)
             if refs and (not isinstance(value, Ref) or value.shape != ours):
                 raise GulliverError(
-                    f"{reader.folder}: the optimizer state of {name!r} does not fit: {key} is "
-                    f"{refs[0].shape}, the parameter {ours}"
+                    f"{reader.folder}: the optimizer state of {name!r} does not match: {key} is "
+                    f"{refs[0].shape}, but the parameter is {ours}"
                 )
 
 

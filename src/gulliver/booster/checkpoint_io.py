@@ -107,8 +107,8 @@ def _check_stepped(optimizer: BoostedOptimizer, content: Mapping[str, Any], fold
         there = theirs.get(name, ours)
         if there != ours:
             raise GulliverError(
-                f"{folder} does not fit: the optimizer state of {name!r} is {tuple(there[0])} "
-                f"{there[1]}, but the parameter is {tuple(ours[0])} {ours[1]}"
+                f"{folder} does not match: the optimizer state of {name!r} is for "
+                f"{tuple(there[0])} {there[1]}, but the parameter is {tuple(ours[0])} {ours[1]}"
             )
 
 
@@ -185,7 +185,7 @@ class CheckpointIO:
 
     def _running(self) -> Running:
         if self._last is None:
-            raise GulliverError("there is no plan yet: call boost first")
+            raise GulliverError("the booster has no plan; call boost first")
         return self._last
 
     def save(
@@ -301,8 +301,8 @@ class CheckpointIO:
         """Rejects models with several optimizers, because a step holds the state of one."""
         if model in self._several:
             raise GulliverError(
-                "the model has several optimizers, but a step holds one: use save_model, and "
-                "save_optimizer for each"
+                "the model has several optimizers, but a checkpoint step stores only one; use "
+                "save_model, and save_optimizer for each"
             )
 
     @property
@@ -350,8 +350,8 @@ class CheckpointIO:
         known = self._options.setdefault(key, dict(options))
         if options and known != options:
             raise GulliverError(
-                f"{folder} is being saved with {known or 'the defaults'}: options are fixed by the "
-                "first save"
+                f"{folder} is being saved with {known or 'the defaults'}; options cannot change "
+                "after the first save"
             )
         if key not in self._checkpointers:
             given = {"memory_limit": limit, **options}
@@ -446,7 +446,7 @@ class CheckpointIO:
         """
         holder = self._optimizers.get(model)
         if holder is None:
-            raise GulliverError("the model was not boosted by this booster: boost it first")
+            raise GulliverError("the model was not boosted by this booster; call boost first")
         self._await_model()
         plain, target = unwrapped(model), Path(folder)
         write, names = write_folder(holder, plain, target, **options)

@@ -73,7 +73,9 @@ class LimitedManager(Manager):
             self.spare -= placed.size
             if self.spare < 0:
                 self.remove(placed)
-                raise InsufficientMemory(f"{name}: what is left of store is for state")
+                raise InsufficientMemory(
+                    f"{name} does not fit: the rest of the host or disk tier is reserved for state"
+                )
             return placed
         self._added += placed.nbytes
         if self._added > self.budget // TRIMMED:

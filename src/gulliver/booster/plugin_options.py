@@ -111,7 +111,9 @@ class LimitOptions(Options):
         limit = self.memory_limit
         for name in ("disk", "host_limit"):
             if limit is None and (value := getattr(self, name)) is not None:
-                raise GulliverError(f"{name}={value!r} needs a memory_limit")
+                raise GulliverError(
+                    f"{name}={value!r} has no effect without a memory_limit; set one"
+                )
         if limit is None:
             return None
         if stage != 3:

@@ -192,7 +192,8 @@ class Plugin(ABC):
         world, (place, size) = current_world(), self.data_place()
         if len(dataset) < size:  # type: ignore[arg-type]
             raise GulliverError(
-                f"the dataset has {len(dataset)} samples: {size} ranks need one each"  # type: ignore[arg-type]
+                f"the dataset has only {len(dataset)} samples, but each of {size} ranks needs at "
+                "least one"  # type: ignore[arg-type]
             )
         sampler: DistributedSampler = DistributedSampler(
             dataset, size, place, shuffle=shuffle, seed=seed, drop_last=drop_last
@@ -309,8 +310,8 @@ class LowLevelZeroPlugin(Plugin):
         self.weights, self.verbose = weights, verbose
         if weights is not None and stage != 3:
             raise GulliverError(
-                f"weights= fills shards, which stage={stage} does not have: use stage=3, or load "
-                "the model before boost"
+                f"weights= fills parameter shards, which only stage 3 has, not stage={stage}; use "
+                "stage=3, or load the model before boost"
             )
         self.takes = ("meta",) if stage == 3 else ()
         self.memory = limits.tiers(

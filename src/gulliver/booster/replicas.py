@@ -267,8 +267,9 @@ class _DDPOptimizer(BoostedOptimizer):
         sparse = [n for p, n in self.names.items() if p.grad is not None and p.grad.is_sparse]
         if sparse:
             raise GulliverError(
-                f"the sparse gradient of {sparse[0]!r} was made outside of the model's forward, or "
-                "inside no_sync only: call the boosted model, or use an embedding of sparse=False"
+                f"the sparse gradient of {sparse[0]!r} was computed outside of the model's "
+                "forward, or only inside no_sync; call the boosted model, or use an embedding "
+                "with sparse=False"
             )
         used = torch.tensor([float(p.grad is not None) for p in mine], device=mine[0].device)
         all_reduce(used, "max")

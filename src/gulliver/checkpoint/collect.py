@@ -218,7 +218,7 @@ def refuse_boosted(model: nn.Module, action: str) -> None:
     for name, parameter in model.named_parameters():
         if "_boosted" in vars(parameter):
             raise GulliverError(
-                f"parameter {name!r} is in a ZeRO chunk: call booster.{action} of the booster that "
+                f"parameter {name!r} is in a ZeRO chunk; use booster.{action} of the booster that "
                 "boosted the model"
             )
 

@@ -196,8 +196,8 @@ def compare(
     with open_weights(a, entry, step) as one, open_weights(b, entry, other_step) as other:
         if entry is None and type(one) is not type(other):
             raise GulliverError(
-                f"{a} and {b} cannot be compared entry by entry: one of them is not a step; choose "
-                "one entry"
+                f"{a} and {b} cannot be compared entry by entry, because one of them is not a "
+                "step; choose a single entry"
             )
         odd = match(other.infos, one.infos)
         found = Comparison(odd.missing, odd.unexpected, allow_dtypes=allow_dtypes)

@@ -79,7 +79,7 @@ class Slot:
 
 def shape_from_json(value: Any) -> tuple[int, ...]:
     if not isinstance(value, list) or not all(type(n) is int and n >= 0 for n in value):
-        raise ValueError(f"{value!r} is no shape")
+        raise ValueError(f"{value!r} is not a shape")
     return tuple(value)
 
 

@@ -100,7 +100,8 @@ def optimizer_state(
             )
         if type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict:
             raise GulliverError(
-                f"{where}, is not the state of an optimizer: pass the entry that was saved"
+                f"{where}, is not the state of an optimizer; pass the name of the entry in which "
+                "it was saved"
             )
         whole = replace_refs(content, reader.whole(entry, names_in(skeleton)))
         return lambda: optimizer.load_state_dict(whole)
@@ -129,8 +130,8 @@ def _new(where: str, ref: Ref, parameter: Any) -> tuple[Tensor, Leaf]:
         return tensor, tensor
     if ref.shape != tuple(parameter.shape):
         raise GulliverError(
-            f"{where}: tensor {ref.name!r} is {ref.shape}, its parameter a DTensor of "
-            f"{tuple(parameter.shape)}: only state of the parameter's shape can be sharded"
+            f"{where}: tensor {ref.name!r} is {ref.shape}, but its parameter is a DTensor of "
+            f"{tuple(parameter.shape)}; only state of the same shape can be sharded"
         )
     local = torch.empty_like(parameter.to_local(), dtype=ref.dtype, requires_grad=False)
     tensor = like_local(parameter, local)
@@ -160,21 +161,21 @@ def _check_groups(
         lacking = sorted(optimizer.defaults.keys() - theirs.keys())
         if odd and lacking and shapes is None:
             raise GulliverError(
-                f"{where}, is of another optimizer: group {number} has {', '.join(odd)} where "
-                f"{type(optimizer).__name__} has {', '.join(lacking)}"
+                f"{where}, is the state of another optimizer: group {number} has {', '.join(odd)}, "
+                f"but {type(optimizer).__name__} has {', '.join(lacking)}"
             )
         names = theirs.get("param_names"), group.get("param_names")
         if None not in names and list(names[0]) != list(names[1]):  # type: ignore[arg-type]
             first = next(pair for pair in zip(*names, strict=True) if pair[0] != pair[1])  # type: ignore[arg-type]
             raise GulliverError(
-                f"{where}: group {number} has {first[0]!r} where the optimizer has {first[1]!r}"
+                f"{where}: group {number} has {first[0]!r}, but the optimizer has {first[1]!r}"
             )
         for place, parameter in enumerate(group["params"] if shapes is not None else ()):
             there, here = tuple(shapes[number][place]), state_shape(parameter)  # type: ignore[index]
             if there != here:
                 raise GulliverError(
                     f"{where}: parameter {place} of group {number} is {there} in the checkpoint, "
-                    f"but {here} here"
+                    f"but {here} in the model"
                 )
 
 
@@ -273,7 +274,9 @@ def _give(value: Any, content: Any) -> None:
 def _check_kind(reader: StepReader, entry: str, value: Any) -> None:
     saved, ours = reader.kind(entry).get("kind"), (kind_of(value) or {}).get("kind")
     if saved is not None and ours is not None and saved != ours:
-        raise GulliverError(f"{reader.folder}, entry {entry!r}, is of {saved}, not of {ours}")
+        raise GulliverError(
+            f"{reader.folder}, entry {entry!r}, is the state of {saved}, not of {ours}"
+        )
 
 
 def _check_scheduler(reader: StepReader, entry: str, value: Any, content: Any) -> None:
@@ -282,8 +285,8 @@ def _check_scheduler(reader: StepReader, entry: str, value: Any, content: Any) -
         return
     if not isinstance(content, dict) or not content.keys() & value.state_dict().keys():
         raise GulliverError(
-            f"{reader.folder}, entry {entry!r}, is not the state of a scheduler: pass the entry "
-            "that was saved"
+            f"{reader.folder}, entry {entry!r}, is not the state of a scheduler; pass the name of "
+            "the entry in which it was saved"
         )
 
 
@@ -296,12 +299,12 @@ def _check_fillable(where: str, leaf: Leaf) -> None:
         )
     if target.layout == torch.strided and not has_memory(target):
         raise GulliverError(
-            f"{where} is a {type(target).__name__} without storage, which cannot be filled: load "
-            "into the tensors in it"
+            f"{where} is a {type(target).__name__} without storage, which cannot be filled; load "
+            "into the tensors that it wraps"
         )
     folded = [n for n, s in zip(target.shape, target.stride(), strict=True) if n > 1 and not s]
     if folded:
-        raise GulliverError(f"{where} is expanded: its elements share memory, clone it first")
+        raise GulliverError(f"{where} is expanded, so its elements share memory; clone it first")
 
 
 # --- modules -------------------------------------------------------------------------------------
@@ -520,7 +523,7 @@ def step_folder(path: Path | str, step: int | None = None) -> Path:
     if newest is None:
         last = max(steps_of(path), default=None)
         why = "" if last is None else _why_broken(last[1])
-        raise GulliverError(f"{path} holds no complete checkpoint{why and f': {why}'}")
+        raise GulliverError(f"{path} contains no complete checkpoint{why and f': {why}'}")
     return newest
 
 

@@ -292,7 +292,7 @@ class Mismatch:
         # Without `strict` names may be left over or missing, but not all missing, and no shape may
         # differ.
         if self.unlike or (strict and self) or (wanted and len(self.missing) == wanted):
-            raise GulliverError(f"{where} does not fit: {self}")
+            raise GulliverError(f"{where} does not match: {self}")
 
 
 def listed(what: str, names: list[str]) -> str:
@@ -345,6 +345,6 @@ def merge_parts(
             tensor_from_json(found)
         except ValueError as error:
             raise GulliverError(
-                f"{where}{name} {error}: do all ranks save the same state?"
+                f"{where}{name} {error}; all ranks must save the same state"
             ) from error
     return merged

@@ -95,9 +95,7 @@ class HeartbeatWatch:
         if done:
             self._seen = True
         elif self._seen or time.monotonic() - self._begun > self._silence_s:
-            raise GulliverError(
-                f"rank {self.rank} ended, or failed, before it had written its files"
-            )
+            raise GulliverError(f"rank {self.rank} ended or failed before it had written its files")
 
 
 # Completes a step, on rank 0, from the reports of its ranks.

@@ -500,8 +500,8 @@ class StepReader:
             bits = [value.reshape(-1).view(torch.uint8) for value in (one, two)]
             if one.shape != two.shape or one.dtype != two.dtype or not torch.equal(*bits):
                 raise GulliverError(
-                    f"{name!r} and {other!r} are tied in the model but differ in {self.folder}: "
-                    "untie them"
+                    f"{name!r} and {other!r} are tied in the model but differ in {self.folder}; "
+                    "untie them in the model"
                 )
 
     def check_fits(

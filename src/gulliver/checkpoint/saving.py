@@ -214,10 +214,10 @@ class AsyncCheckpointer:
                 )
         ring_mb = whole_number("ring_mb", ring_mb)
         if ring_mb * 2**20 < 2 * PAGE:
-            raise GulliverError(f"ring_mb={ring_mb} is too small: at least {2 * PAGE // 2**20}")
+            raise GulliverError(f"ring_mb={ring_mb} is too small; use at least {2 * PAGE // 2**20}")
         self.memory_limit = None if memory_limit is None else whole_number(LIMIT, memory_limit)
         if memory_limit is not None and memory_limit < 2 * PAGE:
-            raise GulliverError(f"{LIMIT}={memory_limit} is too small: at least {2 * PAGE}")
+            raise GulliverError(f"{LIMIT}={memory_limit} is too small; use at least {2 * PAGE}")
         self.folder = CheckpointFolder(Path(folder), keep)
         self.mode, self.on_error, self.when_busy = mode, on_error, when_busy
         self.about, self.silence_s = checked_about(about), positive_number("silence_s", silence_s)
@@ -342,8 +342,8 @@ class AsyncCheckpointer:
             needed = sum(value.nbytes for value in values)
             if needed > self.memory_limit:
                 raise GulliverError(
-                    f"mode='shadow' needs {needed} bytes of host memory on rank {self.rank}, "
-                    f"{LIMIT} allows {self.memory_limit}: use mode='ring'"
+                    f"mode='shadow' needs {needed} bytes of host memory on rank {self.rank}, but "
+                    f"{LIMIT} allows {self.memory_limit}; use mode='ring'"
                 )
 
     def _agree(self, step: int, status: RankStatus) -> str | None:
@@ -415,8 +415,8 @@ class AsyncCheckpointer:
             return None
         if len(devices) > 1 or next(iter(devices)).type != "cuda":
             raise GulliverError(
-                f"tensors on {', '.join(sorted(map(str, devices)))} cannot be saved together: one "
-                "CUDA device and host memory can"
+                f"tensors on {', '.join(sorted(map(str, devices)))} cannot be saved together; use "
+                "one CUDA device and host memory"
             )
         if self._copy_stream is None:
             self._copy_stream = CudaCopyStream(next(iter(devices)))

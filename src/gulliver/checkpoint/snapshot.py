@@ -481,8 +481,8 @@ class Snapshot:
         if self.violations:
             raise GulliverError(
                 f"{self.violations[0]} was modified during the save, but not by its optimizer's "
-                f"step: the next saves copy it before they return; or call "
-                "wait_copied(), of the checkpointer or the booster, before changing it"
+                "step; call wait_copied() of the checkpointer or the booster before changing it "
+                "(later saves copy it before they return)"
             )
         return entries
 

@@ -61,7 +61,7 @@ def _take(value: Any, path: str, tensors: dict[str, Leaf]) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise GulliverError(
-        f"{path or 'the state'} is a {type(value).__name__}: only tensors, numbers, text, and "
+        f"{path or 'the state'} is a {type(value).__name__}; only tensors, numbers, strings, and "
         "dicts, lists and tuples of them can be saved"
     )
 
@@ -77,7 +77,9 @@ def _key(key: Any, path: str) -> Any:
     if type(key) is str or type(key) is int:
         return key
     if isinstance(key, Tensor):
-        raise GulliverError(f"a key of {path} is a tensor: it cannot be saved")
+        raise GulliverError(
+            f"a key of {path} is a tensor, which cannot be saved; use strings or numbers"
+        )
     return _take(key, f"a key of {path}", {})
 
 

@@ -331,7 +331,7 @@ def open_weights(path: Path | str, entry: str | None = "model", step: int | None
     if is_step_or_run(path):
         return StepWeights(path, entry, step)
     if step is not None:
-        raise GulliverError(f"{path} is not a run, so it has no step {step}")
+        raise GulliverError(f"{path} is not a run folder, so it has no step {step}")
     return FileWeights(path)
 
 

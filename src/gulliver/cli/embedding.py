@@ -84,12 +84,14 @@ def _tables(given: tuple[str, ...]) -> dict[str, int]:
         if text in DATA_SETS:
             found |= {f"{text}-{n + 1}": count for n, count in enumerate(DATA_SETS[text])}
         elif name in found:
-            raise UsageError(f"table {name!r} is given twice: use unique names")
+            raise UsageError(f"table {name!r} is defined twice; use unique names")
         elif equals and name and rows.replace("_", "").isdigit():
             found[name] = int(rows)
         else:
             known = ", ".join(DATA_SETS)
-            raise UsageError(f"table {text!r}: use NAME=ROWS, or a dataset: {known}")
+            raise UsageError(
+                f"table {text!r} is invalid; use NAME=ROWS, or one of the datasets {known}"
+            )
     return found
 
 

@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from gulliver.schedule.simulator import Result
 
 
-NO_SCHEDULER = "no scheduler runs: the next submission, or gulliver jobs scheduler, starts one"
+NO_SCHEDULER = (
+    "no scheduler is running; the next submission or `gulliver jobs scheduler` starts one"
+)
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ def submit(config: Submit) -> int:
         _check_same(config, about)
     if submission.slots > about.get("slots", submission.slots):
         raise UsageError(
-            f"job {submission.name!r} asks for {submission.slots} slots, but the cluster has "
+            f"job {submission.name!r} requests {submission.slots} slots, but the cluster has "
             f"{about['slots']}: reduce its slots, or use a larger cluster"
         )
     spool.submit(submission)
@@ -133,8 +135,8 @@ def _check_same(config: SchedulerOptions, about: Mapping[str, Any]) -> None:
     ):
         if wanted != default and wanted != about.get(name, wanted):
             raise UsageError(
-                f"the scheduler that runs has {name} {about[name]}, not {wanted}: leave that out, "
-                "or stop it first with gulliver jobs stop"
+                f"the running scheduler has {name} {about[name]}, not {wanted}; omit that option, "
+                "or first stop it with `gulliver jobs stop`"
             )
 
 
@@ -223,7 +225,7 @@ def logs(config: Logs) -> int:
     if not found:
         raise UsageError(
             f"job {config.job!r} has no log of rank {config.rank}"
-            + (f" in attempt {config.attempt}" if config.attempt else ": it was not started yet")
+            + (f" in attempt {config.attempt}" if config.attempt else "; it may not have started")
         )
     print(found[-1].read_text(encoding="utf-8", errors="replace"), end="")
     return 0
@@ -316,7 +318,7 @@ def simulate_jobs(config: Simulate) -> int:
     from gulliver.schedule.traces import write_trace
 
     if config.at is not None and config.why is None:
-        raise UsageError("--at sets the time of an explanation: name the job with --why JOB")
+        raise UsageError("--at sets the time of an explanation; name a job with --why JOB")
     if config.why is not None and (config.compare or config.json or config.html):
         raise UsageError("--why explains one job: omit --compare, --json and --html")
     jobs, cluster = _trace(config)

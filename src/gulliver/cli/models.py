@@ -90,7 +90,7 @@ def _decode_peak(
     latents = torch.empty(batch, *shape, dtype=dtype, device="meta")
     found = activation_peak(_Decoding(decoder).requires_grad_(False).eval(), (latents,))
     if found.bytes is None:
-        raise GulliverError(f"{name} cannot be followed: {found.reason}")
+        raise GulliverError(f"{name} cannot be traced: {found.reason}")
     return found.bytes
 
 
@@ -192,8 +192,8 @@ def clip_of(name: str, config: ModelsConfig) -> tuple[int, int, int]:
     if fixed is not None and CONFIGURATIONS[name].latent(*clip) != fixed:
         if config.names:
             raise UsageError(
-                f"{name} takes clips of {'x'.join(map(str, usual))} only: omit --frames, --height "
-                f"and --width"
+                f"{name} only accepts clips of {'x'.join(map(str, usual))}; omit --frames, "
+                "--height and --width"
             )
         return usual
     frames, height, width = clip
@@ -239,7 +239,7 @@ def _peak(
         inputs = inputs_of(name, clip, batch, dtype)
         found = activation_peak(model, (), inputs, prepare=prepare)
         if found.bytes is None:
-            raise GulliverError(f"{name} cannot be followed: {found.reason}")
+            raise GulliverError(f"{name} cannot be traced: {found.reason}")
         return found.bytes
 
     ones = dict.fromkeys(whole, 1)

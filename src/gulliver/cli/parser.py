@@ -155,7 +155,9 @@ def _taken(arguments: list[str], flag: str) -> tuple[str | None, list[str]]:
         if word.startswith(f"{flag}=") and word != f"{flag}=":
             return word.partition("=")[2], arguments[:place] + arguments[place + 1 :]
         if word in (flag, f"{flag}="):
-            raise UsageError(f"{flag} needs a file: YAML or JSON, such as --print-config writes")
+            raise UsageError(
+                f"{flag} needs a YAML or JSON file, such as one written by --print-config"
+            )
     return None, arguments
 
 

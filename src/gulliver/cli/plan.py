@@ -56,7 +56,9 @@ def answer_of(options: Search, progress: Callable[[str], None] = lambda part: No
         cluster = named_cluster(options.cluster)
         other = changed_cluster(cluster, options.what_if) if options.what_if else None
     if options.inference and (options.host_memory or options.disk):
-        raise UsageError("--host-memory and --disk need training: omit them with --inference")
+        raise UsageError(
+            "--host-memory and --disk only apply to training; omit them with --inference"
+        )
     subject, found = _searched(options, cluster, progress)
     progress("comparing with other clusters and limits")
     samples = options.batch_size

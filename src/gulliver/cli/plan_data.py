@@ -79,8 +79,8 @@ def _table(options: PlanData) -> LoadedCosts:
         )
     if options.cluster != "here":
         raise UsageError(
-            f"--cluster {options.cluster} is for costs that a run has kept: the table "
-            f"{options.costs} says itself what takes how long"
+            f"--cluster {options.cluster} only applies to costs saved by a run; the table "
+            f"{options.costs} already contains the times"
         )
     costs = TableCosts.load(options.costs)
     return LoadedCosts(costs, [], tuple(costs.seconds))
@@ -220,8 +220,8 @@ def _shapes(options: PlanData, loaded: LoadedCosts) -> list[Any]:
         text = data.decode("utf-8-sig")  # editors on Windows begin with a byte order mark
     except UnicodeDecodeError as error:
         raise UsageError(
-            f"--shapes {options.shapes} is no text in UTF-8 ({error.reason} at byte "
-            f"{error.start}): use one shape per line"
+            f"--shapes {options.shapes} is not UTF-8 text ({error.reason} at byte {error.start}): "
+            "use one shape per line"
         ) from None
     found = [line.strip() for line in text.splitlines() if line.strip()]
     if not found:

@@ -91,8 +91,8 @@ def subject_of(options: Search) -> Subject:
     if re.fullmatch(r"[\w.]+:\w*", name):
         return _made(name, options)
     raise UsageError(
-        f"there is no model {name!r}: {hint}; or pass a Hugging Face folder, a config.json, or "
-        f"module:function"
+        f"unknown model {name!r}: {hint}; or pass a Hugging Face folder, a config.json, or "
+        "module:function"
     )
 
 
@@ -110,7 +110,7 @@ def _video(options: Search) -> Subject:
     clip = (options.frames or frames, *(_size(options.size) or (height, width)))
     fixed = CONFIGURATIONS[name].fields.get("input_size")
     if fixed is not None and CONFIGURATIONS[name].latent(*clip) != fixed:
-        raise UsageError(f"{name} takes clips of {frames} x {height} x {width} alone")
+        raise UsageError(f"{name} only accepts clips of {frames} x {height} x {width}")
     with torch.device("meta"):
         model = build(name)
     batch = inputs_of(name, clip, 1, DTYPES[options.dtype])
@@ -135,12 +135,12 @@ def _configured(values: Mapping[str, Any], name: str, options: Search) -> Subjec
         return _unet(values, name, options)
     model = built(values)
     if model is None and find_spec("transformers") is None:
-        raise missing_extra(f"{name} is a model of transformers", "transformers")
+        raise missing_extra(f"{name} needs transformers", "transformers")
     if model is None:
         kind = values.get("model_type", "no model_type")
         raise UsageError(
-            f"transformers makes no model of {name} ({kind}): are the "
-            "model_type, the architecture and the fields such as it knows?"
+            f"transformers cannot build a model from {name} ({kind}); check the model_type, the "
+            "architecture and the fields"
         )
     config: Any = model.config
     for module in model.modules():  # encoder and decoder have copies of their own
@@ -153,8 +153,8 @@ def _configured(values: Mapping[str, Any], name: str, options: Search) -> Subjec
     if made is None:
         kind, takes = type(model).__name__, getattr(model, "main_input_name", "unknown inputs")
         raise UsageError(
-            f"{name}: no batch is known for a {kind}, which takes {takes}: give module:function, "
-            "which returns the model and an example batch"
+            f"no example batch is known for {name}, a {kind} with input {takes}; pass a "
+            "module:function that returns the model and an example batch"
         )
     batch, sample, tokens, notes = made
     cached = cached_elements(model, batch) if options.inference else 0
@@ -278,8 +278,8 @@ def _made(place: str, options: Search) -> Subject:
     module, function = place.split(":")
     if not function:
         raise UsageError(
-            f"{place} has no function: use {place}FUNCTION, which returns a model and an "
-            "example batch"
+            f"{place} names no function; use {place}FUNCTION, which returns a model and an example "
+            "batch"
         )
     _refuse(options, "has its own example batch", "seq_length", "frames", "size")
     sys.path.insert(0, "")
@@ -313,7 +313,7 @@ def trained_part(subject: Subject, options: Search) -> torch.optim.Optimizer | N
     model = subject.model
     if options.inference:
         if options.lora:
-            raise UsageError("--lora trains, but --inference does not: omit one of them")
+            raise UsageError("--lora needs training, which --inference excludes; omit one of them")
         model.eval().requires_grad_(False)
         return None
     if options.lora:

@@ -45,7 +45,7 @@ from gulliver.precision.wire.packing import PackRates, pack_rates
 
 BUSY = 0.5
 """Relative spread of measurements above which the machine counts as busy."""
-ONE_RANK = "link probing needs several ranks: torchrun --nproc-per-node 4 -m gulliver probe"
+ONE_RANK = "link probing needs several ranks; run torchrun --nproc-per-node 4 -m gulliver probe"
 
 
 class Progress(Protocol):

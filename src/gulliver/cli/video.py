@@ -69,7 +69,7 @@ def train_autoencoder_command(config: TrainAutoencoderConfig, arguments: list[st
     ranks = config.ranks or max(default_ranks(), config.share_ranks)
     if not under_launcher() and ranks % config.share_ranks:
         raise UsageError(
-            f"--ranks is {ranks}: it must be a multiple of --share-ranks {config.share_ranks}"
+            f"--ranks is {ranks}, but must be a multiple of --share-ranks {config.share_ranks}"
         )
     if not under_launcher() and ranks > 1:
         code = launch("gulliver.cli", arguments, ranks)

@@ -150,7 +150,7 @@ def _square_of(name: str) -> Resolution | None:
         return None
     pixels, setting = int(match[1]) ** 2, match[2]
     if pixels < (2 * GRID) ** 2:
-        raise GulliverError(f"resolution {name!r}: the smallest is {2 * GRID}px")
+        raise GulliverError(f"resolution {name!r} is too small; use at least {2 * GRID}px")
     sizes = _computed(pixels)
     if setting == "max":
         best = max(sizes, key=lambda side: math.prod(sizes[side]))
@@ -158,7 +158,7 @@ def _square_of(name: str) -> Resolution | None:
     elif setting:
         side = setting.removeprefix("ar")
         if side not in sizes:
-            raise GulliverError(f"resolution {name!r}: {nearest(side, sizes)}")
+            raise GulliverError(f"unknown resolution {name!r}: {nearest(side, sizes)}")
         sizes = {side: sizes[side]}
     ratios = {float(side.split(":")[1]) / float(side.split(":")[0]): side for side in sizes}
     return Resolution(name, pixels, {ratio: sizes[side] for ratio, side in ratios.items()})
@@ -266,8 +266,8 @@ class BucketConfig:
         for rule in self.rules:
             if rule.keep and 1 < rule.frames <= step:
                 raise GulliverError(
-                    f"{self.where}: {rule.resolution.name}: {rule.frames} frames would be cut "
-                    f"to a still: use {step} k + 1 frames, such as {step + 1}, or 1 for pictures"
+                    f"{self.where}: {rule.frames} frames at {rule.resolution.name} are too few for "
+                    f"a clip; use {step} k + 1 frames, such as {step + 1}, or 1 for pictures"
                 )
 
     def assign(self, sizes: ClipSizes, interval: int, seed: int, epoch: int) -> np.ndarray:
@@ -409,7 +409,9 @@ def _rules(values: Any, where: str) -> Iterator[BucketRule]:
             kept |= rule.keep > 0
             yield rule
     if not kept:
-        raise GulliverError(f"{where}: every bucket has probability 0: nothing to train on")
+        raise GulliverError(
+            f"{where}: every bucket has probability 0, so there is nothing to train on"
+        )
 
 
 def _rule(size: Resolution, frames: Any, given: Any, where: str) -> BucketRule:
@@ -419,22 +421,24 @@ def _rule(size: Resolution, frames: Any, given: Any, where: str) -> BucketRule:
         length = int(frames) if isinstance(frames, str) else frames
         chance, batch_size = given
     except (TypeError, ValueError):
-        raise GulliverError(f"{where} is {given!r}: write frames: (keep, batch size)") from None
+        raise GulliverError(
+            f"{where} is {given!r}; map numbers of frames to (keep, batch size)"
+        ) from None
     if isinstance(length, bool) or not isinstance(length, int) or length < 1:
         raise GulliverError(f"{where}: {frames!r} is not a number of frames")
     pair = chance if isinstance(chance, list | tuple) else (chance, None)
     if len(pair) != 2 or not all(_is_share(one) for one in pair if one is not None):
         raise GulliverError(
-            f"{where}: the probability is {chance!r}: it must be {SHARE}, or two of them"
+            f"{where}: the probability is {chance!r}, but must be {SHARE}, or two of them"
         )
     if length == 1 and pair[1] is not None:
-        raise GulliverError(f"{where}: stills have one probability, not {chance!r}")
+        raise GulliverError(f"{where}: a still needs a single probability, not {chance!r}")
     keep, look = pair
     if not keep and batch_size in (None, 0):
         # Published configurations keep videos from a resolution so: the rule still counts.
         return BucketRule(size, length, 0.0, look, 1)
     if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-        raise GulliverError(f"{where}: the batch size is {batch_size!r}: it must be at least 1")
+        raise GulliverError(f"{where}: the batch size is {batch_size!r}, but must be at least 1")
     return BucketRule(size, length, keep, look, batch_size)
 
 
@@ -468,7 +472,7 @@ def _python(text: str) -> Any:
                 return ast.literal_eval(node.value)
     if len(tree.body) == 1 and isinstance(tree.body[0], ast.Expr):
         return ast.literal_eval(tree.body[0].value)
-    raise ValueError(f"nothing is assigned to {VARIABLE}")
+    raise ValueError(f"{VARIABLE} is not assigned")
 
 
 def _yaml(text: str) -> Any:

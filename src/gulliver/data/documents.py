@@ -41,7 +41,7 @@ def document_shapes(lengths: Iterable[int], causal: bool = True) -> list[SampleS
     for number, given in enumerate(lengths):
         length = whole_number(f"the length of text {number}", given)
         if length < 1:
-            raise GulliverError(f"text {number} has {length} tokens: omit empty texts")
+            raise GulliverError(f"document {number} has {length} tokens; omit empty documents")
         length = max(length, SHORTEST)
         unit = max(1, (1 << (length.bit_length() - 1)) // STEPS)
         planned = -(-length // unit) * unit
@@ -67,7 +67,7 @@ def pack_documents(documents: Sequence[Any], least: int = 1) -> dict[str, Tensor
             another shape, tokens are masked, or a field cannot be packed.
     """
     if not len(documents):
-        raise GulliverError("no texts to pack: pass at least one")
+        raise GulliverError("there are no documents to pack; pass at least one")
     rows: dict[str, list[Tensor]] = {"input_ids": [], "labels": [], "position_ids": []}
     for document in documents:
         ids, labels = _ids_and_labels(document)
@@ -99,17 +99,17 @@ def _ids_and_labels(document: Any) -> tuple[Tensor, Tensor]:
             found[name] = torch.as_tensor(given)
         except (TypeError, ValueError, RuntimeError):
             raise GulliverError(
-                f"the {name} of a text are a {type(given).__name__}: pass whole numbers"
+                f"the {name} of a document are a {type(given).__name__}; pass integers"
             ) from None
     ids, labels = found["input_ids"], found["labels"].clone()
     if ids.is_floating_point() or labels.is_floating_point():
-        raise GulliverError(f"a text has ids of {ids.dtype}: pass whole numbers")
+        raise GulliverError(f"the ids of a document are {ids.dtype}; pass integers")
     if ids.dim() != 1 or not len(ids) or labels.shape != ids.shape:
         raise GulliverError(
-            f"a text of ids {tuple(ids.shape)} and labels {tuple(labels.shape)}: expected one "
-            "dim and equal lengths of at least 1"
+            f"a document has ids of shape {tuple(ids.shape)} and labels of shape "
+            f"{tuple(labels.shape)}; expected one dim and equal lengths of at least 1"
         )
     # Padding would be trained as text, and counted in weights of lengths.
     if fields.get("attention_mask") is not None and not bool(found["attention_mask"].all()):
-        raise GulliverError("a text has tokens that its attention_mask hides: leave padding out")
+        raise GulliverError("a document has tokens masked by its attention_mask; remove padding")
     return ids, labels

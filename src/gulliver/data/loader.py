@@ -46,7 +46,7 @@ from gulliver.errors import GulliverError
 from gulliver.options import Options
 
 AT_EXIT_S = 5.0  # seconds that an exiting interpreter waits for a thread to end its workers
-NEWER = "this iteration was ended by a newer one, or by another position, of the same loader"
+NEWER = "this iteration ended because the same loader started another one or loaded a position"
 _OPEN: weakref.WeakSet[Feed] = weakref.WeakSet()
 
 
@@ -314,7 +314,7 @@ class DataLoader(torch_data.DataLoader):
             world_size = dist.get_world_size() if grouped else 1
         self.world_size = world_size
         if not 0 <= self.rank < self.world_size:
-            raise GulliverError(f"rank {self.rank} is not one of {self.world_size} ranks")
+            raise GulliverError(f"rank {self.rank} is out of range for {self.world_size} ranks")
         self.seed, self.ahead, self.device = check_seed(seed), ahead, device_of(device)
         # One of our own is seeded again for each epoch, see `Orders`.
         self._own = None if options.get("generator") is not None else torch.Generator()
@@ -403,7 +403,7 @@ class DataLoader(torch_data.DataLoader):
             GulliverError: batches may be out of order.
         """
         if not self.in_order:
-            raise GulliverError("batches out of order have no position: use in_order=True")
+            raise GulliverError("batches out of order have no position to save; use in_order=True")
         mark = self._mark
         if mark is None and self._stateful is not None:
             mark = self._stateful.state_dict()

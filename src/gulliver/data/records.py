@@ -120,7 +120,7 @@ def _fitted(where: str, cells: list[str], columns: list[str]) -> Record:
 def _checked_columns(table: Path, columns: list[str]) -> list[str]:
     twice = [name for name, count in Counter(columns).items() if count > 1 and name]
     if twice:
-        raise GulliverError(f"{table} has the column {twice[0]!r} twice: remove one of them")
+        raise GulliverError(f"{table} has two columns {twice[0]!r}; remove one of them")
     return columns
 
 

@@ -39,7 +39,7 @@ def check_position(epoch: Any, done: Any, batches: int | None) -> None:
     for name, value in (("epoch", epoch), ("done", done)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise GulliverError(
-                f"the saved position has {name} {value!r}: it must be an integer of at least 0"
+                f"the saved position has {name} {value!r}, but must have an integer of at least 0"
             )
     if batches is not None and done > batches:
         raise GulliverError(
@@ -98,7 +98,7 @@ class ResumableSampler(ABC):
 
     def __init__(self, rank: int = 0, world_size: int = 1, seed: int = 0) -> None:
         if not 0 <= rank < world_size:
-            raise GulliverError(f"rank {rank} is not one of {world_size} ranks")
+            raise GulliverError(f"rank {rank} is out of range for {world_size} ranks")
         self.rank, self.world_size, self.seed = rank, world_size, seed
         self.epoch, self.done = 0, 0
 
@@ -204,7 +204,7 @@ class BucketSampler(ResumableSampler):
             if bucket is not None:
                 members.setdefault(bucket, []).append(index)
         if not members:
-            raise GulliverError("no sample fits any bucket: nothing to train on")
+            raise GulliverError("no sample fits any bucket, so there is nothing to train on")
         # Sorted, so that the order of an epoch does not depend on which bucket was seen first.
         return {
             b: (np.array(members[b], dtype=np.int64), _batch_size(self._batch_size, b))
@@ -260,7 +260,7 @@ class BucketSampler(ResumableSampler):
 def _batch_size(batch_size: int | Mapping[Bucket, int], bucket: Bucket) -> int:
     if isinstance(batch_size, Mapping):
         if bucket not in batch_size:
-            raise GulliverError(f"no batch size for bucket {bucket}")
+            raise GulliverError(f"bucket {bucket} has no batch size")
         batch_size = batch_size[bucket]
     batch_size = whole_number(f"batch size for bucket {bucket}", batch_size)
     if batch_size < 1:

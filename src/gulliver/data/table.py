@@ -106,7 +106,8 @@ class ClipTable:
         if len(set(taken)) < 2:
             which = "all" if all(taken) else "none"
             raise GulliverError(
-                f"a share of {share:g} holds out {which} of the {len(taken)} clips; choose another"
+                f"a share of {share:g} holds out {which} of the {len(taken)} clips; choose another "
+                "share"
             )
         held = copy.copy(self)
         held.rows = [row for row, out in zip(self.rows, taken, strict=True) if out]
@@ -163,7 +164,8 @@ class ClipTable:
         """Lists a row's possible buckets, each with the seeds of all windows."""
         if not self.windows:
             raise GulliverError(
-                "windows that begin at any frame cannot be listed: set the number of windows"
+                "the number of windows is not set, so they may begin at any frame and cannot be "
+                "listed; set it"
             )
         row = self.rows[index]
         if isinstance(self.buckets, BucketConfig):

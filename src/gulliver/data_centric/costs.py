@@ -85,7 +85,7 @@ def check_sample(
     if isinstance(budget, Tokens) and tokens > budget.count:
         raise GulliverError(
             f"no step meets {budget}: sample {index} ({shape}) has {tokens:,} tokens; use at least "
-            "as many"
+            "that many"
         )
     if isinstance(budget, Seconds) and least > budget.seconds:
         raise GulliverError(
@@ -142,7 +142,7 @@ def checked_degrees(costs: Costs, ranks: int, intra: bool, degree: int | None) -
     if intra:
         if degree is not None:
             raise GulliverError(
-                "degree= is for intra=False: otherwise groups choose their own degrees"
+                "degree= only applies to intra=False; otherwise each group has its own degree"
             )
         return known
     if degree is None or degree not in known or ranks % degree:
@@ -186,7 +186,7 @@ def draw_shapes(
     """Draws shapes: videos by Zipf's law over cost or evenly, and two images per video."""
     if distribution not in DISTRIBUTIONS:
         raise GulliverError(
-            f"no distribution {distribution!r}: {nearest(distribution, DISTRIBUTIONS)}"
+            f"unknown distribution {distribution!r}: {nearest(distribution, DISTRIBUTIONS)}"
         )
     images = sorted((s for s in costs.seconds if s.endswith("/1")), key=lambda s: _cost(costs, s))
     videos = sorted(costs.seconds.keys() - set(images), key=lambda s: (_cost(costs, s), s))

@@ -104,7 +104,7 @@ class DataCentricOptions(Options):
         """Rejects options that exclude each other."""
         if self.stages > 1 and not self.inter:
             raise GulliverError(
-                f"stages={self.stages}: a pipeline needs several micro-batches: inter=True"
+                f"stages={self.stages} needs several micro-batches per group; set inter=True"
             )
 
 
@@ -142,7 +142,9 @@ class DataCentricPlanner:
     ) -> None:
         chosen = from_keywords(DataCentricOptions, options, DataCentricPlanner)
         if not isinstance(budget, Budget):
-            raise GulliverError(f"budget={budget!r}: use Samples(n), Tokens(n) or Seconds(s)")
+            raise GulliverError(
+                f"budget={budget!r} is invalid; use Samples(n), Tokens(n) or Seconds(s)"
+            )
         if not isinstance(ranks, int) or ranks < 1:
             raise GulliverError(f"ranks={ranks!r} must be an integer of at least 1")
         if chosen.memory is not None:
@@ -183,7 +185,7 @@ class DataCentricPlanner:
         if isinstance(self.budget, Samples) and self.budget.count > usable:
             raise GulliverError(
                 f"a step of {self.budget.count} samples is longer than the dataset, which has "
-                f"{usable} usable samples: use at most that many"
+                f"{usable} usable samples; use at most {usable}"
             )
 
     def _needs(self, shape: Shape) -> tuple[int, float]:
@@ -204,9 +206,9 @@ class DataCentricPlanner:
             if self.unfit == "refuse":
                 which = "" if count in (None, 1) else f", one of {count:,} of this shape,"
                 raise GulliverError(
-                    f"sample {index} ({shape}, {tokens:,} tokens){which} fits at no degree of up "
-                    f"to {self.ranks} ranks in {self._room} of a rank: use more ranks or memory, "
-                    "or unfit='skip'"
+                    f"sample {index} ({shape}, {tokens:,} tokens){which} does not fit into "
+                    f"{self._room} per rank at any degree up to {self.ranks}; use more ranks or "
+                    "memory, or unfit='skip'"
                 )
             return
         # A stage takes an equal share.

@@ -70,8 +70,8 @@ class DataCentricPlugin(HybridParallelPlugin):
     ) -> None:
         if sequence_parallelism_mode not in MODES:
             raise GulliverError(
-                f"sequence_parallelism_mode={sequence_parallelism_mode!r}: changing groups "
-                "need a separate sequence axis: "
+                f"sequence_parallelism_mode={sequence_parallelism_mode!r} has no separate sequence "
+                "axis, which changing groups need: "
                 f"{nearest(str(sequence_parallelism_mode), MODES)}"
             )
         for name in options:

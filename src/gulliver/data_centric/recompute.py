@@ -73,8 +73,8 @@ def _by_kind(paths: Sequence[str], kinds: Sequence[tuple[str, int]]) -> list[lis
         if len(mine) != count:
             raise GulliverError(
                 f"the costs are for {count} blocks {name!r}, but the model has {len(mine)} "
-                "recomputable ones: measure costs of this model, or plan with pac=False and no "
-                "kinds"
+                "recomputable ones; measure the costs of this model, or plan with pac=False and "
+                "without kinds"
             )
     return found
 

@@ -116,8 +116,8 @@ class DataCentricLoader:
     ) -> None:
         if not isinstance(optimizer, ZeroOptimizer):
             raise GulliverError(
-                "steps of unequal work need a model boosted with DataCentricPlugin, not a "
-                f"{type(optimizer).__name__}"
+                "steps with unequal work per rank need an optimizer boosted by DataCentricPlugin, "
+                f"not a {type(optimizer).__name__}"
             )
         self.planner, self.dataset, self.model = planner, dataset, unwrapped(model)
         self.optimizer, self.degree = optimizer, degree_of(self.model)
@@ -138,7 +138,7 @@ class DataCentricLoader:
         self._first: tuple[int, Any] | None = None
         self.passed_over = 0
         if isinstance(weight, Sequence) and not any(weight):
-            raise GulliverError("weight= is 0 for every sample: nothing can be trained")
+            raise GulliverError("weight= is 0 for every sample, so there is nothing to train on")
 
     def __iter__(self) -> Iterator[TrainingStep]:
         if self._given is not None and not self._given[0].ended:
@@ -166,7 +166,10 @@ class DataCentricLoader:
             self._given = step, before
             yield step
             if not step.begun:
-                raise GulliverError("a step was not looped over: its samples would be left out")
+                raise GulliverError(
+                    "a step was not looped over, so its samples would be skipped; loop over each "
+                    "step"
+                )
             if not step.ended:
                 raise GulliverError(LEFT)
             warn_of_own_buffers(self.model, self.optimizer)
@@ -253,7 +256,7 @@ def _check(loader: DataCentricLoader) -> None:
     if planner.ranks != optimizer.size:
         raise GulliverError(
             f"the planner plans for {planner.ranks} ranks, but {optimizer.size} share the "
-            "optimizer: use as many"
+            f"optimizer; plan for {optimizer.size} ranks"
         )
     check_uneven(optimizer)
     held = optimizer.pipeline_stage if isinstance(optimizer, HybridOptimizer) else None

@@ -109,8 +109,8 @@ class TrainingStep:
     def __iter__(self) -> Iterator[LoadedBatch]:
         if self.context.optimizer.pipeline is not None:
             raise GulliverError(
-                "blocks are on several stages, which run all micro-batches together: call "
-                "step.run(criterion) instead of looping"
+                "blocks are on several pipeline stages, which run all micro-batches together; "
+                "call step.run(criterion) instead of looping"
             )
         with self._opened() as phases:
             for rows, group in phases:
@@ -165,7 +165,7 @@ class TrainingStep:
     def _opened(self) -> Iterator[Phases]:
         """Opens the step; yields this rank's group in each phase, with the ranks of all groups."""
         if self.begun:
-            raise GulliverError("the step was looped over already: loop over each step once")
+            raise GulliverError("the step was already looped over; loop over each step once")
         self.begun = True
         optimizer, degree, plan = self.context.optimizer, self.context.degree, self.plan
         self._steps = optimizer.taken.steps
@@ -232,7 +232,8 @@ class TrainingStep:
         yield batch
         if self._open is not None:
             raise GulliverError(
-                "a micro-batch had no backward: call step.backward(loss) once for each"
+                "step.backward was not called for a micro-batch; call step.backward(loss) once "
+                "for each"
             )
         seconds = time.perf_counter() - begun
         self.measured.append((micro.shape, micro.seconds, seconds))

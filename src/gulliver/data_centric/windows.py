@@ -64,9 +64,9 @@ class SampleStream:
         source = f"stream {seed} {getattr(shapes, 'digest', '')}".rstrip()
         if not callable(shapes):
             if isinstance(shapes, torch.Tensor):
-                raise GulliverError("shapes are a tensor: pass a list, such as shapes.tolist()")
+                raise GulliverError("shapes is a tensor; pass a list, such as shapes.tolist()")
             if not len(shapes):
-                raise GulliverError("the dataset is empty: nothing to train on")
+                raise GulliverError("the dataset is empty, so there is nothing to train on")
             # A copy: what the caller does to the list afterwards would be seen by one rank alone.
             self._shapes = shapes = list(shapes)
             self.counts = _counted(shapes)
@@ -200,7 +200,7 @@ def _check_hashable(index: int, shape: Any) -> None:
         hash(shape)
     except TypeError:
         raise GulliverError(
-            f"the shape of sample {index} is a {type(shape).__name__}, {shape!r}: use a hashable "
+            f"the shape of sample {index} is {shape!r}, a {type(shape).__name__}; use a hashable "
             "value, such as a tuple"
         ) from None
 

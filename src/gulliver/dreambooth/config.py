@@ -195,7 +195,7 @@ def alternatives(prompt: str) -> list[str]:
 def check_filled(config: DreamboothConfig, prompt: str, where: str, turns: bool = False) -> str:
     """Fills in token and class, and checks the result."""
     if "{class}" in prompt and not config.class_word and prompt != DreamboothConfig.prompt:
-        raise GulliverError(f"{where} contains {{class}}; give --class-word, such as dog")
+        raise GulliverError(f"{where} contains {{class}}; set --class-word, such as dog")
     text = config.filled(prompt)
     for one in alternatives(text) if turns else [text]:
         left = re.search(r"\{[^{}]*\}?|\}", one.replace(config.token, ""))
@@ -219,13 +219,13 @@ MAY_CHANGE = frozenset(
 def check_dreambooth(config: DreamboothConfig) -> DreamboothConfig:
     if config.model is None:
         raise GulliverError(
-            "the model is missing; give a folder, such as a diffusers pipeline: "
-            "gulliver dreambooth FOLDER"
+            "the model is missing; pass a folder, such as that of a diffusers pipeline: gulliver "
+            "dreambooth FOLDER"
         )
     config = replace(config, model=(model := fetch(config.model)))
     if not model.is_dir():
         raise GulliverError(
-            f"{model} is not a folder; give a diffusers pipeline or a run of gulliver train"
+            f"{model} is not a folder; pass a diffusers pipeline or a run of `gulliver train`"
         )
     _check_subject(config)
     _check_words(config)
@@ -236,7 +236,7 @@ def check_dreambooth(config: DreamboothConfig) -> DreamboothConfig:
         given = None if path is None else path.resolve()
         if given is not None and (given == out or given in out.parents or out in given.parents):
             raise GulliverError(
-                f"--out {config.out} and {option} {path} overlap; give separate folders"
+                f"--out {config.out} and {option} {path} overlap; pass separate folders"
             )
     return config
 
@@ -245,16 +245,16 @@ def _check_subject(config: DreamboothConfig) -> None:
     if config.subject is None:
         if config.plan:
             return
-        raise GulliverError("--subject is missing; give the folder with its pictures")
+        raise GulliverError("--subject is missing; set it to the folder with its pictures")
     if not config.subject.is_dir():
         raise GulliverError(
-            f"--subject {config.subject} is not a folder; put the pictures into one"
+            f"--subject {config.subject} is not a folder; put the pictures into a folder"
         )
 
 
 def _check_words(config: DreamboothConfig) -> None:
     if not config.token.strip() or len(config.token.split()) != 1:
-        raise GulliverError(f"--token {config.token!r} is not a single word; give one, such as sks")
+        raise GulliverError(f"--token {config.token!r} is not a single word; use one such as sks")
     if config.priors and not config.class_word and "{class}" in config.prior_prompt:
         raise GulliverError(
             f"--prior-pictures {config.priors} needs --class-word, the class of the subject, such "
@@ -280,8 +280,8 @@ def _check_motion(config: DreamboothConfig) -> None:
             raise GulliverError(f"--motion {text!r} does not name the subject; include {{token}}")
     if config.motion and config.still_steps >= config.steps:
         raise GulliverError(
-            f"--motion-after {config.still_steps} leaves none of the --steps {config.steps} for "
-            "clips; lower it"
+            f"--motion-after {config.still_steps} leaves no steps of --steps {config.steps} for "
+            "clips; lower --motion-after"
         )
 
 

@@ -202,7 +202,9 @@ class DiffusersBase:
         self.index = read_json(folder / INDEX)
         name = self.index.get("_class_name", "")
         if name not in KINDS:
-            raise GulliverError(f"--model {folder} is a {name}: {nearest(name, KINDS)}")
+            raise GulliverError(
+                f"--model {folder} is a {name}, which is not supported: {nearest(name, KINDS)}"
+            )
         self.kind = KINDS[name]
         if (self.index.get("text_encoder_3") or [None])[0] is not None:
             raise GulliverError(

@@ -57,7 +57,8 @@ class Noise:
         kinds, asked = (EPSILON, VELOCITY), values.get("prediction_type", EPSILON)
         if asked not in kinds:
             raise GulliverError(
-                f"the base model's scheduler has prediction_type {asked!r}: {nearest(asked, kinds)}"
+                f"the base model's scheduler has the unknown prediction_type {asked!r}: "
+                f"{nearest(asked, kinds)}"
             )
         self.kind = asked
         betas: Any = DDPMScheduler.from_config(dict(values))

@@ -53,7 +53,7 @@ def read_pictures(config: DreamboothConfig, say: Callable[[str], Any]) -> list[P
     if not found:
         more = f" that can be read ({'; '.join(broken)})" if broken else ""
         raise GulliverError(
-            f"--subject {folder} has no picture{more}; add some ({', '.join(sorted(SUFFIXES))})"
+            f"--subject {folder} has no pictures{more}; add some ({', '.join(sorted(SUFFIXES))})"
         )
     for one in broken:
         say(f"skipped: {one}")
@@ -91,7 +91,7 @@ def read_picture(path: Path, behind: int = 255) -> np.ndarray:
                 upright = _eight_bits(upright, Image)
             return np.asarray(upright.convert("RGB")).copy()
     except Image.DecompressionBombError as error:
-        raise GulliverError(f"is too large: {error}") from None
+        raise GulliverError(f"is too large ({error})") from None
     except BROKEN as error:
         line = " ".join(str(error).split())[:120]
         raise GulliverError(f"cannot be read ({line or type(error).__name__})") from None
@@ -103,7 +103,7 @@ def _read_clip(path: Path) -> np.ndarray:
     except BROKEN as error:
         raise GulliverError(f"cannot be read ({' '.join(str(error).split())[:120]})") from None
     if pixels.dtype != np.uint8 or pixels.ndim != 4 or pixels.shape[3] != 3 or not pixels.size:
-        raise GulliverError(f"is {pixels.dtype} {pixels.shape}; clips are uint8 (T, H, W, 3)")
+        raise GulliverError(f"is {pixels.dtype} {pixels.shape}; save clips as uint8 (T, H, W, 3)")
     return pixels
 
 
@@ -238,8 +238,8 @@ def _check(folder: Path, base: Base, config: DreamboothConfig) -> bool:
         pictures = [p for p in given if p.suffix.lower() in SUFFIXES]
         if pictures and len(pictures) < config.priors:
             raise GulliverError(
-                f"--prior-folder {folder} has {len(pictures)} pictures of your own; give "
-                f"--prior-pictures {len(pictures)}, or an empty folder"
+                f"--prior-folder {folder} has {len(pictures)} pictures of your own; set "
+                f"--prior-pictures {len(pictures)}, or pass an empty folder"
             )
         return not pictures
     known, wanted = read_json(folder / FACTS), facts_of(base, config)
@@ -250,8 +250,8 @@ def _check(folder: Path, base: Base, config: DreamboothConfig) -> bool:
     ]
     if changed:
         raise GulliverError(
-            f"the prior pictures in {folder} have other settings ({'; '.join(changed)}); give "
-            "another --prior-folder, or remove that one"
+            f"the prior pictures in {folder} have other settings ({'; '.join(changed)}); choose "
+            "another --prior-folder, or remove this one"
         )
     return True
 

@@ -181,7 +181,7 @@ def open_base(
         return open_video(config, world.device, PRECISIONS[precision], on_meta)
     raise GulliverError(
         f"--model {config.model} is neither a diffusers pipeline ({INDEX}) nor a run of `gulliver "
-        "train`; give a folder written by pipe.save_pretrained or by that command"
+        "train`; pass a folder written by pipe.save_pretrained or by that command"
     )
 
 

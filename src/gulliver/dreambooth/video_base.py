@@ -245,7 +245,7 @@ class VideoBase:
     def read_adapter(self, path: Path) -> tuple[dict[str, Tensor], dict[str, Mapping[str, object]]]:
         """Reads adapters to continue training, and restores the vector of a trained word."""
         if not (path / CONFIG).is_file():
-            raise GulliverError(f"--adapter {path} has no {CONFIG}; give a folder with adapters")
+            raise GulliverError(f"--adapter {path} has no {CONFIG}; pass a folder with adapters")
         if (path / EMBEDDINGS).is_file() and isinstance(self.text, TrainedWords):
             rows = read_tensors(path / EMBEDDINGS)
             if self.text.token in rows and not self.text.rows.is_meta:
@@ -297,8 +297,8 @@ def load_adapter(maker: VideoPipeline, folder: Path) -> None:
     found = [name for name in (WEIGHTS, WHOLE, EMBEDDINGS) if (folder / name).is_file()]
     if not found:
         raise GulliverError(
-            f"--adapter {folder} was not written by `gulliver dreambooth`; give the folder result "
-            "of its run"
+            f"--adapter {folder} was not written by `gulliver dreambooth`; pass the folder "
+            "`result` of its run"
         )
     network = maker.outline
     tensors = read_tensors(folder / WEIGHTS) if WEIGHTS in found else {}
@@ -332,8 +332,8 @@ def _placed(
         if not isinstance(layer, nn.Linear) or (up.shape[0], down.shape[1]) != layer.weight.shape:
             there = tuple(layer.weight.shape) if isinstance(layer, nn.Linear) else "missing"
             raise GulliverError(
-                f"--adapter {folder} is for another base model: it adapts {path} of "
-                f"{(up.shape[0], down.shape[1])}, which is {there} in this one"
+                f"--adapter {folder} is for another base model: it adapts {path} of shape "
+                f"{(up.shape[0], down.shape[1])}, but here that is {there}"
             )
         found[path] = layer, down, up
     return found
@@ -445,8 +445,8 @@ def in_motion(config: DreamboothConfig, teach: Teach, plugin: Any = None) -> Out
     assert config.model is not None, "--motion is set"
     if not (config.model / "checkpoints").is_dir():
         raise GulliverError(
-            f"--motion needs a run of `gulliver train` as --model, which {config.model} is not; "
-            "omit it"
+            f"--motion only applies to a run of `gulliver train`, which --model {config.model} is "
+            "not; omit --motion"
         )
     world = init_world()
     half = replace(

@@ -79,7 +79,7 @@ def _check_inside(whole: Any, plain: Any, token: str, where: str, text: str) -> 
     words = [w for w in text.split() if token.lower() in w.lower() and not place_of(token, w)]
     raise GulliverError(
         f"--token {token} is inside {words[0] if words else text!r} ({where}), which diffusers "
-        f"would split; choose another one, such as <{token}>"
+        f"would split; choose another token, such as <{token}>"
     )
 
 
@@ -118,8 +118,8 @@ def add_token(tokenizer: Any, encoder: Any, token: str, initial: str | None) -> 
     known = table.num_embeddings
     if len(tokenizer) != known:
         raise GulliverError(
-            f"the base model's tokenizer has {len(tokenizer):,} tokens, but its text encoder "
-            f"{known:,} embeddings, so a new token would replace another; use another model"
+            f"the base model's tokenizer has {len(tokenizer):,} tokens, but its text encoder has "
+            f"{known:,} embeddings, so a new token would replace an existing one; use another model"
         )
     with torch.no_grad():
         row = table.weight.mean(0, keepdim=True)
@@ -128,7 +128,7 @@ def add_token(tokenizer: Any, encoder: Any, token: str, initial: str | None) -> 
             unknown = tokenizer.unk_token_id
             if not ids or (unknown is not None and all(one == unknown for one in ids)):
                 raise GulliverError(
-                    f"--initial {initial!r} is not a word of the base model; give an existing one"
+                    f"--initial {initial!r} is not a word of the base model; use an existing word"
                 )
             row = table.weight[torch.tensor(ids, device=table.weight.device)].mean(0, keepdim=True)
         wrapped = TokenEmbedding(table, row.clone())

@@ -252,7 +252,7 @@ class CachedEmbeddingBag(nn.Module):
         more = whole_number("rows", rows) - last.rows
         if more < 1:
             raise GulliverError(
-                f"table {last.name!r} already has {last.rows} rows; give a larger number"
+                f"table {last.name!r} already has {last.rows} rows; pass a larger number"
             )
         if _weight is not None and tuple(_weight.shape) != (more, self.embedding_dim):
             raise GulliverError(
@@ -322,7 +322,7 @@ class CachedEmbeddingBag(nn.Module):
             missing = [t.name for t in self.tables if t.name not in ids]
             if missing or len(ids) != len(self.tables):
                 raise GulliverError(
-                    f"ids must be given for the tables {[t.name for t in self.tables]}"
+                    f"ids are missing; pass ids for the tables {[t.name for t in self.tables]}"
                 )
             return torch.cat([rows_of(table, ids[table.name]) for table in self.tables])
         if self.several:
@@ -367,7 +367,9 @@ class CachedEmbeddingBag(nn.Module):
         shape = self.rows, self.embedding_dim
         if given is not None:
             if tuple(given.shape) != shape:
-                raise GulliverError(f"_weight has shape {tuple(given.shape)}, the table {shape}")
+                raise GulliverError(
+                    f"_weight has shape {tuple(given.shape)}, but the table has shape {shape}"
+                )
             return self._storage.zeros(shape, given.dtype).copy_(given.detach())
         values = self._drawn(self.rows, dtype)
         for table in self.tables:
@@ -441,10 +443,10 @@ def make_tables(
 ) -> list[Table]:
     named = rows if isinstance(rows, Mapping) else {name: rows}
     if not named:
-        raise GulliverError("num_embeddings names no table; name at least one")
+        raise GulliverError("num_embeddings is empty; name at least one table")
     if padding is not None and isinstance(rows, Mapping) != isinstance(padding, Mapping):
         raise GulliverError(
-            "padding_idx must be a dict by table name if and only if num_embeddings is a dict"
+            "padding_idx and num_embeddings must both be dicts by table name, or both be integers"
         )
     paddings = padding if isinstance(padding, Mapping) else {name: padding}
     for key in paddings:
@@ -526,7 +528,7 @@ class LookAhead(Generic[T]):
         ids: Callable[[T], Given],
     ) -> None:
         if whole_number("batches", batches) < 1:
-            raise GulliverError(f"batches={batches} is too small; look at least 1 batch ahead")
+            raise GulliverError(f"batches={batches} is too small; use at least 1")
         self._loader, self._table, self._batches, self._ids = loader, table, batches, ids
 
     def __iter__(self) -> Iterator[T]:

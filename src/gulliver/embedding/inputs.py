@@ -134,7 +134,7 @@ def _checked_offsets(where: str, offsets: Tensor, count: int, last: bool) -> Ten
     end = int(offsets[-1]) if len(offsets) else 0
     if end > count or (last and end != count):
         right = f"{count}, the number of ids" if last else f"at most {count}, the number of ids"
-        raise GulliverError(f"{where}: the last offset is {end}: it must be {right}")
+        raise GulliverError(f"{where}: the last offset is {end}; it must be {right}")
     return offsets[:-1] if last else offsets
 
 
@@ -152,7 +152,7 @@ def several_tables(
     for given in (ids, offsets or {}, weights or {}):
         if isinstance(given, Tensor):
             raise GulliverError(
-                "ids are given by table name, so offsets and per_sample_weights must be too"
+                "ids are a dict by table name, so offsets and per_sample_weights must also be dicts"
             )
         for name in given:
             if name not in names:
@@ -177,8 +177,8 @@ def several_tables(
             )
         if (part.weights is None) != (parts[0].weights is None):
             raise GulliverError(
-                "per_sample_weights are missing for some tables; give them for all tables or for "
-                "none"
+                "per_sample_weights are missing for some tables; pass them for all tables, or "
+                "omit them"
             )
     firsts = torch.tensor([0, *(len(part.rows) for part in parts)]).cumsum(0)[:-1]
     starts = [part.offsets + first for part, first in zip(parts, firsts, strict=True)]
@@ -197,7 +197,7 @@ def _one_each(
     if ids.dim() != 2 or ids.shape[1] != len(tables):
         raise GulliverError(
             f"ids of {len(tables)} tables must have shape (samples, {len(tables)}), one id per "
-            f"table, or be a dict by name; their shape is {tuple(ids.shape)}"
+            f"table, or be a dict by name, but have shape {tuple(ids.shape)}"
         )
     if offsets is not None:
         raise GulliverError("offsets do not apply to one id per table; omit them")

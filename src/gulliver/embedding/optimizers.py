@@ -213,7 +213,7 @@ class AttachedOptimizer:
             if any(parameter is self._store.weight for parameter in group["params"]):
                 return group
         raise GulliverError(
-            "the optimizer does not have the table's weight; pass it table.parameters()"
+            "the optimizer does not contain the table's weight; build it from table.parameters()"
         )
 
     def _check(self) -> None:
@@ -275,7 +275,9 @@ class AttachedOptimizer:
         if gradient is None:
             return
         if not gradient.is_sparse:
-            raise GulliverError("the table's gradient is dense; use its rows only through forward")
+            raise GulliverError(
+                "the table's gradient is dense; only access the rows through forward"
+            )
         if gradient is self.gradient.applied:
             raise GulliverError(
                 "the table still has the gradient of the last step, whose slots now hold other "

@@ -268,7 +268,7 @@ def plan_tables(job: TablesJob, cluster: Cluster) -> TablesPlan:
         if cache.slots < cache.tables and job.ids >= 1:
             raise GulliverError(
                 f"rank {cache.rank} has a cache of {cache.slots} slots for {cache.tables} tables, "
-                "and a batch needs at least a row of each; use "
+                "but a batch needs at least one row of each; use "
                 f"cache={cache.tables / cache.rows:.3g} or more"
             )
     return plan
@@ -278,7 +278,9 @@ def _check(job: TablesJob) -> None:
     if job.optimizer not in STATE:
         raise GulliverError(f"unknown optimizer {job.optimizer!r}: {nearest(job.optimizer, STATE)}")
     if not job.tables:
-        raise GulliverError("no tables to plan; give at least one with its number of rows")
+        raise GulliverError(
+            "there are no tables to plan; pass at least one with its number of rows"
+        )
     for name, rows in job.tables.items():
         if rows < 1:
             raise GulliverError(f"table {name!r} has {rows} rows; it needs at least 1")

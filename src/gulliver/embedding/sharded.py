@@ -190,7 +190,8 @@ class ShardedEmbeddingBag(nn.Module):
             and self.group.size > 1
         ):
             raise GulliverError(
-                "RowWiseAdagrad needs whole rows; place the tables by row or whole, not by column"
+                "RowWiseAdagrad needs complete rows; place the tables by row or unsharded, not by "
+                "column"
             )
         for bag in self._bags():
             bag.attach(optimizer)
@@ -390,8 +391,8 @@ class ShardedEmbeddingBag(nn.Module):
         for table, bags in zip(self.tables, found, strict=True):
             if len(bags) != len(found[0]):
                 raise GulliverError(
-                    f"table {table.name!r} has {len(bags)} bags, table {self.tables[0].name!r} "
-                    f"{len(found[0])}; every table needs one bag per sample"
+                    f"table {table.name!r} has {len(bags)} bags, but table {self.tables[0].name!r} "
+                    f"has {len(found[0])}; every table needs one bag per sample"
                 )
         return found
 

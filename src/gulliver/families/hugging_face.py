@@ -100,7 +100,7 @@ _WRITTEN = {
 }
 """Sharding of tensors by type."""
 
-_MORE = "its blocks return more than the hidden state, and later blocks read it"
+_MORE = "its blocks return more than the hidden state, which later blocks read"
 _UNSTAGED = {
     "glm_moe_dsa hy_v4 gpt_neox_japanese": _MORE,
     "inkling_text inkling2_text": "its blocks read results of modules before them",

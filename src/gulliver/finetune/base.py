@@ -121,7 +121,7 @@ class Base:
         if type(found) not in transformers.AutoModelForCausalLM._model_mapping:
             raise GulliverError(
                 f"--model {self.folder} is a {found.model_type}, which is not a causal language "
-                "model; give one, such as a Llama, Qwen, Gemma, GPT-2 or OPT"
+                "model; use one such as Llama, Qwen, Gemma, GPT-2 or OPT"
             )
         found.use_cache = False
         return found

@@ -218,7 +218,7 @@ class StepSampler(ResumableSampler):
         self.lengths = np.array([len(one) for one in examples], dtype=np.int64)
         self._learnt = np.array([one.learnt for one in examples], dtype=np.int64)
         if not len(examples):
-            raise GulliverError("there are no sequences to batch; add data")
+            raise GulliverError("there are no sequences to batch; add some to the data")
         if self.lengths.max() > length:
             raise GulliverError(
                 f"a sequence of {examples[int(self.lengths.argmax())].source} has "

@@ -63,14 +63,14 @@ def check_data(config: DataConfig) -> None:
         GulliverError: an option is invalid.
     """
     if not config.data:
-        raise GulliverError("--data is missing; give a file, such as --data chats.jsonl")
+        raise GulliverError("--data is missing; set it to a file, such as --data chats.jsonl")
     for path in config.data:
         if not path.exists():
             raise GulliverError(f"--data {path} does not exist")
     share = config.held_out
     if isinstance(share, Path) and not share.exists():
         raise GulliverError(
-            f"--held-out {share} does not exist; give a file, or a fraction such as 0.05"
+            f"--held-out {share} does not exist; set it to a file, or to a fraction such as 0.05"
         )
     if config.form == "text" and config.answers_only == "yes":
         raise GulliverError(
@@ -208,7 +208,7 @@ def check_finetune(config: FinetuneConfig) -> FinetuneConfig:
         GulliverError: an option is invalid.
     """
     if config.model is None:
-        raise GulliverError("the model is missing; give a folder: gulliver finetune FOLDER")
+        raise GulliverError("the model is missing; pass a folder: gulliver finetune FOLDER")
     check_push(config.push_to_hub)
     config = replace(config, model=(model := fetch(config.model)))
     if not (model / "config.json").is_file():
@@ -230,7 +230,7 @@ def check_finetune(config: FinetuneConfig) -> FinetuneConfig:
     if config.packing == "yes" and config.sp_size > 1:
         raise GulliverError(
             f"--packing yes does not support --sp-size {config.sp_size}, because document masks "
-            "need whole sequences on a rank; leave --packing at auto, which sorts batches by length"
+            "need full sequences on a rank; leave --packing at auto, which sorts batches by length"
         )
     return config
 
@@ -247,11 +247,11 @@ def _check_out(config: FinetuneConfig, model: Path) -> None:
             continue
         if given == out or given in out.parents:
             raise GulliverError(
-                f"--out {config.out} is {option} {path} or inside it; give a separate folder"
+                f"--out {config.out} is {option} {path} or inside it; pass a separate folder"
             )
         if (option, path) in folders and out in given.parents:
             raise GulliverError(
-                f"--out {config.out} contains {option} {path}; give a separate folder"
+                f"--out {config.out} contains {option} {path}; pass a separate folder"
             )
 
 

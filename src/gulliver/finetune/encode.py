@@ -45,9 +45,9 @@ def check_template(tokenizer: Any) -> None:
         tokenizer.get_chat_template()
     except ValueError:
         raise GulliverError(
-            "the rows are conversations, but the tokenizer has no chat template; give "
-            "--chat-template FILE (for example that of the instruct model), or rows with prompt "
-            "and completion"
+            "the rows are conversations, but the tokenizer has no chat template; set "
+            "--chat-template FILE (for example to that of the instruct model), or use rows with "
+            "prompt and completion"
         ) from None
 
 
@@ -69,7 +69,7 @@ def chat_texts(tokenizer: Any, sample: TextSample, answers_only: bool) -> list[s
     texts = [_applied(tokenizer, sample, count, tokenize=False)]
     answers = _answers(sample)
     if answers_only and not answers:
-        raise BadChat("begins with an answer: no message before it")
+        raise BadChat("it begins with an answer, without a message before it")
     for number in answers if answers_only else ():
         asked = _applied(tokenizer, sample, number, tokenize=False, add_generation_prompt=True)
         is_last = number + 1 == count

@@ -39,7 +39,7 @@ def make_example(folder: Path, rows: int = 1500, seed: int = 0) -> tuple[Path, P
         GulliverError: the folder is not empty, or transformers is not installed.
     """
     if folder.exists() and any(folder.iterdir()):
-        raise GulliverError(f"{folder} is not empty; give an empty or new folder")
+        raise GulliverError(f"{folder} is not empty; pass an empty or new folder")
     try:
         from transformers import LlamaConfig, LlamaForCausalLM
     except ImportError:

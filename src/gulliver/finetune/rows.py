@@ -82,7 +82,7 @@ def _files(path: Path) -> list[Path]:
         if file.is_file() and not _is_hidden(file.relative_to(path))
     ]
     if not found:
-        raise GulliverError(f"folder {path} has no files; add some or give another folder")
+        raise GulliverError(f"folder {path} has no files; add some or pass another folder")
     return found
 
 
@@ -149,7 +149,7 @@ def _json(file: Path) -> Rows:
         return
     text = _decoded(file.read_bytes(), str(file))
     if isinstance(text, BadRow):
-        raise GulliverError(f"{text}: a list is read as a whole; repair it or use JSON Lines")
+        raise GulliverError(f"{text}, so the list cannot be read; repair it or use JSON Lines")
     try:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -197,7 +197,7 @@ def _table(delimiter: str) -> Callable[[Path], Rows]:
 def _header(file: Path, columns: list[str]) -> list[str]:
     twice = [name for name, count in Counter(columns).items() if count > 1]
     if twice:
-        raise GulliverError(f"{file} has the column {twice[0]!r} twice; remove one of them")
+        raise GulliverError(f"{file} has two columns {twice[0]!r}; remove one of them")
     return columns
 
 
@@ -334,7 +334,7 @@ def recognise(rows: Iterable[Row], form: str = "auto") -> Form:
     if len(counts) > 1:
         told = ", ".join(f"{n} of {name} (first {first[name].source})" for name, n in _most(counts))
         raise GulliverError(
-            f"the data has rows of {len(counts)} forms: {told}. Give files of one form, or select "
+            f"the data has rows of {len(counts)} forms: {told}; use files of one form, or select "
             "one with --form NAME, which skips the others"
         )
     return Form(*_most(counts)[0])
@@ -347,9 +347,9 @@ def _most(counts: Counter[str]) -> list[tuple[str, int]]:
 def _refuse_unknown(row: Row | None, form: str) -> None:
     wanted = KNOWN if form == "auto" else " and ".join(COLUMNS[form][0])
     if row is None:
-        raise GulliverError(f"the data has no readable row; give rows with {wanted}")
+        raise GulliverError(f"the data has no readable row; add rows with {wanted}")
     raise GulliverError(
-        f"no row has a known form: {row.source} has {_named(row)}; give columns {wanted}"
+        f"no row has a known form: {row.source} has {_named(row)}; use the columns {wanted}"
     )
 
 

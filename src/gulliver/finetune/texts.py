@@ -139,7 +139,7 @@ def _samples(paths: Sequence[Path], form: str, bad: _Bad) -> tuple[Form, list[Te
             rows.append(row)
     if not rows and bad.rows:
         raise GulliverError(
-            f"the data has no readable row: {len(bad.rows):,} rows are bad, the first is "
+            f"the data has no readable row: {len(bad.rows):,} rows are bad, and the first is "
             f"{bad.rows[0]}"
         )
     found = recognise(rows, form)

@@ -32,8 +32,8 @@ class BlockKind:
     def __post_init__(self) -> None:
         if self.count < 1 or not self.kept_bytes > 0 or not 0 <= self.share <= 1:
             raise GulliverError(
-                f"blocks {self.name!r} are invalid; use a count and bytes above 0, and a share "
-                "from 0 to 1"
+                f"blocks {self.name!r} have invalid sizes; use a count and bytes above 0, and a "
+                "share from 0 to 1"
             )
 
 

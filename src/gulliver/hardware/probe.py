@@ -298,7 +298,7 @@ def named_cluster(text: str, ranks: int | None = None) -> Cluster:
         known = ["here", *SHORT, *described_names()]
         raise GulliverError(
             f"unknown cluster {text!r}: {nearest(name, known)}; append x and a count, as in "
-            "h100x64, or give a .yaml file"
+            "h100x64, or pass a .yaml file"
         )
     size = int(count) if count else ranks or 1
     if not 1 <= size <= MOST:
@@ -382,7 +382,7 @@ def probe_disk(
     except (OSError, IoError) as error:
         why = os.strerror(error.errno or 0)
         raise GulliverError(
-            f"cannot measure the disk in {folder}: {why}; give a writable folder"
+            f"cannot measure the disk in {folder}: {why}; pass a writable folder"
         ) from error
     read, write, both = (rates[way] for way in WAYS)
     return Disk(write, read, empty, both, str(folder.absolute()))

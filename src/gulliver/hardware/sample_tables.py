@@ -58,7 +58,9 @@ class TableCosts:
     def __post_init__(self) -> None:
         _check(self.seconds, self.lengths)
         if math.isinf(self.memory):
-            raise GulliverError("a table without memory has no largest batch; pass memory=")
+            raise GulliverError(
+                "the memory per rank is unknown, so the largest batch is not defined; pass memory="
+            )
 
     @classmethod
     def load(cls, path: Path | str, **changes: Any) -> TableCosts:
@@ -224,10 +226,10 @@ def _check(
 ) -> None:
     """Rejects tables in which more or longer samples take less time."""
     if not seconds:
-        raise GulliverError("the cost table is empty; give seconds by shape, degree and batch")
+        raise GulliverError("the cost table is empty; add seconds by shape, degree and batch")
     for shape, degrees in seconds.items():
         if lengths.get(shape, 0) < 1:
-            raise GulliverError(f"shape {shape!r} has no tokens; give its length")
+            raise GulliverError(f"shape {shape!r} has no tokens; set its length")
         for degree, row in degrees.items():
             for number in (degree, *row):
                 whole_number(f"a degree or batch of shape {shape!r}", number)
@@ -240,7 +242,7 @@ def _check(
             if values != sorted(values):
                 raise GulliverError(
                     f"shape {shape!r} on {degree} ranks: more samples take less time in this "
-                    "table; measure it again"
+                    "table; measure the costs again"
                 )
     by_length: dict[int, list[tuple[int, float, str]]] = {}
     for shape, degrees in seconds.items():

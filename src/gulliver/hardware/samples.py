@@ -239,7 +239,9 @@ class SampleCosts:
         if self.tensor == 1 or not len(size):
             return np.zeros(len(size))
         if self.cluster is None:
-            raise GulliverError(f"tensor={self.tensor} needs the cluster of these ranks")
+            raise GulliverError(
+                f"tensor={self.tensor} needs a cluster; pass the one that these ranks run on"
+            )
         axes = self.cluster.crossed(1, self.tensor)
         unit = tokens * self.model.hidden * ITEM_BYTES[self.model.dtype]
         # After attention and MLP, and after cross-attention if there is any.
@@ -392,7 +394,7 @@ def load_samples(path: Path | str, model: SampleModel) -> SampleFit:
         if found.get(name) != value:
             raise GulliverError(
                 f"{path} is for {WORDS.get(name, 'another version of torch')} "
-                f"({_told(found.get(name))}, here {_told(value)}); measure it again"
+                f"({_told(found.get(name))}, but {_told(value)} here); measure the costs again"
             )
     return _fit(path, values["fit"])
 

@@ -110,7 +110,7 @@ def fit_scaling(points: Sequence[tuple[int, int, float]]) -> Scaling:
             )
     if not points:
         raise GulliverError(
-            "no measured points; give at least one [slots, batch, samples per second]"
+            "there are no measured points; pass at least one [slots, batch, samples per second]"
         )
     rows = np.array(
         [[math.ceil(batch / slots), 1.0, 2 * (slots - 1) / slots] for slots, batch, _ in points]

@@ -89,8 +89,8 @@ class Accelerator(accelerate.Accelerator):
         if world.size != self.num_processes:
             raise GulliverError(
                 f"there are {world.size} ranks, but accelerate was started with "
-                f"{self.num_processes}; on CPUs pass cpu=True (TrainingArguments: "
-                "use_cpu=True), and create no other accelerate object before"
+                f"{self.num_processes}; on CPUs pass cpu=True (TrainingArguments: use_cpu=True), "
+                "and do not create other accelerate objects first"
             )
         self._choices = plugin.choices(world.size)
         self._check_ddp(plugin)
@@ -231,7 +231,7 @@ class Accelerator(accelerate.Accelerator):
             super().backward(loss, **kwargs)
             return
         if kwargs:
-            raise GulliverError(f"backward takes only a loss, not {', '.join(kwargs)}")
+            raise GulliverError(f"backward only accepts a loss, not {', '.join(kwargs)}")
         loss = loss / self.gradient_accumulation_steps
         if len(live) == 1:
             self.booster.backward(loss, live[0])
@@ -285,12 +285,12 @@ class Accelerator(accelerate.Accelerator):
             return None
         if len(found) > 1 or not all(id(p) in given for p in found[0].names):
             raise GulliverError(
-                f"{what} needs all parameters of one model; pass model.parameters()"
+                f"{what} only supports all parameters of one model; pass model.parameters()"
             )
         if not self.sync_gradients:
             raise GulliverError(
-                f"{what} was called between accumulated batches; call it only `if "
-                "accelerator.sync_gradients`"
+                f"{what} was called between accumulated batches; only call it if "
+                "accelerator.sync_gradients is set"
             )
         return found[0]
 

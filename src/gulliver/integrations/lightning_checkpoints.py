@@ -67,7 +67,7 @@ class SteppedOptimizer(torch.optim.Optimizer):
         """Runs the closure once, then takes a step."""
         if others:
             raise GulliverError(
-                f"step only takes a closure, not {', '.join(others)}; set options in param_groups"
+                f"step only accepts a closure, not {', '.join(others)}; set options in param_groups"
             )
         result = None
         if closure is not None:
@@ -275,7 +275,7 @@ def to_lightning(folder: Path | str, file: Path | str) -> None:
     if found is None:
         raise GulliverError(f"{folder} is not a folder; files are already in Lightning's format")
     if file.exists():
-        raise GulliverError(f"{file} already exists; give another name")
+        raise GulliverError(f"{file} already exists; choose another name")
     rest = torch.load(found, map_location="cpu", weights_only=False)
     names = rest.pop(NAMES)
     several = (folder / REST).is_file()

@@ -187,7 +187,7 @@ def model_of(optimizer: torch.optim.Optimizer, known: list[nn.Module]) -> nn.Mod
     if not found:
         raise GulliverError(
             f"the model of {type(optimizer).__name__} is not prepared; prepare it before, or in "
-            "the same call, and create a new optimizer if it was trained before"
+            "the same call, and create a new optimizer if the model was trained before"
         )
     if len(found) > 1 or not stepped.issubset(found[0].parameters()):
         raise GulliverError(
@@ -205,14 +205,14 @@ def detach_earlier(model: nn.Module, optimizer: torch.optim.Optimizer, taker: Ac
     part, owner = found
     if owner is taker and not owner.has_ended(part):
         raise GulliverError(
-            "the model already has an optimizer; use one with several groups, or for a second "
-            "phase call accelerator.free_memory(model, optimizer) first"
+            "the model already has an optimizer; use one with several groups, or, for a second "
+            "phase, first call accelerator.free_memory(model, optimizer)"
         )
     if getattr(owner.booster.plugin, "memory", None) is not None:
         raise GulliverError(
             "the model was trained under a memory limit and cannot be restored in full; save it "
-            "(trainer.save_model, accelerator.save_model), load a new model from there and train "
-            "that"
+            "(trainer.save_model, accelerator.save_model), load a new model from there, and train "
+            "that model"
         )
     before = list(model.parameters())
     owner.release(part)

@@ -151,7 +151,7 @@ def require_space(folder: Path, needed: int) -> None:
     free = _free(folder)
     if free < needed:
         raise GulliverError(
-            f"{folder} needs {size_text(needed)} and has {size_text(free)} free; nothing was "
+            f"{folder} needs {size_text(needed)}, but only {size_text(free)} are free; nothing was "
             "changed"
         )
 

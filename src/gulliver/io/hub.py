@@ -50,8 +50,8 @@ def fetch(path: Path, files: Sequence[str] = READ) -> Path:
     if not is_hub_name(path):
         if NAME.fullmatch(str(path)) and not path.exists():
             raise GulliverError(
-                f"{path} does not exist: correct the path, or, for a model of that name on the "
-                f"Hub, run where there is no folder {path.parent}"
+                f"{path} does not exist; correct the path, or, to load a model of that name from "
+                f"the Hub, run in a directory without a folder {path.parent}"
             )
         return path
     name, _, revision = str(path).partition("@")
@@ -63,7 +63,9 @@ def fetch(path: Path, files: Sequence[str] = READ) -> Path:
 
 def check_push(name: str | None) -> None:
     if name is not None and (NAME.fullmatch(name) is None or "@" in name):
-        raise GulliverError(f"--push-to-hub {name}: name a repository, such as org/name")
+        raise GulliverError(
+            f"--push-to-hub {name} is not a repository; use a name such as org/name"
+        )
 
 
 def push(folder: Path, name: str) -> str:

@@ -308,8 +308,9 @@ class TrainingLoop(ABC):
 
     def _refuse_divergence(self, loss: float, norm: float) -> None:
         raise GulliverError(
-            f"loss {loss} with gradient norm {norm} at step {self.step_number}: training stopped "
-            f"before the weights changed, {self.kept()}; try a lower {self.options.rate_option}"
+            f"loss {loss} with gradient norm {norm} at step {self.step_number}, so training "
+            f"stopped before the weights changed, {self.kept()}; try a lower "
+            f"{self.options.rate_option}"
         )
 
 

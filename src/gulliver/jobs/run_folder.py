@@ -98,7 +98,10 @@ class RunFolder:
             )
         done, steps = int(newest.name.rpartition("-")[2]), getattr(config, "steps", None)
         if steps is not None and steps < done:
-            raise GulliverError(f"--steps {steps} is less than the {done} of {self.folder}")
+            raise GulliverError(
+                f"--steps {steps} is less than the {done} steps that {self.folder} already has; "
+                "raise it"
+            )
         return newest
 
     def check_writable(self, needed: int) -> None:

@@ -95,7 +95,7 @@ def check_trackers(names: Sequence[str]) -> None:
     """Rejects unknown trackers, and trackers whose package is missing."""
     for name in names:
         if name not in get_args(Tracker):
-            raise GulliverError(f"no tracker {name!r}: {nearest(name, get_args(Tracker))}")
+            raise GulliverError(f"unknown tracker {name!r}: {nearest(name, get_args(Tracker))}")
         if name in WRITERS and find_spec(name) is None:
             raise missing_extra(f"--report-to {name} needs the package {name}", "trackers")
 

@@ -182,7 +182,7 @@ def convert(
     # The gradient comes back in the layout of `tensor` (replicated where that is partial), on the
     # least-cost way too.
     if not isinstance(tensor, DTensor):
-        raise GulliverError(f"convert takes a DTensor, not a {type(tensor).__name__}")
+        raise GulliverError(f"convert needs a DTensor, not a {type(tensor).__name__}")
     wanted = tuple(placements)
     if tensor.requires_grad and reduction_of(tensor.placements, wanted) != "sum":
         raise GulliverError(

@@ -510,13 +510,13 @@ class Chunk:
             device = self.parameters[name].device
             if form == form_now and device == self.device and address != address_now:
                 raise GulliverError(
-                    f"parameter {name!r} was given new memory (p.data = ...) after boost: {INSTEAD}"
+                    f"parameter {name!r} got new memory (p.data = ...) after boost; {INSTEAD}"
                 )
             if (address, form) != (address_now, form_now):
                 raise GulliverError(
                     f"parameter {name!r} was moved, converted or reshaped after boost "
                     f"({tuple(form[0])} {form[1]} on {self.device} then, {tuple(form_now[0])} "
-                    f"{form_now[1]} on {device} now): do that before boost"
+                    f"{form_now[1]} on {device} now); make such changes before boost"
                 )
 
     def named_views(self, buffer: Tensor) -> dict[str, Tensor]:

@@ -179,7 +179,7 @@ class HostStore:
         if least > left:
             raise GulliverError(
                 f"the host memory of {self.capacity} bytes is full: pinned memory is allocated in "
-                f"powers of two, so {least} bytes are needed, but {left} are left; raise host_limit"
+                f"powers of two and needs {least} bytes, but only {left} are free; raise host_limit"
             )
         slab = max(least, min(SLAB, 1 << (left.bit_length() - 1)))
         self._extents.add(len(self._slabs), slab)

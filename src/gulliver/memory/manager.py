@@ -246,7 +246,7 @@ class Manager:
             memory = self._lent.pop(tensor.data_ptr(), None)
             if memory is None:
                 raise GulliverError(
-                    "this tensor was not allocated by this manager, or was freed already"
+                    "this tensor was not allocated by this manager, or was already freed"
                 )
             self.counter.add(kind, -tensor.nbytes)
             self._traffic.leave(memory) if keeps else self._traffic.give(memory)
@@ -347,7 +347,7 @@ class Manager:
 
     def _check(self, managed: ManagedTensor) -> ManagedTensor:
         if self._placed.get(managed.number) is not managed:
-            raise GulliverError(f"{managed.name} is not an object of this memory manager")
+            raise GulliverError(f"{managed.name} does not belong to this memory manager")
         return managed
 
     def _check_total(self, managed: ManagedTensor) -> None:
@@ -355,8 +355,8 @@ class Manager:
         total, behind = self._total + managed.kept, self.store.capacity if self.store else 0
         if self.store is not None and total > self.budget + behind:
             raise GulliverError(
-                f"{managed.name} does not fit: all objects need {total} bytes, but the memory "
-                f"budget of {self.budget} and the {self.store.name} of {behind} are "
+                f"{managed.name} does not fit: all tensors together need {total} bytes, but the "
+                f"memory budget of {self.budget} and the {self.store.name} of {behind} are "
                 f"{total - self.budget - behind} bytes too small"
             )
 

@@ -281,8 +281,8 @@ class DiskStore:
             found = self._extents.take(size)
         if found is None:
             raise GulliverError(
-                f"the disk store in {self.folder} is full: {size} contiguous bytes are needed, "
-                f"but {self.capacity - self.used} of {self.capacity} are free: increase its size"
+                f"the disk store in {self.folder} is full: {size} contiguous bytes are needed, but "
+                f"only {self.capacity - self.used} of {self.capacity} are free; increase its size"
             )
         self.used += size
         return found[1]
@@ -369,7 +369,9 @@ def _engine() -> Engine:
 def check_disk_folder(folder: Path) -> None:
     if not folder.is_dir():
         what = "is not a folder" if folder.exists() else "does not exist"
-        raise GulliverError(f"disk folder {folder} {what}: create it, or use one on a local disk")
+        raise GulliverError(
+            f"disk folder {folder} {what}; create it, or use a folder on a local disk"
+        )
     kind = file_system(folder)
     if kind in NETWORK:
         raise GulliverError(

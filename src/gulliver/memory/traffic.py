@@ -287,8 +287,8 @@ class Traffic:
         if not self._leaving and not self._is_released_soon():
             kept = sum(size * len(many) for size, many in self._free.items())
             raise BufferStillReferenced(
-                f"the memory budget of {self.budget} bytes is too small: live views still "
-                f"reference {kept} freed bytes: drop these views, or use at least "
+                f"the memory budget of {self.budget} bytes is too small because live views still "
+                f"reference {kept} freed bytes; drop these views, or use at least "
                 f"{self.held + size}",
                 self.held + size,
             )

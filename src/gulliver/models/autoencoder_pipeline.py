@@ -192,7 +192,9 @@ class PipelineAutoencoder(nn.Module):
 
     def latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
         if frames < 1:
-            raise GulliverError(f"a clip of {frames} frames cannot be encoded; give at least one")
+            raise GulliverError(
+                f"a clip of {frames} frames cannot be encoded; use at least one frame"
+            )
         whole, rest = divmod(frames, self.micro_frames or frames)
         count = whole * self._steps(self.micro_frames or frames) + self._steps(rest)
         return self.latent_channels, count, *check_space(self, height, width)

@@ -245,5 +245,5 @@ def regrouped(
             yield held[:, :, :due]
             held, due = held[:, :, due - overlap :], size
     if held is None or not held.shape[2]:
-        raise GulliverError("the clip has no frames; give at least one")
+        raise GulliverError("the clip has no frames; pass at least one")
     yield held

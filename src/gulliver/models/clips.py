@@ -41,7 +41,7 @@ def check_inputs(
                 f"mask has shape {tuple(mask.shape)}; expected {(len(x), y.shape[2])}"
             )
         if not mask.is_meta and not bool(mask.any(dim=1).all()):
-            raise GulliverError("a caption has no tokens; its mask must allow at least one")
+            raise GulliverError("the mask of a caption excludes all tokens; keep at least one")
     if x_mask is not None:
         if x_mask.shape != (len(x), x.shape[2]):
             raise GulliverError(

@@ -382,7 +382,7 @@ class MMDiT(nn.Module):
                 raise GulliverError(f"{name} is {found}; expected [{told}]")
         if txt.shape[1] > self.model_max_length:
             raise GulliverError(
-                f"a text of {txt.shape[1]} tokens exceeds "
-                f"model_max_length={self.model_max_length}; truncate it, or build the model with "
-                "a larger limit"
+                f"a caption of {txt.shape[1]} tokens exceeds "
+                f"model_max_length={self.model_max_length}; truncate it, or build the model with a "
+                "larger limit"
             )

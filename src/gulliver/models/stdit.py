@@ -430,7 +430,7 @@ class STDiT(nn.Module):
         if tuple(x.shape[2:]) != self.input_size:
             raise GulliverError(
                 f"x has {'x'.join(map(str, x.shape[2:]))} latents, but this STDiT only has "
-                f"positions for input_size={'x'.join(map(str, self.input_size))}"
+                f"position embeddings for input_size={'x'.join(map(str, self.input_size))}"
             )
         dtype = self.x_embedder.proj.weight.dtype
         tokens, grid = self.x_embedder(x.to(dtype))

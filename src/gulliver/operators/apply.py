@@ -106,8 +106,8 @@ class _Engine:
         form = form_of((args, kwargs))
         if form != self._form:
             raise GulliverError(
-                f"the plan is for the batch {_described(self._form)}, but this one is "
-                f"{_described(form)}: plan again for it, or pad it"
+                f"the plan is for the batch {_described(self._form)}, but this batch is "
+                f"{_described(form)}; plan again for it, or pad it"
             )
         program = self.program
         again = SavedCalls(program.runs, program.stays) if program.runs else None

@@ -120,7 +120,8 @@ def find_operators(
     axes = dict(axes or {"data": cluster.size})
     if math.prod(axes.values()) != cluster.size:
         raise GulliverError(
-            f"axes {axes} make {math.prod(axes.values())} ranks, not {cluster.size}"
+            f"axes {axes} have {math.prod(axes.values())} ranks in total, but the cluster has "
+            f"{cluster.size}"
         )
     given = batch_of(batch)
     form = form_of(given)
@@ -323,7 +324,9 @@ class _Compiler:
         values = self.graph.trace.values
         if not self.graph.trains(node):
             told = self._line(f"{self.places[node]}.saved", "recompute")
-            raise GulliverError(f"{told}: {self.chosen[node].operator} saves nothing: use keep")
+            raise GulliverError(
+                f"{told}: {self.chosen[node].operator} saves no activations; use keep"
+            )
         for value in self.graph.takes(node):
             if not values[value].flows or value in self.graph.saved:
                 continue

@@ -111,7 +111,7 @@ class OperatorMode(TorchFunctionMode):
     def _other(self, name: str, planned: PlannedCall | None) -> GulliverError:
         wanted = "nothing more" if planned is None else _described(planned.call)
         return GulliverError(
-            f"the forward differs from the one that was planned: {name} comes where {wanted} was "
+            f"the forward differs from the one that was planned: {name} ran instead of {wanted} "
             f"(call {self._at}); plan again with a batch of this form, or pass the inputs that "
             "differ under tracing (transformers: a 4-dim attention_mask)"
         )

@@ -223,7 +223,9 @@ class Tracer(TorchFunctionMode):
         self._check(name, kwargs, args)
         if any(one is other for one in given for other in taken):
             if len(given) > 1:
-                raise GulliverError(f"{name} in {self.path!r} returns its input: not supported")
+                raise GulliverError(
+                    f"{name} in {self.path!r} returns its input, which is not supported"
+                )
             given = [given[0].view_as(given[0])]
             out = given[0]
         self._write(name, func, (args, kwargs), taken, given)

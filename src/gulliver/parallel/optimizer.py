@@ -252,8 +252,8 @@ class OptimizerCheckpoint:
         if found and self.optimizer.spreads_state:
             raise GulliverError(
                 f"{type(self.optimizer.inner).__name__} keeps {next(iter(found))!r} for all "
-                "parameters: only per-element state can be saved here; TorchDDPPlugin saves any "
-                "state"
+                "parameters together, but only per-element state can be saved; use "
+                "TorchDDPPlugin, which can save any state"
             )
         return found
 
@@ -403,7 +403,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Rejects new groups, which are fixed when the model is boosted."""
         raise GulliverError(
-            "parameters cannot be added after boost: add them to the optimizer before"
+            "parameters cannot be added after boost; add them to the optimizer before boost"
         )
 
     def join_copies(self) -> None:
@@ -437,7 +437,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
             boosted = "_boosted" in vars(parameter)
             if parameter.requires_grad and not boosted and parameter not in self._known:
                 raise GulliverError(
-                    f"parameter {name!r} was added to the model after boost; add it before"
+                    f"parameter {name!r} was added to the model after boost; add it before boost"
                 )
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -476,7 +476,8 @@ class BoostedOptimizer(torch.optim.Optimizer):
                 )
         if any(parameter.requires_grad for parameter in self._frozen):
             raise GulliverError(
-                "a parameter that was frozen at boost requires gradients now: unfreeze before boost"
+                "a parameter that was frozen when boosted now requires gradients; unfreeze it "
+                "before boost"
             )
 
     def backward(self, loss: Tensor) -> None:
@@ -535,7 +536,8 @@ class BoostedOptimizer(torch.optim.Optimizer):
             raise GulliverError(f"norm_type={norm_type} is not supported: use 2 or math.inf")
         if math.isnan(max_norm) or max_norm <= 0:
             raise GulliverError(
-                f"max_norm must be positive, not {max_norm}: math.inf measures without clipping"
+                f"max_norm must be positive, not {max_norm}; use math.inf to measure the norm "
+                "without clipping"
             )
 
     def clip_grad_by_value(self, limit: float) -> None:
@@ -577,7 +579,7 @@ def named_trainables(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict
     trainable = {p: name for p, name in known.items() if p in stepped and p.requires_grad}
     if not trainable:
         what = "has no parameters" if not known else "has no trainable parameter in the optimizer"
-        raise GulliverError(f"the model {what}: there is nothing to train")
+        raise GulliverError(f"the model {what}, so there is nothing to train")
     return trainable
 
 

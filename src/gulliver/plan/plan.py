@@ -170,12 +170,12 @@ class Plan:
         values, lines = parse(text, where)
         if isinstance(values, dict):
             if "version" not in values:
-                raise GulliverError(f"{where} has no version: add version: {VERSION}")
+                raise GulliverError(f"{where} has no version; add the line `version: {VERSION}`")
             # A file cut between two sections is still valid YAML, and would run with defaults.
             if values.pop(END, not whole) is not True:
                 raise GulliverError(
-                    f"{where} does not end with {END}: true, so it may be truncated: save the "
-                    f"plan again, or add that as its last line if the file is complete"
+                    f"{where} does not end with `{END}: true`, so it may be truncated; save the "
+                    "plan again, or add that line if the file is complete"
                 )
             lines.pop(END, None)
         read = Reader(where, lines).read(cls, values)

@@ -35,7 +35,7 @@ def read_text(path: Path) -> str:
         with named_errors(path):
             return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise GulliverError(f"{path} is no YAML: {error}") from error
+        raise GulliverError(f"{path} is not valid YAML: {error}") from error
 
 
 def parse(text: str, where: str) -> tuple[Any, dict[str, int]]:
@@ -45,12 +45,12 @@ def parse(text: str, where: str) -> tuple[Any, dict[str, int]]:
     try:
         values, root = yaml.safe_load(text), yaml.compose(text, yaml.SafeLoader)
     except yaml.YAMLError as error:
-        raise GulliverError(f"{where} is no YAML: {' '.join(str(error).split())}") from error
+        raise GulliverError(f"{where} is not valid YAML: {' '.join(str(error).split())}") from error
     lines: dict[str, int] = {}
     for name, line in _marks(root, ""):
         if name in lines:
             raise GulliverError(
-                f"{where} has {name} twice, on lines {lines[name]} and {line}: keep one"
+                f"{where} has {name} twice, on lines {lines[name]} and {line}; keep one of them"
             )
         lines[name] = line
     return values, lines
@@ -150,7 +150,7 @@ class Reader:
 
     def _refuse(self, name: str, value: Any, right: str) -> typing.NoReturn:
         if not name:
-            raise GulliverError(f"{self.where} holds no plan: {right}")
+            raise GulliverError(f"{self.where} does not contain a plan: {right}")
         raise GulliverError(f"{self.where}: {name}: {value!r}{self._place(name)}: {right}")
 
     def _place(self, name: str) -> str:

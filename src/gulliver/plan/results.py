@@ -149,7 +149,7 @@ class Comparison:
     def __getitem__(self, kind: str) -> ComparisonRow:
         found = {row.kind: row for row in self.rows}
         if kind not in found:
-            raise KeyError(f"{kind!r} was not measured: {', '.join(found)} were")
+            raise KeyError(f"{kind!r} was not measured; choose from {', '.join(found)}")
         return found[kind]
 
     @property

@@ -76,13 +76,13 @@ def _decided(plan: Plan, mode: str, reason: str, offloaded: tuple[str, ...] = ()
 def _check_offload(tiers: Tiers, model: nn.Module) -> None:
     if tiers.disk is None and not tiers.host:
         raise GulliverError(
-            f"activations={tiers.activations!r} needs a slower tier: set a disk, or on a GPU a "
-            "host_limit"
+            f"activations={tiers.activations!r} needs a slower tier; set disk, or host_limit on a "
+            "GPU"
         )
     if is_compiled(model):
         raise GulliverError(
-            f"activations={tiers.activations!r} with a model that is compiled as a whole is not "
-            "supported: compile its blocks"
+            f"activations={tiers.activations!r} does not support a model that is compiled as one "
+            "graph; compile its blocks separately"
         )
     paths = dict(model.named_modules())
     for path in tiers.offloaded:

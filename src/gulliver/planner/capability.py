@@ -167,6 +167,6 @@ def _field(config: Any, names: tuple[str, ...], instead: str) -> int:
         if isinstance(value, int) and value > 0:
             return value
     raise GulliverError(
-        f"the model's configuration has none of {', '.join(names)}, which choosing a plan needs: "
-        f"set {instead}"
+        f"the model's configuration has none of {', '.join(names)}, which are needed to choose a "
+        f"plan; set {instead}"
     )

@@ -53,7 +53,8 @@ def check_unstepped(optimizer: torch.optim.Optimizer) -> None:
     """Rejects an optimizer that has state already, because its dtype would not match the model."""
     if has_stepped(optimizer):
         raise GulliverError(
-            "the optimizer has stepped before boost: precision converts the model, so boost first"
+            "the optimizer has stepped before boost, but precision converts the model; boost it "
+            "before the first step"
         )
 
 

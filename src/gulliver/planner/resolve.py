@@ -141,7 +141,9 @@ def _model(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None
     )
     if plan.lines and plan.model.parameters not in (0, found.parameters):
         told = plan.describe_field("model.parameters")
-        raise GulliverError(f"{told}, but the model has {found.parameters}: remove section model")
+        raise GulliverError(
+            f"{told}, but the model has {found.parameters}; remove the section `model`"
+        )
     return found
 
 

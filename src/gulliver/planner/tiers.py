@@ -61,8 +61,8 @@ class MemoryTiers:
     def tiers(self, device: str) -> Tiers:
         if self.host_limit is not None and device == "cpu":
             raise GulliverError(
-                f"host_limit={self.host_limit!r}: ranks run on cpu, where memory_limit covers host "
-                "memory; use a disk instead"
+                f"host_limit={self.host_limit!r}does not apply to ranks on the CPU, where "
+                "memory_limit covers host memory; use a disk instead"
             )
         whole = memory_bytes(device) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         host = 0

@@ -103,7 +103,7 @@ def _called(
 ) -> dict[str, dict[str, int]]:
     """Counts the calls of each layer; groups layers by block, in the order of the forward pass."""
     if not len(batches):
-        raise GulliverError("calibration needs data; give batches typical for the model's use")
+        raise GulliverError("calibration needs data; pass batches typical of the model's use")
     counts = _Counts()
     _watched(model, modules, paths, batches, counts.note)
     if counts.bad:
@@ -111,7 +111,7 @@ def _called(
             f"the inputs of {counts.bad} are not finite; check the calibration data and the weights"
         )
     if not counts.calls:
-        raise GulliverError("the calibration data reaches no linear layer to quantize")
+        raise GulliverError("the calibration data does not reach any linear layer to quantize")
     blocks: dict[str, dict[str, int]] = {}
     for path, calls in counts.calls.items():
         found = re.match(r"(.*?\.\d+)\.", path)

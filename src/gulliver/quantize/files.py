@@ -235,7 +235,7 @@ def _rank_group(given: Any) -> RankGroup:
     if isinstance(given, dist.ProcessGroup):
         return rank_group_of(given)
     raise GulliverError(
-        f"rank_group is a {type(given).__name__}; give a torch process group, a "
+        f"rank_group is a {type(given).__name__}; pass a torch process group, a "
         "gulliver.comm.groups.RankGroup, or None for all ranks"
     )
 

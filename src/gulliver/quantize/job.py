@@ -183,7 +183,8 @@ def _kept(networks: dict[str, nn.Module], exclude: list[str]) -> dict[str, list[
                     kept[name].append(path)
         if sum(map(len, kept.values())) == before:
             raise GulliverError(
-                f"no module of {', '.join(networks)} matches {pattern!r}; give a path or its end"
+                f"no module of {', '.join(networks)} matches {pattern!r}; use a path or the end of "
+                "one"
             )
     return kept
 
@@ -213,8 +214,8 @@ def _made(pipeline: Any, prompts: tuple[str, ...], steps: int) -> tuple[list[Ten
         images = getattr(made, "images", None)
         if images is None:
             raise GulliverError(
-                f"--report compares pictures, which a {type(pipeline).__name__} does not "
-                "generate; omit it"
+                f"--report compares pictures, but a {type(pipeline).__name__} does not generate "
+                "any; omit it"
             )
         found.append(images[0].float())
     return found, (time.perf_counter() - begun) / len(prompts)
@@ -252,9 +253,9 @@ def quantize_folder(
     folder = fetch(folder)
     if not folder.is_dir():
         what = "is not a folder" if folder.exists() else "does not exist"
-        raise GulliverError(f"{folder} {what}; give a folder with a config.json and weights")
+        raise GulliverError(f"{folder} {what}; pass a folder with a config.json and weights")
     if out.exists():
-        raise GulliverError(f"{out} exists; give a new folder")
+        raise GulliverError(f"{out} already exists; choose a new folder")
     _check_calibration(rounding, calibration)
     if (folder / INDEX).is_file():
         for name, value in (("--text", text), ("--calibration", calibration)):
@@ -292,7 +293,7 @@ def quantize_folder(
 def _check_calibration(rounding: str, calibration: Path | None) -> None:
     if rounding == "gptq" and calibration is None:
         raise GulliverError(
-            "--rounding gptq needs data; give a text with --calibration FILE, or use nearest"
+            "--rounding gptq needs data; set --calibration FILE to a text file, or use nearest"
         )
     if rounding == "nearest" and calibration is not None:
         raise GulliverError("--calibration needs --rounding gptq; add it or omit --calibration")
@@ -329,7 +330,7 @@ def _tokens(folder: Path, text: Path, option: str) -> Tensor:
         raise GulliverError(f"{folder} has no tokenizer: {str(error).splitlines()[0]}") from None
     ids = tokenizer(text.read_text(encoding="utf-8"))["input_ids"]
     if len(ids) < 2:
-        raise GulliverError(f"{option} {text} has only {len(ids)} tokens; give a longer text")
+        raise GulliverError(f"{option} {text} has only {len(ids)} tokens; use a longer text")
     return torch.tensor(ids)
 
 

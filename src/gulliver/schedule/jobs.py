@@ -93,14 +93,14 @@ class Job:
         check_options(self, label)
         if self.deadline is not None and not self.deadline >= self.arrival:
             raise GulliverError(
-                f"{label}deadline is {self.deadline}; it must not be before its arrival, "
+                f"{label}deadline is {self.deadline}, but must not be before its arrival, "
                 f"{self.arrival:g}"
             )
         costs = self.scaling
         seconds = costs.sample_seconds, costs.step_seconds, costs.exchange_seconds
         if not all(0 <= one < math.inf for one in seconds):
             raise GulliverError(
-                f"{label}the costs of a step are {seconds} s; they must be at least 0"
+                f"{label}the costs of a step are {seconds} s, but must be at least 0"
             )
         if costs.sample_seconds + costs.step_seconds <= 0:
             raise GulliverError(f"{label}a step takes no time; use sample_seconds > 0")

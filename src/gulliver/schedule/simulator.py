@@ -270,7 +270,8 @@ class _Simulation:
                 wake = None
             self._advance(self._next(ends, wake))
         raise GulliverError(
-            f"policy {self.policy.name!r} was called {MOST_EVENTS} times; use another policy"
+            f"policy {self.policy.name!r} was called {MOST_EVENTS} times without finishing the "
+            "trace; use another policy"
         )
 
     def _view(self, cause: str) -> View:

@@ -53,7 +53,7 @@ def read_trace(path: str | Path) -> tuple[Job, ...]:
             )
             names = Counter(table.fieldnames or ())
             if twice := [name for name, count in names.items() if count > 1]:
-                raise ValueError(f"column {twice[0]!r} occurs twice")
+                raise ValueError(f"two columns are named {twice[0]!r}")
             rows = [{k: _cell(k, v) for k, v in row.items() if v} for row in table]
     except (OSError, ValueError, csv.Error) as error:
         raise GulliverError(f"trace {path} cannot be read: {error}") from None

@@ -232,8 +232,8 @@ def _search(
         fitting = [state for state in states if _need(state, block) <= room]
         if not fitting:
             raise GulliverError(
-                f"activations need {least_room(blocks, allowed)} bytes together, but {room} are "
-                f"available; block {number} does not fit next to the earlier ones"
+                f"activations need {least_room(blocks, allowed)} bytes in total, but only {room} "
+                f"are available; block {number} does not fit next to the earlier ones"
             )
         grown = [_leave(state, block, choice) for state in fitting for choice in allowed]
         states = _undominated([s for s in grown if _seconds(costs, s) <= bound])

@@ -60,7 +60,7 @@ def partition_chain(
     """
     if len(costs) < parts:
         raise GulliverError(
-            f"a chain of {len(costs)} cannot be cut into {parts} parts; use fewer parts"
+            f"a chain of {len(costs)} blocks cannot be split into {parts} parts; use fewer parts"
         )
     speeds = list(speeds or [1.0] * parts)
     time = _times(costs, speeds)

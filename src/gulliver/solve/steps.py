@@ -180,9 +180,7 @@ class StepSolver:
     def add(self, shape: Hashable, rows: Mapping[int, np.ndarray]) -> None:
         fit = {d: np.asarray(t) for d, t in sorted(rows.items()) if len(t) and d <= self.ranks}
         if not fit:
-            raise GulliverError(
-                f"shape {shape!r} does not fit at any degree of up to {self.ranks} ranks"
-            )
+            raise GulliverError(f"shape {shape!r} does not fit at any degree up to {self.ranks}")
         self._seconds[shape], self._names[shape], self._known[shape] = fit, repr(shape), 0
         self._one[shape] = min(float(t.min()) for t in fit.values())
         # Cached plans used other costs.

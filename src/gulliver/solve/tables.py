@@ -45,7 +45,7 @@ class TableChoice:
 def place_tables(tables: Sequence[Sequence[TableOption]], room: int) -> TableChoice:
     if not tables or not all(tables):
         raise GulliverError(
-            "place_tables needs at least one table, and at least one option of each"
+            "place_tables needs at least one table, and at least one option per table"
         )
     starts = [
         _improved(tables, _longest_first(tables, room, least), room) for least in (True, False)
@@ -55,7 +55,8 @@ def place_tables(tables: Sequence[Sequence[TableOption]], room: int) -> TableCho
     most = max(map(sum, zip(*(o.nbytes for o in options), strict=True)))
     if most > room:
         raise GulliverError(
-            f"the tables need {most} bytes on one rank, which has {room}; use more ranks or a disk"
+            f"the tables need {most} bytes on one rank, which only has {room}; use more ranks or a "
+            "disk"
         )
     ranks = len(options[0].seconds)
     seconds = tuple(map(sum, zip(*(o.seconds for o in options), strict=True)))

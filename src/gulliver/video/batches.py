@@ -124,7 +124,7 @@ class MaskStrategies:
         for text in config.masks:
             name, ratio = _parsed(text)
             if name in ratios:
-                raise GulliverError(f"--flow.masks contains {name} twice; remove one")
+                raise GulliverError(f"--flow.masks contains {name} twice; remove one of them")
             ratios[name] = ratio
         return cls(_checked(ratios))
 

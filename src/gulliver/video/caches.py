@@ -57,8 +57,8 @@ class Broadcast(Options):
         super().__post_init__()
         if not 0 <= self.window[0] < self.window[1] <= NOISE:
             raise GulliverError(
-                f"cache {self} has an invalid window; give two noise levels between 0 and "
-                f"{NOISE}, the lower one first, such as @450-930"
+                f"cache {self} has an invalid window; use two noise levels between 0 and {NOISE}, "
+                "the lower one first, such as @450-930"
             )
 
     @property

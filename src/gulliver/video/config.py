@@ -115,7 +115,7 @@ def check_planner(config: Any) -> None:
     if planner.tokens is not None and planner.seconds is not None:
         raise GulliverError(
             f"--planner.tokens {planner.tokens} and --planner.seconds {planner.seconds:g} exclude "
-            "each other; give one of them"
+            "each other; set only one of them"
         )
     if planner.intra and planner.degree is not None:
         raise GulliverError(
@@ -522,7 +522,7 @@ def parse_shapes(texts: tuple[str, ...]) -> dict[Bucket, float]:
         check_clip(frames, height, width)
         shapes[bucket] = share
     if not shapes:
-        raise GulliverError("--data.shapes is empty; give at least one shape, such as 13x32x32")
+        raise GulliverError("--data.shapes is empty; set at least one shape, such as 13x32x32")
     return shapes
 
 

@@ -172,7 +172,7 @@ def evaluate(
     config = model.config
     if not config.data.made:
         raise GulliverError(
-            "only runs on the moving digits can be evaluated, but this one was trained on a table"
+            "this run was trained on a table, but only runs on the moving digits can be evaluated"
         )
     if samples < 1:
         raise GulliverError(f"--samples {samples} must be at least 1")

@@ -115,7 +115,7 @@ def guidance_of(sampling: SamplingConfig) -> Guidance:
         for name in names if off else ():
             if getattr(sampling, name) not in (None, False):
                 raise GulliverError(
-                    f"--{name.replace('_', '-')} has no effect with {option} 1; give a scale such "
+                    f"--{name.replace('_', '-')} has no effect with {option} 1; pass a scale such "
                     "as 3"
                 )
     guidance = Guidance(
@@ -266,7 +266,7 @@ class GivenFrames:
         if given is None and mask is None:
             return None
         if given is None or mask is None:
-            raise GulliverError("given frames need both `given` and `mask`")
+            raise GulliverError("conditioning on given frames needs both `given` and `mask`")
         return cls(diffusion, given, noise, mask)
 
     def begin(self) -> Tensor:
@@ -322,7 +322,8 @@ def stacked(branches: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             found[name] = torch.cat([one.to(value) for one in values])
         elif any(isinstance(one, Tensor) for one in values):
             raise GulliverError(
-                f"{name} is a tensor without caption, so it must be given with caption too"
+                f"{name} is a tensor in the unconditional inputs, so it must also be one in the "
+                "conditional inputs"
             )
     return found
 

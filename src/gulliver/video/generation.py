@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from gulliver.video.pipeline import VideoPipeline
 
 THREE_BRANCHES = (
-    "it needs three model calls per step, which two ranks cannot share evenly; use 1 guidance "
-    "rank, and sequence parallelism for the others"
+    "it needs three model calls per step, which cannot be split evenly over two ranks; use 1 "
+    "guidance rank, and sequence parallelism for the others"
 )
 
 
@@ -100,8 +100,8 @@ class SharedModel:
         for rank, digest in enumerate(found):
             if digest != found[0]:
                 raise GulliverError(
-                    f"rank {rank} has other requests than rank 0; pass the same requests on all "
-                    "ranks"
+                    f"rank {rank} has different requests than rank 0; pass the same requests on "
+                    "all ranks"
                 )
 
     def whole(self, sums: Tensor) -> Tensor:

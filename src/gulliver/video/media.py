@@ -45,20 +45,25 @@ def check_output(path: Path, frames: int | None = None, fps: float = 8) -> None:
     """Raises an error if a clip cannot be written to this path."""
     suffix = path.suffix.lower()
     if suffix not in WRITERS:
-        raise GulliverError(f"cannot write {path.name!r}: {nearest(suffix or 'none', WRITERS)}")
+        raise GulliverError(
+            f"cannot write {path.name!r}, because its suffix is unknown: "
+            f"{nearest(suffix or 'none', WRITERS)}"
+        )
     if suffix == ".png" and frames is not None and frames > 1:
-        raise GulliverError(f"{path.name!r} holds a single frame, not {frames}; use .mp4 or .gif")
+        raise GulliverError(
+            f"{path.name!r} can only store a single frame, not {frames}; use .mp4 or .gif"
+        )
     if suffix == ".gif" and fps > GIF_FPS:
-        raise GulliverError(f"a GIF shows at most {GIF_FPS} frames per second; use .mp4")
+        raise GulliverError(f"a GIF can show at most {GIF_FPS} frames per second; use .mp4")
     if suffix == ".gif" and fps in FPS and (frames or 1) / fps > GIF_S:
         raise GulliverError(
             f"{frames or 1} frames at fps {fps:g} take {(frames or 1) / fps:.0f} s, but a GIF "
             f"holds at most {GIF_S} s; use a higher fps or .mp4"
         )
     if suffix == ".mp4" and fps < MP4_FPS:
-        raise GulliverError(f"an mp4 shows at least {MP4_FPS} frames per second, not {fps:g}")
+        raise GulliverError(f"an mp4 needs at least {MP4_FPS} frames per second, not {fps:g}")
     if path.is_dir():
-        raise GulliverError(f"{path} is a folder; give a file in it")
+        raise GulliverError(f"{path} is a folder; pass a file in it")
 
 
 def write_clip(path: Path, video: Tensor, fps: float, scale: int = 1) -> Path:

@@ -262,17 +262,16 @@ def _unfit_clips(
     strange = [shape for shape in shapes.buckets if shape not in fitting]
     if strange and planner.unfit == "refuse":
         raise GulliverError(
-            f"clips of {strange[0]} ({strange[0].tokens:,} tokens) fit at no degree of up to "
-            f"{planner.ranks} ranks in {size_text(costs.memory)} per rank, nor do "
-            f"{len(strange) - 1} other shapes of --data.buckets; use more ranks or memory, or "
-            "--planner.unfit skip"
+            f"clips of {strange[0]} ({strange[0].tokens:,} tokens) and {len(strange) - 1} other "
+            f"shapes of --data.buckets do not fit into {size_text(costs.memory)} per rank at any "
+            f"degree up to {planner.ranks}; use more ranks or memory, or --planner.unfit skip"
         )
     unfit = Counter(shapes.of[b] for b in buckets if shapes.of[b] not in fitting)
     usable = len(buckets) - unfit.total()
     if isinstance(planner.budget, Samples) and planner.budget.count > usable:
         raise GulliverError(
             f"--data.batch-size {planner.budget.count} exceeds the {usable} clips of the first "
-            "epoch that fit; use at most as many"
+            f"epoch that fit; use at most {usable}"
         )
     return unfit
 

@@ -264,7 +264,7 @@ def text_reader(
 def _check_clip_folder(clip: Path | str | None, width: int) -> None:
     if clip is None:
         raise GulliverError(
-            f"an MMDiT needs a CLIP of width {width} in addition to the T5; give its folder with "
+            f"an MMDiT needs a CLIP of width {width} in addition to the T5; pass its folder with "
             "clip= or --clip"
         )
     look = look_at_encoder(clip)

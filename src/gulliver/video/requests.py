@@ -138,8 +138,8 @@ def check_rules(rules: Sequence[MaskRule], references: int, loops: int) -> None:
         ):
             if not least <= number < count:
                 raise GulliverError(
-                    f"mask strategy '{rule}' uses {noun} {number}, but there are {count}, counted "
-                    "from 0"
+                    f"mask strategy '{rule}' uses {noun} {number}, but there are only {count}, "
+                    "counted from 0"
                 )
         used.add(rule.reference % references)
     if len(used) < references:
@@ -236,7 +236,7 @@ class Prompt:
 
 def read_prompts(path: Path) -> list[str]:
     if not path.is_file():
-        raise GulliverError(f"{path} does not exist; give a text file with a prompt per line")
+        raise GulliverError(f"{path} does not exist; pass a text file with one prompt per line")
     prompts = [line for line in read_utf8(path).splitlines() if line.strip()]
     if not prompts:
         raise GulliverError(f"{path} has no prompts; write one per line")
@@ -281,12 +281,12 @@ def loop_prompts(prompt: str, loops: int) -> list[str]:
     numbers = [int(start) for start in starts]
     if numbers[0] != 0 or any(a >= b for a, b in pairwise(numbers)):
         raise GulliverError(
-            f"the prompt {prompt[:60]!r} has loops {numbers}; they must begin at 0 and increase"
+            f"the prompt {prompt[:60]!r} has loops {numbers}, which must begin at 0 and increase"
         )
     if numbers[-1] >= loops:
         raise GulliverError(
-            f"the prompt {prompt[:60]!r} uses loop {numbers[-1]}, but there are {loops}, counted "
-            "from 0"
+            f"the prompt {prompt[:60]!r} uses loop {numbers[-1]}, but there are only {loops}, "
+            "counted from 0"
         )
     for sentence in sentences:
         _check_sentence(sentence)
@@ -503,8 +503,8 @@ def check_request(request: Request, sampling: SamplingConfig) -> None:
     conditioned = request.given is not None or bool(rules) or request.loops > 1
     if guidance.image != 1 and not conditioned:
         raise GulliverError(
-            f"image guidance {guidance.image:g} has no effect without given frames; give a "
-            "picture or references"
+            f"image guidance {guidance.image:g} has no effect without given frames; pass a picture "
+            "or references"
         )
     _check_loops(request)
 
@@ -519,7 +519,7 @@ def _check_loops(request: Request) -> None:
         )
     if loops > 1 and condition is None:
         raise GulliverError(
-            f"{loops} loops need frames that each loop takes over from the previous one; give "
+            f"{loops} loops need frames that condition each loop on the previous one; set "
             "--condition-frames, such as 5"
         )
     if not 0 <= edit <= 1:
@@ -538,8 +538,8 @@ def check_frames(request: Request, autoencoder: VideoAutoencoder) -> None:
     bucket = request.bucket
     if request.given is not None and request.given.shape[1] >= bucket.frames:
         raise GulliverError(
-            f"{request.given.shape[1]} frames are given, so nothing is left to generate in a clip "
-            f"of {bucket.frames}; use more --frames"
+            f"{request.given.shape[1]} frames are given, which leaves no frames to generate in a "
+            f"clip of {bucket.frames}; use more --frames"
         )
 
     def latent(frames: int, what: str) -> int:
@@ -561,8 +561,8 @@ def check_frames(request: Request, autoencoder: VideoAutoencoder) -> None:
         on_top = {frame: p for p in placements for frame in p.targets}
         if len(on_top) == frames and all(p.edit_ratio == 0 for p in on_top.values()):
             raise GulliverError(
-                f"all {frames} latent frames of loop {loop} are given, so nothing is left to "
-                "generate; use more --frames, or give fewer"
+                f"all {frames} latent frames of loop {loop} are given, which leaves no frames to "
+                "generate; use more --frames, or pass fewer given frames"
             )
         shown.update(p.reference for p in on_top.values() if p.edit_ratio < 1)
     for number in range(len(request.references)):

@@ -85,7 +85,7 @@ class Run(RunFolder):
         if not self.config_path.is_file():
             raise GulliverError(
                 f"{self.folder} has no training run (no config.json); start one with `gulliver "
-                "train` or `make demo`, or give its folder with --run"
+                "train` or `make demo`, or pass its folder with --run"
             )
         return from_plain(read_json(self.config_path), TrainConfig)
 
@@ -93,9 +93,7 @@ class Run(RunFolder):
         """Returns the newest complete checkpoint."""
         newest = self.checkpoints.latest()
         if newest is None:
-            raise GulliverError(
-                f"{self.folder} has no complete checkpoint yet; wait for the first one"
-            )
+            raise GulliverError(f"{self.folder} has no complete checkpoint; wait for the first one")
         return newest
 
 

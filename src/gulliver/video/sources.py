@@ -121,8 +121,7 @@ def _with_data(data: DataConfig, kept: LatentCache) -> DataConfig:
 def _recorded(path: str, option: str) -> Path:
     if not Path(path).exists():
         raise GulliverError(
-            f"{path}, which encoded the latents, does not exist anymore; give its new path with "
-            f"{option}"
+            f"{path}, which encoded the latents, no longer exists; set {option} to its new path"
         )
     return Path(path)
 
@@ -207,14 +206,14 @@ def check_start(config: TrainConfig) -> None:
     if kind != "STDiT3" and (mode is not None or degree not in (None, 1)):
         option = "--planner.degree" if mode is None else "--sequence-parallelism-mode"
         raise GulliverError(
-            f"{option} is for ranks that share a clip, which an {kind} does not support; omit it"
+            f"{option} needs ranks that share a clip, which an {kind} does not support; omit it"
         )
     if model.weights is not None and model.text_encoder is not None:
         width, read = look_at_encoder(model.text_encoder).channels, text_size(outline_of(config))[0]
         if width != read:
             raise GulliverError(
                 f"--model.text-encoder {model.text_encoder} has width {width}, but the model of "
-                f"--model.weights needs {read}; use its own text encoder"
+                f"--model.weights needs width {read}; use its own text encoder"
             )
 
 
@@ -320,7 +319,7 @@ def _captions(datasets: Sequence[Any]) -> list[str]:
     datasets = [dataset for dataset in datasets if dataset is not None]
     if any(not isinstance(dataset, ClipTable) for dataset in datasets):
         raise GulliverError(
-            "--model.text-encoder needs a --data.table; the moving digits use words"
+            "--model.text-encoder needs a --data.table; the moving digits use a word encoder"
         )
     return sorted({row.text for dataset in datasets for row in dataset.rows} | {OF_NO_SAMPLE})
 

@@ -80,8 +80,8 @@ def _check_replaced(model: nn.Module, plan: TensorPlan) -> None:
             what = "hooks" if hooks else "a custom forward"
             raise GulliverError(
                 f"{path} has {what}, and tp_size={plan.size} replaces this module: "
-                f"{'register them' if hooks else 'put it there'} after boost, where the module "
-                "sees what one rank has, or leave tp_size out"
+                f"{'register them' if hooks else 'set it'} after boost, where the module sees what "
+                "one rank has, or leave tp_size out"
             )
 
 
@@ -90,8 +90,8 @@ def _check_beneath(model: nn.Module, paths: Iterable[str], why: str) -> None:
     for path, module in model.named_modules():
         if path and path.startswith(starts) and _users(hooks_of(module)):
             raise GulliverError(
-                f"{path} has hooks, which {why}: register them after boost if that is intended, or "
-                "leave that parallelism out"
+                f"{path} has hooks, which {why}; register them after boost if that is intended, or "
+                "omit this parallelism"
             )
 
 
@@ -131,11 +131,11 @@ def check_batch_norms(model: nn.Module, pp_size: int, mode: str | None) -> None:
     for path, module in model.named_modules() if pp_size > 1 or mode is not None else ():
         counts = isinstance(getattr(module, "running_mean", None), Tensor)
         if module.training and (counts or is_batch_norm(module)):
-            part = "of each micro-batch" if pp_size > 1 else "of each rank's piece"
+            part = "each micro-batch" if pp_size > 1 else "each rank's part"
             raise GulliverError(
-                f"{path} ({type(module).__name__}) takes statistics of the batch, and would take "
-                f"those {part}: call its eval() before boost, use norms of each sample, or leave "
-                f"{'pp_size' if pp_size > 1 else 'sequence_parallelism_mode'} out"
+                f"{path} ({type(module).__name__}) computes batch statistics, but would only see "
+                f"{part}; call its eval() before boost, use per-sample norms, or omit "
+                f"{'pp_size' if pp_size > 1 else 'sequence_parallelism_mode'}"
             )
 
 
@@ -151,8 +151,8 @@ def check_embeddings(model: nn.Module, degree: int, pp_size: int) -> None:
         else:
             continue
         raise GulliverError(
-            f"{path} is an embedding with {option}, which would go by the part of the batch that a "
-            f"{'rank' if degree > 1 else 'micro-batch'} has: only plain ones are supported here"
+            f"{path} is an embedding with {option}, which would only see the part of the batch on "
+            f"one {'rank' if degree > 1 else 'micro-batch'}; use an embedding without this option"
         )
 
 
@@ -172,7 +172,7 @@ def check_virtual_tokens(model: nn.Module) -> None:
 # Compiled blocks of a model that is cut.
 
 
-BLOCKS = "compile its blocks separately: block.compile(...)"
+BLOCKS = "compile its blocks separately with block.compile(...)"
 
 
 # [Note: compiled first, cut later] ``block.compile()`` puts a compiled call in the place of the
@@ -200,7 +200,7 @@ def check_compiled(
         if mode in SHARED_BY_TENSOR:
             raise GulliverError(
                 f"{path} is compiled, and sequence_parallelism_mode={mode!r} passes it tensors "
-                "that are still in flight: leave one of the two out"
+                "that are still in flight; omit one of them"
             )
         if style_of(style).splits:
             raise GulliverError(
@@ -244,8 +244,8 @@ def check_lazy(model: nn.Module, weights: Path | None) -> None:
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
             raise GulliverError(
-                f"parameter {name!r} is on meta: pass HybridParallelPlugin(weights=folder) to "
-                "fill it from"
+                f"parameter {name!r} is on meta; use HybridParallelPlugin(weights=folder) to load "
+                "its values"
             )
 
 
@@ -271,7 +271,7 @@ def check_new(plan: Plan, model: nn.Module) -> None:
         check_virtual_tokens(model)
     if any("_boosted" in vars(p) for p in model.parameters()) or CUT in vars(model):
         raise GulliverError(
-            "the model is boosted already: boost it once, or build a new one; two optimizers of "
+            "the model is already boosted; boost it once, or build a new one. Two optimizers of "
             "one model, such as Muon and AdamW, need LowLevelZeroPlugin below stage 3"
         )
 
@@ -301,7 +301,7 @@ def check_cut(
     weights = None if plan.weights is None else Path(plan.weights)
     check_lazy(model, weights)
     if weights is not None and not weights.is_dir():
-        raise GulliverError(f"weights={plan.weights!r} is no folder")
+        raise GulliverError(f"weights={plan.weights!r} is not a folder")
     _check_outputs(plan, model)
     if tensor is not None or stages is not None:
         lists = (*(stages[0].lists if stages else ()), *(tensor.stacks if tensor else ()))
@@ -339,8 +339,8 @@ def _check_share(plan: Plan, model: nn.Module, tensor: TensorPlan) -> None:
     share, size = tensor.share_of(model), tensor.size
     if share == 0 and not plan.tensor.rules:
         raise GulliverError(
-            f"tp_size={size} would cut nothing of the blocks of {type(model).__name__}: "
-            "give tensor_rules, or take pp_size"
+            f"tp_size={size} would shard no parameters in the blocks of {type(model).__name__}; "
+            "pass tensor_rules, or use pp_size instead"
         )
     if share < LEAST_SHARE and current_world().is_main:
         kept = 1 - share * (1 - 1 / size)
@@ -358,9 +358,9 @@ def _check_outputs(plan: Plan, model: nn.Module) -> None:
         return
     if asks_routers(model, {}):
         raise GulliverError(
-            "output_router_logits=True adds a loss of all tokens of all blocks, and a rank has "
-            "some of them: set it to False in the configuration, or leave pp_size and "
-            "sequence_parallelism_mode out"
+            "output_router_logits=True adds a loss over all tokens and blocks, but a rank has "
+            "only some of them; set it to False in the configuration, or omit pp_size and "
+            "sequence_parallelism_mode"
         )
 
 

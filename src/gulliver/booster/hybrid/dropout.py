@@ -349,9 +349,9 @@ class PositionDropout:
         if not self.frames and self._state is None:
             if site.repeated:
                 raise GulliverError(
-                    f"{site.path} drops at random, runs several times in a forward, and is "
-                    "recomputed without what calls it, so its calls cannot be distinguished: "
-                    "recompute whole blocks, or use dropout='alike'"
+                    f"{site.path} has dropout, runs several times per forward, and is recomputed "
+                    "separately from its caller, so its calls cannot be distinguished; recompute "
+                    "whole blocks, or use dropout='alike'"
                 )
             counted = Counter()
         frame = _Frame(site, counted[site.path])
@@ -369,8 +369,8 @@ class PositionDropout:
         frame, forward = self.frames[-1], self._forwards.get(torch.initial_seed())
         if forward is None:
             raise GulliverError(
-                f"{frame.site.path} drops at random outside of a forward of the model: call the "
-                "model, and recompute with preserve_rng_state=True"
+                f"{frame.site.path} uses dropout outside of the model's forward; call the model, "
+                "and recompute with preserve_rng_state=True"
             )
         repeats = [(f.site.word, f.number) for f in self.frames if f.number]
         words = [word for pair in repeats for word in pair]
@@ -423,8 +423,8 @@ class _Site(TorchFunctionMode):
         single = func is torch.rand and args == ([],)  # for a layerdrop, which is 0 here
         if func in OTHERS and asked and not single:
             raise GulliverError(
-                f"{self.path} calls {func.__name__}, whose masks cannot be drawn by position: "
-                f"{INSTEAD}"
+                f"{self.path} calls {func.__name__}, whose dropout masks cannot be drawn by "
+                f"position; {INSTEAD}"
             )
         return func(*args, **kwargs)
 

@@ -187,8 +187,9 @@ def _check(
         )
     if attention_mask is not None:
         raise GulliverError(
-            f"{name} got a dense mask of shape {tuple(attention_mask.shape)}: pass padding as "
-            f"attention_mask [batch, length], and documents as position_ids that restart"
+            f"{name} got a dense mask of shape {tuple(attention_mask.shape)}; pass padding as "
+            "attention_mask [batch, length], and document boundaries as position_ids that restart "
+            "at 0"
         )
     found = [bias for bias in BIASES if others.get(bias) is not None]
     if found:
@@ -289,8 +290,8 @@ class CallArguments:
                 raise GulliverError(f"{name} is not supported with sequence parallelism: omit it")
         if self.kwargs.get("output_attentions"):
             raise GulliverError(
-                "output_attentions=True needs all scores on one rank: omit it with sequence "
-                "parallelism"
+                "output_attentions=True needs all scores on one rank, which sequence parallelism "
+                "does not provide; omit it"
             )
 
 

@@ -159,10 +159,12 @@ class Degree:
         whole = self.planned.plan
         if degree < 1 or whole.degree % degree:
             fits = [n for n in range(1, whole.degree + 1) if whole.degree % n == 0]
-            raise GulliverError(f"degree {degree} does not divide the {whole}: one of {fits}")
+            raise GulliverError(f"degree {degree} does not divide the {whole}; use one of {fits}")
         fixed = "blocks are split into stages" if self.staged else self.fixed
         if degree != whole.degree and fixed:
-            raise GulliverError(f"degree {degree} instead of {whole.degree}: not where {fixed}")
+            raise GulliverError(
+                f"degree {degree} is not possible, because {fixed}; use {whole.degree}"
+            )
         if degree not in self._made:
             plan = self._plan(degree)
             rows = [
@@ -179,13 +181,13 @@ class Degree:
         # sequence is on tensor ranks too, there are groups of the first ones, of the second ones,
         # and so on.
         if self.fixed:
-            raise GulliverError(f"groups cannot change from step to step where {self.fixed}")
+            raise GulliverError(f"groups cannot change between steps, because {self.fixed}")
         key = tuple(tuple(row) for row in rows)
         named = sorted(rank for row in key for rank in row)
         if named != list(range(self.planned.plan.degree)):
             raise GulliverError(
-                f"groups of any ranks need one sequence axis of all {len(named)} that share the "
-                f"optimizer, and its axis is {self.planned.plan}: take DataCentricPlugin"
+                f"arbitrary groups need one sequence axis over all {len(named)} ranks that share "
+                f"the optimizer, but the axis is {self.planned.plan}; use DataCentricPlugin"
             )
         if key not in self._mixed:
             if len(self._mixed) >= REMEMBERED:  # the process groups in it are kept elsewhere

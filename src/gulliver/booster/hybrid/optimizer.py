@@ -128,8 +128,8 @@ class HybridOptimizer(ZeroOptimizer):
         # has of them: ranks would show different losses.
         if self.pipeline_stage is not None:
             raise GulliverError(
-                "a penalty needs the parameters of all stages of a pipeline in one loss: use the "
-                "optimizer's weight_decay, or omit pp_size"
+                "a penalty on parameters would need those of all pipeline stages in one loss; use "
+                "the optimizer's weight_decay, or omit pp_size"
             )
         terms = {name: term(parameter) for parameter, name in self.names.items()}
         # The value counts each element once; the gradient of the own terms is whole on every rank

@@ -152,14 +152,14 @@ def choose_scheme(
     """Predicts the cost of every scheme of a mode and chooses the fastest."""
     if mode not in WAYS:
         raise GulliverError(
-            f"an STDiT is wired for {' or '.join(map(repr, WAYS))}, not {mode!r}: modes that "
-            f"shard sequences over the tensor axis need tensor parallelism"
+            f"an STDiT only supports {' or '.join(map(repr, WAYS))}, not {mode!r}, because modes "
+            "that shard sequences over the tensor axis need tensor parallelism"
         )
     ways = _ways(width, plan, mode)
     names = [f"{name}-{by}" for name in ("places", "frames") for by in ways]
     if fixed is not None:
         if fixed not in names:
-            raise GulliverError(f"no scheme {fixed!r} under {mode}: {nearest(fixed, names)}")
+            raise GulliverError(f"{mode} has no scheme {fixed!r}: {nearest(fixed, names)}")
         names = [fixed]
     found = [_predict(SCHEMES[name], clip, width, plan, cluster) for name in names]
     found.sort(key=lambda p: (p.seconds, p.sent))
@@ -347,7 +347,7 @@ class ClipAdapter:
             return self.degree.now
         if self._opened is None and self.degree.varied:
             raise GulliverError(
-                "a block runs outside its model's forward, and forwards had different degrees: "
+                "a block ran outside its model's forward after forwards with different degrees; "
                 "omit activation checkpointing or sequence_degree"
             )
         return self._opened or self.degree.planned

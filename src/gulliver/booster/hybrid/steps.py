@@ -88,8 +88,8 @@ class Vocabulary:
     def _check(self, name: str, what: str, values: Tensor, wrong: Tensor, count: int) -> None:
         if bool(wrong.any()):
             raise GulliverError(
-                f"{name} has {what} {int(values[wrong][0])}, and the model's vocabulary has "
-                f"{count} (0 to {count - 1})"
+                f"{name} has {what} {int(values[wrong][0])}, but the model's vocabulary has "
+                f"{count} entries (0 to {count - 1})"
             )
 
 

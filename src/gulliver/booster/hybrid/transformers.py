@@ -317,8 +317,8 @@ class SequenceAdapter:
             check_dropout(module, self.known)
         if batch.take("use_cache"):
             raise GulliverError(
-                "use_cache=True: keys and values are sharded, so generation is not supported: "
-                "save the model and use gulliver.LLM"
+                "use_cache=True is not supported, because keys and values are sharded; to "
+                "generate, save the model and use gulliver.LLM"
             )
         if _accepts(module, "use_cache"):
             batch.kwargs["use_cache"] = False

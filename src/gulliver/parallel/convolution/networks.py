@@ -103,8 +103,8 @@ def networks_of(autoencoder: nn.Module) -> dict[str, nn.Module]:
         return found or {type(autoencoder).__name__: autoencoder}
     if not found:
         raise GulliverError(
-            f"{type(autoencoder).__name__} carries frames between chunks itself, so it cannot be "
-            "sharded: stream it, or use dim='samples'"
+            f"{type(autoencoder).__name__} passes frames between chunks itself, so it cannot be "
+            "sharded; stream it, or use dim='samples'"
         )
     return found
 

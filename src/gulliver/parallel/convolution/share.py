@@ -80,7 +80,9 @@ class SharedNetworks:
         self, network: nn.Module, plain: Any, dims: dict[str, int], name: str, x: Tensor, *rest: Any
     ) -> Tensor:
         if isinstance(x, Sharded) or any(isinstance(value, Tensor) for value in rest):
-            raise GulliverError(f"a shared {name} takes one tensor, equal on all ranks")
+            raise GulliverError(
+                f"a shared {name} needs a single input tensor, which must be equal on all ranks"
+            )
         part = given(x, dims[self._choose(name, x)], Ranks(self.rank_group))
         with without_masks(network):
             made = plain(part, *rest)
@@ -135,7 +137,7 @@ def share_autoencoder(
             sharded.
     """
     if dim not in ("auto", *DIMS):
-        raise GulliverError(f"dim={dim!r}: {nearest(dim, ('auto', *DIMS))}")
+        raise GulliverError(f"unknown dim={dim!r}: {nearest(dim, ('auto', *DIMS))}")
     shared = SharedNetworks(_rank_group(mesh), dim, show)
     own = DIMS | getattr(autoencoder, "input_dims", {})
     networks = networks_of(autoencoder)

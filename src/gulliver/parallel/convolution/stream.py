@@ -95,7 +95,7 @@ def stream_module(
 ) -> Iterator[Tensor]:
     """Runs any network over segments of time; see `stream_encode`."""
     if norms not in ("refuse", "passes"):
-        raise GulliverError(f"norms={norms!r}: {nearest(norms, ('refuse', 'passes'))}")
+        raise GulliverError(f"unknown norms={norms!r}: {nearest(norms, ('refuse', 'passes'))}")
     counted: dict[tuple[Key, int], Statistics] = {}
     if norms == "passes":
         if not callable(clips):
@@ -203,7 +203,7 @@ class FrameStream(PartLayout):
         try:
             made = network(x)
             if not isinstance(made, Sharded):
-                raise GulliverError(f"a stream's network returns one tensor, not {type(made)}")
+                raise GulliverError(f"a streamed network must return one tensor, not {type(made)}")
             made = made.local
         except _Starved:
             assert not final, "every layer has had an output before"

@@ -112,10 +112,7 @@ class Weights:
     given: list[float] | None
 
 
-UNEVEN = (
-    "give the unit of the loss: weight='labels', 'shifted_labels', 'samples' or a function of a "
-    "micro-batch"
-)
+UNEVEN = "set weight= to 'labels', 'shifted_labels', 'samples' or a function of a micro-batch"
 
 
 def weigh(
@@ -144,7 +141,10 @@ def weigh(
     if own is not None:
         return Weights(_normal(_counts_of(micros, own)), given)
     if given is None or not (criterion or _even(micros, samples, masks=True)):
-        raise GulliverError(f"micro-batches have different numbers of labels to count: {UNEVEN}")
+        raise GulliverError(
+            "the loss cannot be averaged over micro-batches with different numbers of labels; "
+            f"{UNEVEN}"
+        )
     return Weights(given, given)
 
 

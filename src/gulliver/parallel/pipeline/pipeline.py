@@ -302,7 +302,8 @@ class Pipeline:
         if bool(found):
             self._failed = False
             raise GulliverError(
-                f"micro-batches have different numbers of labels to count: {UNEVEN}"
+                "the loss cannot be averaged over micro-batches with different numbers of labels; "
+                f"{UNEVEN}"
             )
 
     def _share(self, losses: Losses) -> Tensor | None:

@@ -349,7 +349,7 @@ def cut(
         )
     known = list(costs) if costs is not None else block_costs(model, stack)
     if len(known) != count:
-        raise GulliverError(f"costs has {len(known)} entries for {count} blocks")
+        raise GulliverError(f"costs has {len(known)} entries, but there are {count} blocks")
     if at is None:
         found = partition_chain(known, stages, speeds=speeds)
         return Cut(found.bounds, tuple(known), found.times, found.lower)
@@ -364,8 +364,8 @@ def _bounds(at: list[int], stages: int, count: int) -> tuple[int, ...]:
     steps = [b - a for a, b in itertools.pairwise(given)]
     if len(given) != stages + 1 or given[-1] != count or min(steps) < 1:
         raise GulliverError(
-            f"cut={at} does not split {count} blocks into {stages} stages: give the blocks of each "
-            f"stage ({stages} numbers of at least 1 that add up to {count}), or the first block of "
-            "each stage except the first"
+            f"cut={at} does not split {count} blocks into {stages} stages; pass the number of "
+            f"blocks of each stage ({stages} numbers of at least 1 that add up to {count}), or the "
+            "first block of each stage except the first"
         )
     return tuple(given)

@@ -54,8 +54,8 @@ def find_form(module: nn.Module, path: str, args: Any, kwargs: Any) -> int | Non
             found = run_filled(module, args, kwargs)
         except Exception as error:
             raise GulliverError(
-                f"the outputs of block {path!r} cannot be inferred without its values ({error}): "
-                "pass extra=... (of the plugin, or of stack_of)"
+                f"the outputs of block {path!r} depend on the values of its inputs ({error}): pass "
+                "extra=... (of the plugin, or of stack_of)"
             ) from error
     if isinstance(found, Tensor):
         return None
@@ -422,8 +422,8 @@ class Placeholder(EmptyModule):
         if state.live:
             raise GulliverError(
                 f"{self._path!r} is used by stage {self._stage_forward.bounds.index(state.start)} "
-                "of the pipeline but is on another: name it in everywhere=[...] or after=[...] "
-                "(of the plugin, or of stack_of)"
+                "of the pipeline but is on another stage; name it in everywhere=[...] or "
+                "after=[...] (of the plugin, or of stack_of)"
             )
         state.elsewhere.append(self._path)
         device = device_of(args, kwargs)

@@ -169,8 +169,9 @@ def _check_arguments(q: Tensor, k: Tensor, v: Tensor, mask: object, dropout: flo
         )
     if k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
         raise GulliverError(
-            f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not match: all "
-            "need the same batch size, q and k the same head dim, k and v the same heads and length"
+            f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not match: all need "
+            "the same batch size, q and k need the same head dim, and k and v need the same heads "
+            "and length"
         )
 
 

@@ -192,7 +192,7 @@ def _check_alone(choices: Choices, columns: list[str], rows: list[str]) -> None:
     for path in columns:
         if choices.placed[path].how.blocks > 1 or (path in in_blocks and not apart):
             raise GulliverError(
-                f"{choices.shown(path)} has sharded outputs, but no row layer takes them: use "
+                f"{choices.shown(path)} has sharded outputs, but no row layer consumes them; use "
                 "'column, gathered', or make the next layer 'row'"
             )
     for path in rows:
@@ -226,8 +226,8 @@ def _check_known(choices: Choices, path: str) -> None:
     local = one.how.kind in ("column", "row") and not (one.how.gather or one.how.split)
     if local and (one.how.kind, one.how.blocks) != (known.kind, known.blocks):
         raise GulliverError(
-            f"{choices.shown(path)} is {name!r} in the plan of this model, whose code requires it: "
-            "use it, or 'replicate' or gathered outputs for the whole module around it"
+            f"{choices.shown(path)} is {name!r} in this model's plan, and its code requires that; "
+            "use it, or use 'replicate' or gathered outputs for the entire parent module"
         )
 
 

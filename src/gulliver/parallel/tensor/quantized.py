@@ -99,8 +99,9 @@ def _grouped(layer: Any, path: str) -> bool:
     if cut is None:
         return True
     raise GulliverError(
-        f"{path} has {total} inputs, which {layer.rank_group.size} ranks split at {cut}, inside an "
-        f"int4 group of {GROUP}: use fewer ranks, mode='int8_dynamic', or exclude=[{path!r}]"
+        f"{path} has {total} inputs, which {layer.rank_group.size} ranks would split at {cut}, "
+        f"inside an int4 group of {GROUP}; use fewer ranks, mode='int8_dynamic', or "
+        f"exclude=[{path!r}]"
     )
 
 

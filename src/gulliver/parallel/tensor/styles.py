@@ -294,7 +294,7 @@ def parts_of_experts(path: str, module: Any, size: int) -> dict[str, ParameterCu
     features = held[OUT].shape[inputs]
     if features < size:
         raise GulliverError(
-            f"{path} has experts of {features} features, fewer than {size} tensor ranks: use "
+            f"{path} has experts with {features} features, fewer than the {size} tensor ranks; use "
             f"tp_size from 1 to {features}"
         )
     found = {OUT: ParameterCut(inputs, features, features)}

@@ -578,7 +578,7 @@ def check_shapes(model: nn.Module) -> None:
         if is_lazy(tensor):
             kind = type(model.get_submodule(name.rpartition(".")[0])).__name__
             raise GulliverError(
-                f"{name!r} of a {kind} has no shape yet: run the model once on a batch, or set the "
+                f"{name!r} of a {kind} has no shape; run the model once on a batch, or set the "
                 "module's sizes"
             )
 

@@ -224,8 +224,8 @@ def convert_to_fp8(
     already = [path for path, module in linear_layers(model) if state_of(module) is not None]
     if already:
         raise GulliverError(
-            f"{already[0]!r} and {len(already) - 1} more are FP8 layers already: revert_fp8(model) "
-            "first"
+            f"{already[0]!r} and {len(already) - 1} more are already FP8 layers; call "
+            "revert_fp8(model) first"
         )
     found = select_layers(model, exclude)
     paths = check_layers(found, layers)

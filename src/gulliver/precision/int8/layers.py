@@ -108,8 +108,8 @@ class QuantizedLayer(nn.Module, ABC):
         if weight.shape != self.weight.shape or scales.shape != self.weight_scale.shape:
             raise GulliverError(
                 f"{self.path} is {self.mode} with values {list(self.weight.shape)} and scales "
-                f"{list(self.weight_scale.shape)}; got {list(weight.shape)} and "
-                f"{list(scales.shape)}, from another model or mode"
+                f"{list(self.weight_scale.shape)}, but got {list(weight.shape)} and "
+                f"{list(scales.shape)}, which belong to another model or mode"
             )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -130,8 +130,8 @@ class QuantizedLayer(nn.Module, ABC):
         """Casts an input as autocast does; raises an error for integers."""
         if not (x.is_floating_point() or x.is_complex()):
             raise GulliverError(
-                f"{self.path} takes floats, not {_name(x.dtype)}: the model casts its input to the "
-                f"dtype of the quantized weight; use exclude=[{self.path!r}]"
+                f"{self.path} needs floats, not {_name(x.dtype)}, because the model casts its "
+                f"input to the dtype of the quantized weight; use exclude=[{self.path!r}]"
             )
         device = x.device.type
         return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x

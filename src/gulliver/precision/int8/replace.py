@@ -253,9 +253,7 @@ def _check(model: nn.Module, mode: str, threshold: float | None) -> None:
         raise GulliverError(f"outlier_threshold={threshold} must be above 0, or None")
     for path, parameter in model.named_parameters():
         if is_lazy(parameter):
-            raise GulliverError(
-                f"{path} has no shape yet: run the model once before replace_module"
-            )
+            raise GulliverError(f"{path} has no shape; run the model once before replace_module")
     for path, module in model.named_modules():
         if isinstance(module, QuantizedLayer):
             raise GulliverError(
@@ -278,7 +276,7 @@ class _Replacing:
         """Finds the paths that match patterns; raises an error for a pattern without matches."""
         for pattern in (*exclude, *(only or ())):
             if not any(_matches(path, pattern) for path in self.modules):
-                raise GulliverError(f"no module matches {pattern!r}; give a path or its end")
+                raise GulliverError(f"no module matches {pattern!r}; use a path or the end of one")
         for path in self.modules:
             wanted = only is None or any(_matches(path, p) or _under(path, p) for p in only)
             if not wanted or any(_matches(path, p) or _under(path, p) for p in exclude):

@@ -115,7 +115,7 @@ def wire_format(text: str | WireFormat) -> WireFormat:
     if isinstance(text, WireFormat):
         return _checked(text)
     if not isinstance(text, str):
-        raise GulliverError(f"a wire format is a name, not {text!r}: one of {', '.join(NAMES)}")
+        raise GulliverError(f"wire format {text!r} is not a string; use one of {', '.join(NAMES)}")
     name, _, block = text.partition(":")
     size = int(block) if block.isdigit() else BLOCK if not block else 0
     found = _checked(WireFormat(_ALIASES.get(name, name), size))

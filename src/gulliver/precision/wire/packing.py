@@ -34,7 +34,7 @@ _NAN = {torch.float8_e4m3fn: 0x7F, torch.float8_e5m2: 0x7F, torch.int8: 0x80, No
 """Codes of NaN by element dtype; int4 codes are half bytes."""
 _LOG = logging.getLogger("gulliver")
 _TOLD = (
-    "a message has an infinity or a nan, which the receiver gets too; see "
+    "a message contains infinities or NaNs, which the receiver also gets; see "
     "gulliver.precision.wire.nonfinite_blocks()"
 )
 _lock = threading.Lock()

@@ -192,7 +192,7 @@ def stop_scheduler(folder: Path) -> None:
     spool = Spool(folder)
     about = spool.scheduler()
     if about is None or not has_scheduler(spool):
-        raise GulliverError(f"{folder} has no scheduler to stop")
+        raise GulliverError(f"no scheduler is running in {folder}")
     if about["host"] != socket.gethostname():
         raise GulliverError(f"the scheduler of {folder} runs on {about['host']}; stop it there")
     with suppress(ProcessLookupError):

@@ -320,7 +320,7 @@ def show_token(address: str) -> None:
 def require_ray() -> None:
     if find_spec("ray") is None:
         raise missing_extra(
-            "ray is not installed; --address here runs processes on this machine without it", "ray"
+            "ray is not installed; --address here runs processes on this machine without Ray", "ray"
         )
 
 

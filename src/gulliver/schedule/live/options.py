@@ -150,7 +150,7 @@ class Submission(Options):
                 raise GulliverError(f"--env {text!r} is invalid; use NAME=VALUE")
         if self.samples is None and self.epoch is None:
             raise GulliverError(
-                f"job {self.name!r} has no length; give samples, or epoch if the length is unknown"
+                f"job {self.name!r} has no length; set samples, or epoch if the length is unknown"
             )
         self.job(0.0, self.first_scaling, 0.0, 0.0)
 

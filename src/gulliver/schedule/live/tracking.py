@@ -83,7 +83,7 @@ class Spool:
         script = Path(submission.directory, submission.script)
         if not script.is_file():
             raise GulliverError(
-                f"job {submission.name!r}: script {script} does not exist; give the path of a file"
+                f"job {submission.name!r}: script {script} does not exist; pass the path of a file"
             )
         if self.job(submission.name).exists():
             raise GulliverError(

@@ -57,7 +57,7 @@ def elastic(
         return Elastic(None, Path(checkpoints), batch, samples, 0)
     values = read_object(Path(place) / "job.json")
     if values is None:
-        raise GulliverError(f"{JOB} is {place}, which has no job; submit it again")
+        raise GulliverError(f"{JOB} is {place}, which contains no job; submit the job again")
     found = Elastic(
         Path(place),
         Path(place) / "checkpoints",

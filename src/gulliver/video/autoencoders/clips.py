@@ -184,7 +184,7 @@ def split_table(
         what = "held out" if training else "left for training"
         right = "--data.held-out-clips 0.1, which holds out whole clips" if training else "less"
         raise GulliverError(
-            f"no clips are {what}: --data.held-out-clips {config.held_out_clips:g} and "
+            f"there would be no {what} clips: --data.held-out-clips {config.held_out_clips:g} and "
             f"--data.held-out-frames {config.held_out_frames:g} do not split {len(table)} clips; "
             f"use {right}"
         )

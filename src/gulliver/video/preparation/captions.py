@@ -46,7 +46,9 @@ def caption(
 ) -> Captioned:
     """Writes a table with captions."""
     if (command is None) == (model is None):
-        raise GulliverError("give either --command, a program, or --model, a folder")
+        raise GulliverError(
+            "neither or both of --command and --model are set; set exactly one of them"
+        )
     out = Path(out or table.path)
     check_suffix(out)
     if model is not None:
@@ -69,7 +71,7 @@ def command_captioner(command: str, seconds: float) -> Captioner:
     except ValueError as error:
         raise GulliverError(f"--command {command!r} is invalid: {error}") from None
     if not words:
-        raise GulliverError("--command is empty; give a program that prints a sentence")
+        raise GulliverError("--command is empty; set it to a program that prints a sentence")
     if not any(PLACE in word for word in words):
         words.append(PLACE)
 

@@ -121,7 +121,10 @@ def encode(config: EncodeConfig) -> Encoded:
 
 def check_encode(config: EncodeConfig) -> EncodeConfig:
     if bool(config.shapes) == (config.buckets is not None):
-        raise GulliverError("give either --shapes, such as 17x64x64, or --buckets FILE")
+        raise GulliverError(
+            "neither or both of --shapes and --buckets are set; set exactly one of them, such as "
+            "--shapes 17x64x64"
+        )
     return config
 
 
@@ -263,8 +266,8 @@ class _Job:
                     self._make(shard, display)
                 except GulliverError as error:
                     raise GulliverError(
-                        f"{error}; {made} of {total} windows of rank {self.world.rank} are done "
-                        "and stay; free some space and run the same command to continue"
+                        f"{error}; {made} of {total} windows of rank {self.world.rank} are "
+                        "complete and kept; free some space and run the same command to continue"
                     ) from None
                 made += len(shard.windows)
         return made

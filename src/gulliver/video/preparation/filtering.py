@@ -49,7 +49,7 @@ def filter_table(table: Table, condition: str) -> Filtered:
         holds = duckdb.SQLExpression(condition).alias("kept")
     except duckdb.Error as error:
         raise GulliverError(
-            f"{condition!r} is not a condition: {_line(error)}; give {SHAPE}"
+            f"{condition!r} is not a condition: {_line(error)}; use {SHAPE}"
         ) from None
     # The condition may be untrusted: it runs in an in-memory database without external access.
     with duckdb.connect(config={"enable_external_access": "false"}) as database:
@@ -69,9 +69,9 @@ def filter_table(table: Table, condition: str) -> Filtered:
                 f"{condition!r} cannot be evaluated: {_line(error)}{hint}"
             ) from None
     if len(found) != len(table):
-        raise GulliverError(f"{condition!r} does not give a value per row; give {SHAPE}")
+        raise GulliverError(f"{condition!r} does not return one value per row; use {SHAPE}")
     if found.dtype != bool:
-        raise GulliverError(f"{condition!r} gives {found.dtype}, not true or false; give {SHAPE}")
+        raise GulliverError(f"{condition!r} returns {found.dtype}, not true or false; use {SHAPE}")
     unknown = np.ma.getmaskarray(found)
     kept = np.ma.filled(found, False)
     return Filtered(table.rows(kept), int((~kept & ~unknown).sum()), int(unknown.sum()))

@@ -71,7 +71,7 @@ def scan(
         GulliverError: the folder does not exist, or has no clips.
     """
     if not folder.is_dir():
-        raise GulliverError(f"{folder} is not a folder; give the folder of the clips")
+        raise GulliverError(f"{folder} is not a folder; pass the folder that contains the clips")
     check_suffix(out)
     root, stamp = out.absolute().parent, stamp_of(out)
     before = {} if again or not out.is_file() else _rows_of(Table.read(out))

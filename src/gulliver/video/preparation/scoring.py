@@ -176,7 +176,7 @@ def find_scorers(names: Sequence[str]) -> dict[str, Scorer]:
                 f"unknown scorer {name!r}: {nearest(name, [*IN_THE_BOX, *plugged])}"
             )
     if not found:
-        raise GulliverError(f"no scorer is given: {nearest('', [*IN_THE_BOX, *plugged])}")
+        raise GulliverError(f"no scorer is selected: {nearest('', [*IN_THE_BOX, *plugged])}")
     return found
 
 

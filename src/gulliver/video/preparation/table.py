@@ -200,7 +200,7 @@ def check_other(out: Path, table: Path) -> None:
     check_suffix(out)
     if out.absolute() == table.absolute():
         raise GulliverError(
-            f"--out {out} is the input table, which would lose rows; give another file"
+            f"--out {out} is the input table, which would lose rows; choose another file"
         )
 
 
@@ -325,7 +325,7 @@ def _header(path: Path) -> list[str]:
 def _check_names(path: Path, names: Sequence[str]) -> None:
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
-        raise GulliverError(f"{path} has the column {twice[0]!r} twice; remove one of them")
+        raise GulliverError(f"{path} has two columns {twice[0]!r}; remove one of them")
 
 
 def _typed(path: Path, name: str, column: Any) -> Any:
@@ -333,7 +333,7 @@ def _typed(path: Path, name: str, column: Any) -> Any:
     goes_on = pa.compute.index(pa.compute.match_substring_regex(column, r"[\r\n]"), True).as_py()
     if goes_on >= 0:
         raise GulliverError(
-            f"{path}, row {goes_on + 1}: {name} has several lines; close its quote, or write the "
+            f"{path}, row {goes_on + 1}: {name} spans several lines; close its quote, or write the "
             "caption on one line"
         )
     known = name in WHOLE or name in REAL
