@@ -127,7 +127,7 @@ def check_forward(decoder: Any, name: str) -> None:
         made = decoder.Decoder(
             *(name, [hidden, heads, kv_heads, dim, inner, words, dim, size, 2 * half, 0]),
             *([1e-6, 0.3, 1.0], plain(embedding), plain(head), norms[2].ctypes.data),
-            *([([0.0] * (dim // 2), 1.0)], 0),
+            [([0.0] * (dim // 2), 1.0)],
         )
         before = [norms[0].ctypes.data, norms[1].ctypes.data, 0, 0, 0, 0]
         made.add_layer(

@@ -375,6 +375,7 @@ def _bounded(cluster: Cluster) -> list[tuple[str, float | None, Any]]:
 
 
 def described_names() -> list[str]:
+    """Names of the built-in descriptions of clusters."""
     folder = resources.files("gulliver.hardware") / "described"
     return sorted(f.name.removesuffix(".yaml") for f in folder.iterdir() if f.name.endswith("yaml"))
 
