@@ -29,8 +29,6 @@ LONG_CASES = Path(__file__).with_name("long_cases.txt")
 FEWER, LEAST_EXAMPLES = 4, 10
 """Without --full hypothesis tries a fourth of a test's examples, and no fewer than these."""
 STDERR = pytest.StashKey[int]()
-
-
 os.environ.pop("COLUMNS", None)  # a width that tables are abridged to
 
 

@@ -294,9 +294,7 @@ def test_scheduler_state_is_restored(kind: str, tmp_path: Path) -> None:
 def test_another_scheduler_is_refused(tmp_path: Path) -> None:
     booster, _, optimizer = boost()
     booster.save_lr_scheduler(SCHEDULERS["cosine"](optimizer), tmp_path / "s")
-    with pytest.raises(
-        GulliverError, match="state of CosineAnnealingLR, but the scheduler is LambdaLR"
-    ):
+    with pytest.raises(GulliverError, match=r"CosineAnnealingLR, .* LambdaLR"):
         booster.load_lr_scheduler(SCHEDULERS["lambda"](optimizer), tmp_path / "s")
     with pytest.raises(GulliverError, match="does not exist"):
         booster.load_lr_scheduler(SCHEDULERS["lambda"](optimizer), tmp_path / "t")

@@ -705,7 +705,7 @@ def test_rules_that_fit_train_exactly(pool: Pool) -> None:
 
 def test_a_plan_is_for_its_line_and_modes_are_known() -> None:
     plan = plan_tensor(_model(), 2, RULES)
-    with pytest.raises(GulliverError, match="the plan is for 2 ranks, but .* has 1"):
+    with pytest.raises(GulliverError, match=r"the plan is for 2 ranks, but .* has 1"):
         apply_tensor(_model(), plan, RankGroup())
     wrong: Any = "split"
     with pytest.raises(GulliverError, match="did you mean 'split_gather'"):

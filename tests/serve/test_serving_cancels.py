@@ -26,13 +26,10 @@ def engine_of(kind: str) -> Engine:
     if kind == "pipeline":
         runner: Any = Slots(blocks=40, size=4, max_in_flight=3)
         return Engine(runner, options=EngineOptions(48, 8))
-    drafter = (
-        Speculator(LookUp(shared=True), SpeculationOptions(depth=3, fixed=True))
-        if kind == "drafts"
-        else None
-    )
+    drafter = Speculator(LookUp(shared=True), SpeculationOptions(depth=3, fixed=True))
     runner = LocalRunner(tiny("llama"), cache_tokens=160, block_size=4)
-    return Engine(runner, options=EngineOptions(48, 8), drafter=drafter)
+    options = EngineOptions(48, 8)
+    return Engine(runner, options=options, drafter=drafter if kind == "drafts" else None)
 
 
 def tokens_of(kind: str, prompt: list[int]) -> list[int]:

@@ -480,7 +480,7 @@ def test_drafts_of_another_vocabulary_are_refused(tmp_path: Any) -> None:
         )
     )
     runner = LocalRunner(tiny("llama"), cache_tokens=256)
-    with pytest.raises(GulliverError, match="vocabulary of 50 tokens.* 67"):
+    with pytest.raises(GulliverError, match=r"vocabulary of 50 tokens.* 67"):
         Engine(runner, drafter=Speculator(SmallModel(small, 256)))
     runner.close()
     with pytest.raises(GulliverError, match="neither a folder of a draft nor a look-up"):
