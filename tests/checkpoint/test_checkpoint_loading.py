@@ -146,7 +146,7 @@ REFUSED: list[tuple[str, Callable[[nn.Module], dict[str, Any]]]] = [
         lambda m: {"optimizer": _reversed(m)},
     ),
     (
-        "is of StepLR, not of ExponentialLR",
+        "state of StepLR, not of ExponentialLR",
         lambda m: {
             "scheduler": torch.optim.lr_scheduler.ExponentialLR(
                 torch.optim.Adam(m.parameters()), 0.9
