@@ -204,7 +204,7 @@ CHATS: dict[str, tuple[dict[str, Any], int, str | None, str]] = {
     "role": ({"messages": [{"content": "x"}]}, 400, "messages[0]", "must have a role"),
     "picture": (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
-        *(400, "messages[0].content", "'image_url': text alone"),
+        *(400, "messages[0].content", "'image_url': only text"),
     ),
     "tool calls": (
         {"messages": [{"role": "user", "content": "x", "tool_calls": [1]}]},
