@@ -112,7 +112,7 @@ def test_no_space_is_one_line_with_the_bytes_needed_and_free(
 ) -> None:
     usage = SimpleNamespace(free=3 * 2**20)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    with pytest.raises(GulliverError, match=r"deep .*5\.0 MiB .*3\.0 MiB"):
+    with pytest.raises(GulliverError, match=r"deep needs 5\.0 MiB.* 3\.0 MiB"):
         require_space(tmp_path / "not" / "yet" / "deep", 5 * 2**20)
     require_space(tmp_path, 3 * 2**20)
     usage.free = 512

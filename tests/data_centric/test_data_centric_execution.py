@@ -166,7 +166,7 @@ def test_documents_are_packed_without_padding() -> None:
     planned_as = [shape.tokens for shape in document_shapes(lengths)]
     assert all(0 <= p - max(n, 16) <= n / 8 for n, p in zip(lengths, planned_as, strict=True))
     assert len({shape.tokens for shape in document_shapes(range(1, 4097))}) <= 80
-    with pytest.raises(GulliverError, match="text 1 has 0 tokens"):
+    with pytest.raises(GulliverError, match="document 1 has 0 tokens"):
         document_shapes([3, 0])
     with pytest.raises(GulliverError, match="equal lengths"):
         pack_documents([{"input_ids": [1, 2], "labels": [1]}])

@@ -157,7 +157,7 @@ def test_a_file_is_good_for_its_model_and_machine_only(tmp_path: Path) -> None:
     values = json.loads(path.read_text())
     values["fingerprint"]["torch"] = "1.0"
     path.write_text(json.dumps(values))
-    with pytest.raises(GulliverError, match=r"another version of torch \(1.0, here"):
+    with pytest.raises(GulliverError, match=r"another version of torch \(1.0, but"):
         load_samples(path, MODEL)
     path.write_text("{}")
     with pytest.raises(GulliverError, match="has no sample costs"):

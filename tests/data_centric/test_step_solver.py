@@ -115,7 +115,7 @@ def test_solution_does_not_depend_on_count_order() -> None:
 
 
 def test_a_shape_that_fits_no_group_is_refused() -> None:
-    with pytest.raises(GulliverError, match=r"'a' .* 2 ranks"):
+    with pytest.raises(GulliverError, match=r"'a' .* up to 2"):
         StepSolver({"a": {4: np.array([1.0])}}, 2)
 
 

@@ -78,7 +78,7 @@ def test_a_folder_without_pictures_is_refused(tmp_path: Path, base: Path) -> Non
     with pytest.raises(GulliverError, match="has no picture"):
         _read(_config(base, tmp_path / "subject", tmp_path / "out"))
     (tmp_path / "subject" / "a.png").write_bytes(b"")
-    with pytest.raises(GulliverError, match=r"no picture .*\(a\.png"):
+    with pytest.raises(GulliverError, match=r"no pictures .*\(a\.png"):
         _read(_config(base, tmp_path / "subject", tmp_path / "out", on_broken="skip"))
 
 

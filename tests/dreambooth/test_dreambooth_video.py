@@ -274,7 +274,7 @@ def test_an_adapter_for_other_layers_is_refused_by_their_name(run: Path, tmp_pat
         tmp_path / "adapter_model.safetensors", {k: torch.zeros(v) for k, v in shapes.items()}
     )
     write_json(tmp_path / "adapter_config.json", {"r": 2, "lora_alpha": 2})
-    with pytest.raises(GulliverError, match=r"spatial_blocks\.0\.attn\.proj of \(64, 64\)"):
+    with pytest.raises(GulliverError, match=r"spatial_blocks\.0\.attn\.proj of shape \(64, 64\)"):
         load_adapter(open_run(run), tmp_path)
     with pytest.raises(GulliverError, match="not written by"):
         load_adapter(open_run(run), tmp_path / "none")

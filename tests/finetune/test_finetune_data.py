@@ -192,7 +192,7 @@ def test_rows_of_several_forms_are_refused_with_counts_and_sources() -> None:
     ):
         assert told in str(refused.value)
     assert recognise(rows, "text").rows == 2
-    with pytest.raises(GulliverError, match=r"a:1 has the columns text; give columns instruction"):
+    with pytest.raises(GulliverError, match=r"a:1 has the columns text; use the columns instruction"):
         recognise(rows, "instruction")
 
 
@@ -230,7 +230,7 @@ def test_bad_rows_are_counted_listed_and_skipped_or_refused(tmp_path: Path) -> N
         "message with content other than text": 1,
         "not a message": 1,
         "not of the form messages": 1,
-        "begins with an answer": 1,
+        "it begins with an answer, without a message before it": 1,
     }
     assert "14 bad rows were skipped" in said[-1]
     with pytest.raises(GulliverError, match=r":15: .*--bad-rows skip"):

@@ -637,7 +637,7 @@ UNFIT_LLAMA = [
         {"gate_proj": "column, packed"},
         r"gate_proj \('column, packed', 52 .* is 'column' in this model's plan",
     ),
-    ({"q_proj": "column, packed"}, r"q_proj .* is 'column by heads' in the plan"),
+    ({"q_proj": "column, packed"}, r"q_proj .* is 'column by heads' in this model's plan"),
     ({"gate_proj": "column, gathered"}, r"gate_proj .* full outputs"),
     ({"down_proj": "row, split"}, r"gate_proj \('column', 52 outputs\) .* no row layer"),
 ]

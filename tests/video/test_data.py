@@ -334,7 +334,7 @@ def test_parquet_tables_are_read_as_well(folder: Path) -> None:
     parquet.write_table(pyarrow.table(content), folder / "clips.parquet")
     assert len(ClipTable(folder / "clips.parquet", BUCKETS)) == 2
     (folder / "bad.parquet").write_bytes(b"nothing")
-    with pytest.raises(GulliverError, match="no readable Parquet"):
+    with pytest.raises(GulliverError, match="not a readable Parquet"):
         ClipTable(folder / "bad.parquet", BUCKETS)
 
 
