@@ -190,7 +190,7 @@ def test_videos_are_not_cut_to_stills() -> None:
     unit, both = (4, 8, 8), {1: (1.0, 2), 5: (1.0, 2)}
     for frames in (2, 3, 4):
         videos = {"240p": {frames: (0.5, 2)}, "144p": both}
-        message = rf"240p: {frames} frames .*\b5\b"
+        message = rf"{frames} frames at 240p .*\b5\b"
         with pytest.raises(GulliverError, match=message):
             BucketConfig(videos, unit=unit)
         assert Bucket(frames, 240, 426) in BucketConfig(videos).batch_sizes()

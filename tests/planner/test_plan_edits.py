@@ -55,7 +55,7 @@ def _edited(plan: Plan, old: str, new: str) -> Plan:
         (
             "rules: {}",
             'rules: {"nothing": "colum"}',
-            r"tensor: 1 .*and tensor.rules: .*'colum'} \(line \d+\): .* be tensor.rules: {}$",
+            r"tensor: 1 .*and tensor.rules: .*'colum'} \(line \d+\): .* tensor.rules: {}$",
         ),
         (
             "micro_batches: 0",

@@ -53,7 +53,7 @@ def test_measured_points_become_costs(tmp_path: Path) -> None:
         ({"sample_seconds": 0}, "a step takes no time"),
         ({"arrival": 9, "deadline": 5}, "deadline is 5.0"),
         ({"announced": "perhaps"}, "announced is 'perhaps', but must be of type bool"),
-        ({"measured": [], "sample_seconds": None}, "job 'a': no measured points"),
+        ({"measured": [], "sample_seconds": None}, "job 'a': there are no measured points"),
     ],
 )
 def test_bad_jobs_are_refused_in_one_line(tmp_path: Path, changed: dict, told: str) -> None:

@@ -167,7 +167,7 @@ def test_a_condition_keeps_the_rows_that_a_loop_in_python_keeps(tmp_path: Path) 
         ('text = "cat"', r"\(put text in single quotes\)"),
         ("fps >", "is not a condition: .*syntax error"),
         ("", "is not a condition"),
-        ("fps", "gives float64, not true or false"),
+        ("fps", "float64, not true or false"),
         ("avg(fps) > 2", "does not return one value per row"),
         ("fps > 'fast'", "cannot be evaluated"),
         ("exists (select * from read_csv('/etc/passwd'))", "disabled by configuration"),

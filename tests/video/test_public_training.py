@@ -185,7 +185,7 @@ def test_invalid_starts_are_rejected_before_loading(parts: Path, tmp_path: Path)
     refused("--sp-size .*STDiT3, not an STDiT2", kind="STDiT2", sp_size=2)
     save_t5(tmp_path / "wide", 24)
     wide = ModelConfig(weights=parts / "STDiT3", text_encoder=tmp_path / "wide")
-    refused("wide has width 24, but the model .* needs 16", model=wide)
+    refused("wide has width 24, but the model .* needs width 16", model=wide)
     save_autoencoder(tmp_path / "four.safetensors", VideoAutoencoder(latent_channels=4, width=8))
     other = AutoencoderConfig(path=tmp_path / "four.safetensors")
     with pytest.raises(GulliverError, match=r"latents have 4 channels, but this STDiT3 .* needs 8"):

@@ -138,7 +138,7 @@ def check_rules(rules: Sequence[MaskRule], references: int, loops: int) -> None:
         ):
             if not least <= number < count:
                 raise GulliverError(
-                    f"mask strategy '{rule}' uses {noun} {number}, but there are only {count}, "
+                    f"mask strategy '{rule}' uses {noun} {number}, but there are {count}, "
                     "counted from 0"
                 )
         used.add(rule.reference % references)
@@ -285,7 +285,7 @@ def loop_prompts(prompt: str, loops: int) -> list[str]:
         )
     if numbers[-1] >= loops:
         raise GulliverError(
-            f"the prompt {prompt[:60]!r} uses loop {numbers[-1]}, but there are only {loops}, "
+            f"the prompt {prompt[:60]!r} uses loop {numbers[-1]}, but there are {loops}, "
             "counted from 0"
         )
     for sentence in sentences:
