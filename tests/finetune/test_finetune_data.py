@@ -192,7 +192,9 @@ def test_rows_of_several_forms_are_refused_with_counts_and_sources() -> None:
     ):
         assert told in str(refused.value)
     assert recognise(rows, "text").rows == 2
-    with pytest.raises(GulliverError, match=r"a:1 has the columns text; use the columns instruction"):
+    with pytest.raises(
+        GulliverError, match=r"a:1 has the columns text; use the columns instruction"
+    ):
         recognise(rows, "instruction")
 
 

@@ -131,7 +131,7 @@ def test_a_file_cut_at_any_line_is_refused(tmp_path: Path) -> None:
     assert last == "end: true\n"
     for count in [n for n, line in enumerate(lines) if n and not line.startswith(" ")]:
         part.write_text("".join(lines[:count]), encoding="utf-8")
-        with pytest.raises(GulliverError, match="does not end with .end: true"):
+        with pytest.raises(GulliverError, match=r"does not end with .end: true"):
             Plan.load(part)
     # A section that was taken out by hand is another thing than a cut.
     part.write_text(text.replace("check_batches: true\n", ""), encoding="utf-8")

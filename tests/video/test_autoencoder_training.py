@@ -387,7 +387,7 @@ def test_invalid_options_are_early_one_line_errors(
 def test_nothing_held_out_and_other_ranks_are_refused(films: Path, tmp_path: Path) -> None:
     table = ClipTable(films, (Bucket(5, 32, 32),))
     data = AutoencoderDataConfig(table=films, held_out_frames=0.0)
-    with pytest.raises(GulliverError, match="--data.held-out-clips 0 .* 2 clips"):
+    with pytest.raises(GulliverError, match=r"--data.held-out-clips 0 .* 2 clips"):
         make_sources(table, data, 0)
     config = small(tmp_path, share_ranks=2)
     sources = make_sources(make_dataset(config.data, 9), config.data, 0)
