@@ -58,11 +58,12 @@ def gulliver(path: Path, kind: str, threads: int) -> Run:
     from gulliver.serve import LLM, EngineOptions, SamplingParams
 
     torch.set_num_threads(threads)
+    how: dict[str, Any] = {"quantize": "int8"} if kind == "q8_0" else {"dtype": "float32"}
     llm = LLM(
         *(path, None),
         options=EngineOptions(STEP, MOST, share_prefixes=False),
         cache_tokens=MOST * LONGEST,
-        **({"quantize": "int8"} if kind == "q8_0" else {"dtype": "float32"}),
+        **how,
     )
 
     def run(prompts: Prompts, count: int) -> list[list[int]]:
@@ -133,7 +134,7 @@ def transformers(path: Path, kind: str, threads: int) -> Run:
 
     torch.set_num_threads(threads)
     how: dict[str, Any] = {"gguf_file": path.name, "dtype": torch.float32}
-    model = AutoModelForCausalLM.from_pretrained(path.parent, **how).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(path.parent, **how).eval()
 
     def run(prompts: Prompts, count: int) -> list[list[int]]:
         ids = torch.tensor(list(prompts))
@@ -176,4 +177,5 @@ def main(engine: str, kind: str, path: str, prompts: str, count: int, *sizes: in
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:5], *map(int, sys.argv[5:]))
+    engine_name, weights, file, texts, answer, *requests = sys.argv[1:]
+    main(engine_name, weights, file, texts, int(answer), *map(int, requests))

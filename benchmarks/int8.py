@@ -86,7 +86,7 @@ def kernels(report: Report, rounds: int) -> None:
             found = alternate(contestants, rounds)
             ratio = found["float32"].median / found["int8"].median
             worst = min(worst, ratio) if rows == 1 else worst
-            kernel = int8.chosen_kernel(ours[0].stored, rows, x.dtype, x.device)
+            kernel = int8.chosen_kernel(ours[0].stored, rows, x.device)
             peer = _beside(found, "dynamic", "torch dynamic")
             cells = (_us(found["float32"]), f"{_us(found['int8'])} ({kernel})", f"{ratio:.2f}")
             report.rows.append((f"linear {outputs}x{inputs}, {rows} rows", *cells, peer))

@@ -61,8 +61,7 @@ def test_cancels_change_no_tokens_of_others_and_free_all_blocks(kind: str, cance
     while done < cancels or running:
         while done < cancels and len(running) < 14:
             which = chance.randrange(len(known))
-            prompt, sampling = known[which]
-            number = engine.add(tokens_of(kind, prompt), sampling)
+            number = engine.add(tokens_of(kind, known[which][0]), known[which][1])
             running[number], answers[number] = which, {}
         for number in [n for n in running if done < cancels and chance.random() < 0.12]:
             assert engine.cancel(number)

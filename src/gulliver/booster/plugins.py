@@ -190,10 +190,10 @@ class Plugin(ABC):
             GulliverError: the loader has no such argument; there are fewer samples than ranks.
         """
         world, (place, size) = current_world(), self.data_place()
-        if len(dataset) < size:  # type: ignore[arg-type]
+        samples = len(dataset)  # type: ignore[arg-type]
+        if samples < size:
             raise GulliverError(
-                f"the dataset has only {len(dataset)} samples, but each of {size} ranks needs at "
-                "least one"  # type: ignore[arg-type]
+                f"the dataset has only {samples} samples, but {size} ranks need one each"
             )
         sampler: DistributedSampler = DistributedSampler(
             dataset, size, place, shuffle=shuffle, seed=seed, drop_last=drop_last
