@@ -224,7 +224,7 @@ def test_names_are_printed_as_they_are(run: Path, tmp_path: Path, command: Comma
         assert f"without tensors: {name.replace('/', '')}" in out
         code, out, _ = command("verify", odd)
         assert code == 0
-        assert f"{odd}/step-00000030:" in out
+        assert f"{odd}/step-00000030: all bytes match" in out
         code, out, _ = command("diff", odd, run, "--entry", "all")
         assert code == 1
         assert f"model: {name}.w" in out

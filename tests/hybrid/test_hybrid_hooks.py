@@ -68,7 +68,7 @@ REFUSED: list[tuple[dict[str, Any], Callable[[Any], Any], str]] = [
     (SHARED, _option("max_norm", 0.05), "an embedding with max_norm"),
     (SHARED, _option("sparse", True), "an embedding with sparse gradients"),
     (STAGES, _option("scale_grad_by_freq", True), "an embedding with scale_grad_by_freq"),
-    (STAGES, _normed, "model.layers.1.mlp.norm (BatchNorm1d)"),
+    (STAGES, _normed, "model.layers.1.mlp.norm (BatchNorm1d) computes batch statistics"),
     (STAGES, _prompted, "adapter 'default' (PromptTuningConfig) adds virtual tokens"),
     (TENSOR, _prompted, "adds virtual tokens"),
 ]

@@ -546,7 +546,7 @@ def test_bad_calls_are_refused(tmp_path: Path):
     with pytest.raises(GulliverError, match="budget=0"):
         Manager(0, "cpu", store)
     manager = Manager(2 * PAGE, "cpu", store)
-    with pytest.raises(GulliverError, match="kind 'weights' of a: "):
+    with pytest.raises(GulliverError, match="kind 'weights' of a: use one of parameters"):
         manager.add("a", "weights", 1, torch.float32)
     with pytest.raises(GulliverError, match="not allocated by this manager"):
         manager.free_buffer(torch.zeros(1), GRADIENTS)

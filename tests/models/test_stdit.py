@@ -194,7 +194,7 @@ def test_mismatched_inputs_are_rejected() -> None:
     sides = {"height": torch.full((2,), 32.0), "width": torch.full((2,), 32.0)}
     with pytest.raises(GulliverError, match="needs fps"):
         model(**dict(inputs, fps=None), **sides)
-    with pytest.raises(GulliverError, match="all tokens"):
+    with pytest.raises(GulliverError, match="excludes all tokens"):
         model(**dict(inputs, mask=torch.zeros(2, 7, dtype=torch.bool)), **sides)
     with pytest.raises(GulliverError, match=r"expected \[B, 3, T, H, W\]"):
         model(**dict(inputs, x=torch.zeros(2, 4, 2, 4, 4)), **sides)

@@ -302,7 +302,7 @@ def test_micro_batches_are_as_even_as_can_be(samples: int, parts: int) -> None:
         (lambda: split(torch.zeros(3, 2), 4), "3 samples cannot be split into 4 micro-batches"),
         (
             lambda: split({"x": torch.zeros(4, 2), "offsets": torch.zeros(3)}, 2),
-            "'offsets' of the batch has 3 rows",
+            "'offsets' of the batch has 3 rows, but 'x' has 4",
         ),
         (lambda: cut(plain(3), stack_of(plain(3)), 4), "3 blocks .* too few for 4 stages"),
         (lambda: cut(plain(3), stack_of(plain(3)), 2, at=[1, 1]), r"cut=\[1, 1\] .*3 blocks"),

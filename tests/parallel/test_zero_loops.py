@@ -302,7 +302,7 @@ def test_stage_2_keeps_few_whole_gradient_buffers_alive() -> None:
     assert all(c.chunk.gradients.buffer is None for c in optimizer.chunks)
 
 
-def _memory(world: World, stage: int) -> tuple[Any, int, int, int]:
+def _memory(world: World, stage: int) -> tuple[Any, int, int, int, bool]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64, bias=False), nn.Linear(64, 8))
     model[2].requires_grad_(False)
@@ -322,19 +322,22 @@ def _memory(world: World, stage: int) -> tuple[Any, int, int, int]:
     gradients = sum(t.nbytes for t in held if t is not None)
     state = [v for s in inner.state.values() for v in s.values() if v.ndim]
     optimizer.gatherer.finish_all()  # a world must not be left while messages are under way
-    return booster.plan.memory, parameters, gradients, sum(v.nbytes for v in state)
+    shards = sum(c.gradient_shard.nbytes for c in optimizer.chunks)
+    sizes = parameters, gradients, sum(v.nbytes for v in state)
+    return booster.plan.memory, *sizes, gradients == shards
 
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_the_planned_memory_is_what_is_used(pool: Pool, stage: int) -> None:
     found = pool.run(_memory, 2, stage)
-    plan, parameters, gradients, _ = found[0]
+    plan, parameters, gradients, state, only_shards = found[0]
     assert parameters == plan.parameters
-    # Plans are for the peak within backward; afterwards the shard is left, and with messages at
-    # stage 1 the buffers.
-    assert gradients <= plan.gradients
-    assert abs(sum(state for *_, state in found) / (2 * plan.optimizer_state) - 1) < 0.15
-    assert found[0][3] == plan.optimizer_state
+    # Plans are for the peak within backward; afterwards the shards are left, and the buffers where
+    # stage 1 keeps them.
+    assert gradients < plan.gradients if only_shards else gradients == plan.gradients
+    assert only_shards or stage == 1
+    assert abs(sum(run[3] for run in found) / (2 * plan.optimizer_state) - 1) < 0.15
+    assert state == plan.optimizer_state
 
 
 def test_an_optimizer_that_was_stepped_before_boost_goes_on_as_it_was() -> None:
@@ -522,7 +525,7 @@ def _edit_groups(world: World) -> list[str]:
 def test_edited_groups_are_refused_on_all_ranks_and_options_that_differ(pool: Pool) -> None:
     for found in pool.run(_edit_groups, 2):
         *moved, differ = found
-        assert ["param_groups" in said for said in moved] == [True] * 3
+        assert ["parameters in param_groups changed" in said for said in moved] == [True] * 3
         assert "lr of the optimizer's group 0 is 0.01 on rank 0 and 0.5 on rank 1" in differ
 
 

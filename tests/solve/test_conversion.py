@@ -101,7 +101,7 @@ def test_slow_links_carry_what_is_small() -> None:
     ("before", "after", "what"),
     [
         ([Shard(2)], [Replicate()], "has 2 dims"),
-        ([Replicate()] * 2, [Replicate()], "2 placements"),
+        ([Replicate()] * 2, [Replicate()], "2 placements, but the mesh has 1"),
         ([Partial("product")], [Replicate()], "product"),
         ([Partial("avg")], [Partial("sum")], "avg and sum"),
     ],

@@ -77,7 +77,7 @@ def _check_offload(grid: Grid, limit: int) -> None:
     if grid.axes.pipeline == 1 and grid.micro_batches > 1:
         raise GulliverError(
             f"{grid}: offloading with gradient accumulation is not supported; use 1 micro-batch "
-            f"or a "
+            "or a "
             "pipeline"
         )
     if limit < 1:

@@ -232,7 +232,7 @@ class Booster(CheckpointIO):
                 if isinstance(module, QuantizedLayer):
                     raise GulliverError(
                         f"{path or 'the model'} has {module.mode} weights, which cannot be "
-                        f"trained: boost the model before replace_module, or boost it without "
+                        "trained: boost the model before replace_module, or boost it without "
                         "an optimizer to run it"
                     )
         for name, parameter in model.named_parameters():

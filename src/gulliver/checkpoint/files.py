@@ -119,7 +119,7 @@ class Image:
             if tensor.dtype not in CODES:
                 raise GulliverError(
                     f"tensor {name!r} is {tensor.dtype}, which the safetensors format does not "
-                    f"support"
+                    "support"
                 )
         # The largest elements first: then each is aligned to its own size.
         order = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)

@@ -80,7 +80,7 @@ def float_config(folder: Path | str) -> Any:
         if stored.get("quant_method") != "fp8":
             raise GulliverError(
                 f"{folder}: weights quantized by {stored.get('quant_method')!r} are not "
-                f"supported: download the model in bfloat16, float32 or block-scaled FP8"
+                "supported: download the model in bfloat16, float32 or block-scaled FP8"
             )
         del config.quantization_config
     return config

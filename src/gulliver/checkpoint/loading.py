@@ -295,7 +295,7 @@ def _check_fillable(where: str, leaf: Leaf) -> None:
     if target.is_meta:
         raise GulliverError(
             f"{where} is on meta: call model.to_empty(device=...) first, and recompute values "
-            f"that are not saved"
+            "that are not saved"
         )
     if target.layout == torch.strided and not has_memory(target):
         raise GulliverError(

@@ -195,7 +195,7 @@ class FileWeights(Weights):
             raise GulliverError(
                 f"{index.parent / places[lost[0]]} has no tensor {lost[0]!r}, though {index.name} "
                 f"lists it{f', as of {len(lost) - 1} more' if lost[1:] else ''}: download the "
-                f"files again"
+                "files again"
             )
 
     def _add(self, file: Path, places: Mapping[str, str] | None = None) -> None:
@@ -372,7 +372,7 @@ def _locate(path: Path) -> tuple[Path | None, Path | None]:
     if any(path.glob("*.bin")):
         raise GulliverError(
             f"{path} has pickled weights (*.bin), which may run code and are not read: download "
-            f"its safetensors files"
+            "its safetensors files"
         )
     raise GulliverError(f"{path} holds no checkpoint and no safetensors file")
 

@@ -202,7 +202,7 @@ def verify_all(options: Verify) -> int:
                 return 0
             print(
                 f"{path}: {len(weights.infos)} tensors; file headers and sizes are valid. There "
-                f"are no checksums: only steps have them"
+                "are no checksums: only steps have them"
             )
         return 0
     steps: list[Path | None] = [folder for _, folder in steps_of(path)] if options.all else [None]

@@ -213,7 +213,7 @@ def plugin_of(options: Memory) -> Plugin:
     if options.activations not in ("keep", "recompute"):
         raise UsageError(
             f"--activations {options.activations} needs an unsharded model: use keep or recompute "
-            f"with "
+            "with "
             "--tp-size, --sp-size or --pp-size"
         )
     return HybridParallelPlugin(

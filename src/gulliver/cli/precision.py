@@ -131,7 +131,7 @@ def _show(report: Report, reason: str) -> None:
     )
     console.print(
         f"memory: {size_text(report.copies)} of FP8 weights are kept from forward to backward "
-        f"(none under ZeRO 3 and in pipelines); inputs saved for backward "
+        "(none under ZeRO 3 and in pipelines); inputs saved for backward "
         f"{size_text(report.saved_fp8)} instead of "
         f"{size_text(report.saved_plain)}, at most: layers with one input share it"
     )

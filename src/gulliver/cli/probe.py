@@ -195,7 +195,7 @@ def show(cluster: Cluster, packing: Mapping[str, PackRates] | None = None) -> No
     if max((curve.spread or 0.0 for curve in _curves(cluster)), default=0.0) > BUSY:
         report_console().print(
             f"quartiles lie more than {100 * BUSY:.0f} % apart: the machine was busy; use --again "
-            f"when it is idle"
+            "when it is idle"
         )
     if cluster.rank_order is not None:
         report_console().print(f"order of ranks along the axes: {list(cluster.rank_order)}")

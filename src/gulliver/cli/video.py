@@ -198,7 +198,7 @@ def _requests(
         if given.shape[1] > 1:
             raise UsageError(
                 f"--image {config.image} is a clip: pass an image, continue the clip with "
-                f"--extend, or place its frames with --reference and --mask-strategy"
+                "--extend, or place its frames with --reference and --mask-strategy"
             )
     request = Request(
         prompt="",

@@ -123,13 +123,13 @@ class ChunkGradients:
         return self.pool.take(self.layout.size, self.dtype, self._device, GRADIENTS)
 
     def rest(self) -> None:
-        """Lets the manager evict the buffer until more gradients arrive."""
+        """Makes the buffer evictable until more gradients arrive."""
 
     def wake(self) -> None:
         """Loads a managed buffer, before gradients are added."""
 
     def park(self) -> None:
-        """Lets the manager evict the buffer until it is reduced."""
+        """Makes the buffer evictable until it is reduced."""
 
     def fetch(self) -> None:
         """Loads a managed buffer, to reduce it."""

@@ -112,7 +112,7 @@ class ManagedGradients(ChunkGradients):
         return self._manager.use(self._whole, fresh=True)
 
     def rest(self) -> None:
-        """Lets the manager evict gradients until more arrive; none may be in reduction."""
+        """Makes gradients evictable until more arrive; none may be in reduction."""
         if not self.begun:
             return
         assert self.buffer is not None, "something is being collected"

@@ -31,13 +31,13 @@ from gulliver.serve.options import ModelOptions
 _log = logging.getLogger("gulliver")
 
 INTERFACE = 2
-"""Version of the extension's interface; both sides count up when their calls change."""
+"""Version of the extension's interface, increased on both sides when calls change."""
 EXTENSION = "gulliver.serve._decoder"
 VARIABLE = "GULLIVER_DECODER"
 INSTRUCTIONS = ("avx512", "avx2", "none")
 """Values of the variable; the default is the first that the processor has."""
 KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-"""Numbers that native code reads, by its own names."""
+"""Numbers of the floating-point dtypes in native code."""
 INT8, INT4 = 3, 4
 """Kinds of quantized weights; activations are not rounded."""
 FAMILIES = ("gemma", "gemma3_text", "llama", "mistral", "phi3", "qwen2", "qwen3", "smollm3")
@@ -326,10 +326,9 @@ def read_dense(
     tied = config.get("tie_word_embeddings", "lm_head.weight" not in tensors)
     head = "model.embed_tokens" if tied else "lm_head"
     shapes[f"{head}.weight"] = vocabulary, hidden
-    for name in [n for n in tensors if n.endswith("rotary_emb.inv_freq")] + [
-        "lm_head.weight"
-    ] * tied:
-        tensors.pop(name, None)
+    if tied:
+        tensors.pop("lm_head.weight", None)
+    tensors = {n: t for n, t in tensors.items() if not n.endswith("rotary_emb.inv_freq")}
     if {name: tuple(t.shape) for name, t in tensors.items()} != shapes:
         raise Unfit("its tensors are not those of its configuration")
     if any(tensor.dtype not in KINDS for tensor in tensors.values()):

@@ -257,7 +257,7 @@ def group_units(model: nn.Module, paths: Sequence[str]) -> list[WeightUnit]:
         if id(inner) not in inside and any(True for _ in _tensors(inner)):
             raise GulliverError(
                 f"{path or type(model).__name__} has weights outside the blocks and the modules "
-                f"around them, which cannot be streamed: omit memory_limit"
+                "around them, which cannot be streamed: omit memory_limit"
             )
     return made
 

@@ -118,7 +118,7 @@ class EngineOptions(Options):
         if self.step_tokens is not None and self.step_tokens < self.sequences:
             raise GulliverError(
                 f"step_tokens={self.step_tokens} is less than sequences={self.sequences}, each of "
-                f"which needs a token per step: increase step_tokens"
+                "which needs a token per step: increase step_tokens"
             )
 
     @property

@@ -119,7 +119,7 @@ def tokens_of(prompt: Prompt, tokenizer: Any | None) -> list[int]:
     except UnicodeEncodeError as error:
         raise GulliverError(
             f"character {error.start} of the prompt is half of a surrogate pair, which is not "
-            f"valid text"
+            "valid text"
         ) from None
     return list(tokenizer(prompt)["input_ids"])
 

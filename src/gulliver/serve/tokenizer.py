@@ -20,7 +20,7 @@ SPECIAL = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", 
 
 
 class FileTokenizer:
-    """Tokens of texts and conversations.
+    """Tokenizes texts and conversations.
 
     Attributes:
         chat_template: Jinja template of conversations; None if there is none.
@@ -42,7 +42,7 @@ class FileTokenizer:
         self.eos_token_id = None if end is None else backend.token_to_id(end)
 
     def __call__(self, text: str) -> dict[str, list[int]]:
-        """Encodes a text, with the tokens that begin or end one."""
+        """Encodes a text, with the special tokens at its beginning and end."""
         return {"input_ids": self._backend.encode(text).ids}
 
     def __len__(self) -> int:
@@ -53,13 +53,13 @@ class FileTokenizer:
         return self._backend.decode(list(tokens), skip_special_tokens=skip_special_tokens)
 
     def get_vocab(self) -> dict[str, int]:
-        """Numbers of all tokens."""
+        """Maps all tokens to their ids."""
         return self._backend.get_vocab(with_added_tokens=True)
 
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = False, **_: Any
     ) -> dict[str, list[int]]:
-        """Tokens of a conversation."""
+        """Encodes a conversation."""
         known = {"tools": None, "documents": None, **self._special}
         text = self._template.render(
             messages=messages, add_generation_prompt=add_generation_prompt, **known
@@ -73,7 +73,7 @@ class FileTokenizer:
 
 
 def _environment() -> Any:
-    """What templates can use, as in transformers. They come from anywhere, so it is a sandbox."""
+    """Returns the jinja2 environment of transformers: sandboxed, as templates are not trusted."""
     import json
     from datetime import datetime
 
@@ -107,7 +107,7 @@ def _environment() -> Any:
 
 
 def read_tokenizer(folder: Path) -> FileTokenizer | None:
-    """Reads a folder's tokenizer; None if it takes transformers."""
+    """Reads a folder's tokenizer; None if only transformers can read it."""
     file, more = folder / "tokenizer.json", folder / "tokenizer_config.json"
     if not file.is_file() or not more.is_file():
         return None
@@ -119,7 +119,7 @@ def read_tokenizer(folder: Path) -> FileTokenizer | None:
         return None
     if (folder / "chat_template.jinja").is_file():
         template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
-    # Several templates, and marks of answers, are transformers' own.
+    # Several templates, and `generation` tags, need transformers.
     if not isinstance(template, str | None) or "generation %}" in (template or "").replace(
         "-%}", " %}"
     ):
@@ -128,7 +128,7 @@ def read_tokenizer(folder: Path) -> FileTokenizer | None:
 
     try:
         backend = Tokenizer.from_file(str(file))
-    except Exception:  # of no class: transformers says what is wrong
+    except Exception:  # tokenizers has no error class; transformers reports the problem
         return None
     special = {
         name: token["content"] if isinstance(token, dict) else token
@@ -139,8 +139,6 @@ def read_tokenizer(folder: Path) -> FileTokenizer | None:
     named = {token.content for token in added.values() if token.special}
     more = {int(n): t["content"] for n, t in config.get("added_tokens_decoder", {}).items()}
     known = all(n in added and added[n].content == token for n, token in more.items())
-    return (
-        FileTokenizer(backend, template, special)
-        if known and named >= set(special.values())
-        else None
-    )
+    if not known or not named >= set(special.values()):
+        return None
+    return FileTokenizer(backend, template, special)

@@ -141,7 +141,7 @@ def check_served(model: Any) -> None:
     if kind is None or not hasattr(model, "get_output_embeddings"):
         raise GulliverError(
             f"{type(model).__name__} is not a causal language model of transformers: use one that "
-            f"AutoModelForCausalLM loads"
+            "AutoModelForCausalLM loads"
         )
     check_type(kind)
     if model.get_output_embeddings() is None:
@@ -254,7 +254,7 @@ class Source:
             known = " or ".join(names[:2])
             raise GulliverError(
                 f"{self.folder}: the files lack {known}: they belong to another model or are "
-                f"incomplete"
+                "incomplete"
             )
         return found
 
@@ -264,7 +264,7 @@ class Source:
         if info.shape != shape:
             raise GulliverError(
                 f"{self.folder}: {source} is {list(info.shape)} in the files but {list(shape)} in "
-                f"the model: the config.json belongs to another model"
+                "the model: the config.json belongs to another model"
             )
         return info
 
@@ -603,7 +603,7 @@ def check_folder(folder: Path) -> None:
     if not (folder / "config.json").is_file():
         raise GulliverError(
             f"{folder} has no config.json: pass a GGUF file, or a folder written by transformers' "
-            f"save_pretrained"
+            "save_pretrained"
         )
     kind = read_json(folder / "config.json").get("model_type")
     if not isinstance(kind, str):

@@ -240,8 +240,8 @@ class SequenceAdapter:
         if known is None and self.shared and batch.kwargs.get("labels") is not None:
             raise GulliverError(
                 f"{type(module).__name__} got a custom loss after boost, which would see only "
-                f"part of the logits: set it before boost, or omit labels and compute the loss "
-                f"from the logits"
+                "part of the logits: set it before boost, or omit labels and compute the loss "
+                "from the logits"
             )
         return known
 
@@ -362,7 +362,7 @@ def _check_config(model: nn.Module, known: Sequences) -> None:
     if rope in LOCAL_ROPE:
         raise GulliverError(
             f"rotary embeddings of type {rope!r} depend on the longest position that a rank sees: "
-            f"use 'default', 'linear', 'yarn' or 'llama3', or sequence_parallelism_mode="
+            "use 'default', 'linear', 'yarn' or 'llama3', or sequence_parallelism_mode="
             "'split_gather'"
         )
     if model.training:

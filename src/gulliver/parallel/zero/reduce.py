@@ -181,7 +181,7 @@ class GradientReducer:
         return ready
 
     def release_idle(self) -> None:
-        """Waits for pending reductions, and lets the manager evict accumulated gradients."""
+        """Waits for pending reductions, then makes accumulated gradients evictable."""
         # These come again with their next terms. To wait is safe: what is in flight was issued in
         # one order on all ranks, so none of them waits for what another has yet to issue.
         self.wait_all_reductions()

@@ -189,7 +189,7 @@ class UntracedModule:
         name = f"{self.path} ({self.kind})" if self.path else self.kind
         return (
             f"{name} cannot be traced ({self.where}: {self.reason}): it is not sharded, and its "
-            f"cost is estimated from its parameters and input"
+            "cost is estimated from its parameters and input"
         )
 
 

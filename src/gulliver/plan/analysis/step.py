@@ -247,7 +247,7 @@ def widened(
         name = f"module {running!r}" if running else "the model"
         raise GulliverError(
             f"{name} cannot run on this batch ({where}: {type(error).__name__}: {line}): pass a "
-            f"batch and a loss that work with the model"
+            "batch and a loss that work with the model"
         ) from error
     kind = type(model.get_submodule(path))
     alike = [p for p, m in model.named_modules() if type(m) is kind] if path else [""]
@@ -474,7 +474,7 @@ class _Step:
             return ()
         return (
             f"{', '.join(layers)}: traced token by token; cuDNN's workspace is unknown without a "
-            f"GPU",
+            "GPU",
         )
 
     def whole(self, opaque: UntracedModule) -> Analysis:

@@ -102,7 +102,7 @@ class ServerOptions(Options):
             made.close()
             raise GulliverError(
                 f"{self.host}:{self.port} is not available ({error.strerror}): use another port, "
-                f"or 0 for a free one"
+                "or 0 for a free one"
             ) from None
         return made
 

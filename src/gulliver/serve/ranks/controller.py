@@ -165,7 +165,7 @@ class RanksRunner:
         except queue.Empty:
             raise RunnerLost(
                 f"{late or self._late()} has not responded for {timeout_s:g} s: it is too slow, "
-                f"stopped or disconnected"
+                "stopped or disconnected"
             ) from None
         if message is None or message.what == "failed":
             raise RunnerLost(self._failure(rank, message))
@@ -350,7 +350,7 @@ class Processes:
             if dead is not None and not found:
                 raise GulliverError(
                     f"{self._layout.named(dead)} {self.fate(dead)} during startup: see its error "
-                    f"above"
+                    "above"
                 )
         if not found:
             raise GulliverError("a rank could not connect to the controller")

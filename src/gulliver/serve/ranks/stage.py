@@ -97,7 +97,7 @@ def plan_ranks(
     if is_quantised(folder) and tensor > 1:
         raise GulliverError(
             f"tensor={tensor}: quantized files cannot be sharded over tensor ranks; pass the "
-            f"original folder with quantize=, or use pp_size"
+            "original folder with quantize=, or use pp_size"
         )
     model = build_on_meta(folder, kept_dtype(folder, dtype))
     check_served(model)

@@ -240,7 +240,7 @@ class SmallModel(ModelDraft):
         if mine != theirs:
             raise GulliverError(
                 f"the draft has a vocabulary of {mine} tokens, but the model one of {theirs}: use "
-                f"a draft with the model's own vocabulary"
+                "a draft with the model's own vocabulary"
             )
 
     def _run(self, news: Sequence[New], rows: bool) -> Tensor:
