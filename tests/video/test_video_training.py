@@ -302,6 +302,7 @@ def test_a_truncated_checkpoint_is_passed_over(tmp_path: Path, autoencoder: Path
         (["trian"], 2, "'train'"),
         (["train", "--model.size", "tinny"], 2, "'tinny': did you mean 'tiny'?"),
         (["train", "--data.shapes", "13by32"], 2, "'13by32'"),
+        (["train", "--data.shapes", "12x32x32"], 2, "such as 13"),
         (["train", "--data.table", "x", "--data.shapes", "4x32x32"], 2, "such as 5x32x32"),
         (["train", "--data.held-out", "12:9"], 1, "is not digit:direction"),
         (["train", "--autoencoder.path", "no.safetensors"], 1, "no.safetensors does not exist"),
@@ -323,7 +324,7 @@ def test_mistakes_end_in_one_clear_line(
     lines = capsys.readouterr().err.strip().splitlines()
     assert len(lines) == 1
     assert message in lines[0]
-    assert list(tmp_path.rglob("*.safetensors")) == []
+    assert list(tmp_path.rglob("*.*")) == []
 
 
 TABLE = DataConfig(table=Path("x.csv"))

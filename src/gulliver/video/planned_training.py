@@ -320,16 +320,16 @@ def train(config: TrainConfig) -> Outcome:
     with guard():
         refuse_other_autoencoder(config, run)
         checkpoint = run.open(config, step=config.resume_step)
-        barrier()  # all ranks read before any rank writes
-        if world.is_main:
-            run.write(options=resolved(config))
-            if checkpoint is None:
-                describe_start(config, run)
         words = None if config.model.public else config.model.text_length
         path = config.autoencoder.path
         given = None if path is None else load_autoencoder(path)
         dataset = make_dataset(config.data, words, world.is_main, config.seed, given)
         held_out = make_held_out(config, dataset)
+        barrier()  # all ranks read before any rank writes
+        if world.is_main:
+            run.write(options=resolved(config))
+            if checkpoint is None:
+                describe_start(config, run)
         autoencoder = ready_autoencoder(config, run, dataset, world)
         samples = make_samples(config, run, world, dataset, held_out)
         kind = PlannedTrainer if config.data_centric else Trainer
