@@ -187,7 +187,7 @@ class Options(metaclass=_RenamingType):
     """
 
     GROUPS: ClassVar[Mapping[str, str]] = {}
-    """Headings in the help text, each by its first field."""
+    """Headings in the help text, by the first field of each group."""
 
     if not typing.TYPE_CHECKING:
 
@@ -235,7 +235,7 @@ def renamed_fields(kind: type, hidden: Collection[str] = ()) -> dict[str, str]:
 
 
 def with_new_names(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Replaces deprecated option names by the current ones, recursively."""
+    """Replaces deprecated option names with the current ones, recursively."""
     renamed, known, made = renamed_fields(kind), field_hints(kind), {}
     # Those by old names last: `dataclasses.replace` adds the present value of the new one.
     for name, value in sorted(values.items(), key=lambda pair: pair[0] in renamed):

@@ -1,6 +1,6 @@
 """Measures the links between ranks, and groups the ranks into nodes by speed.
 
-Every pair of ranks exchanges messages of several sizes in both directions together, in n - 1 rounds
+Every pair of ranks exchanges messages of several sizes in both directions at once, in n - 1 rounds
 of disjoint pairs. All rounds are repeated, so that a load spike affects each pair at most once;
 latency and bandwidth are fitted to the medians. Then the collectives are timed along each axis,
 because the CPU may be the bottleneck if many ranks communicate.
@@ -27,9 +27,9 @@ MESSAGE_BYTES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 21)
 COLLECTIVE_BYTES = (1 << 12, 1 << 15, 1 << 18, 1 << 20, 1 << 22, 1 << 23)
 SWEEPS = 3
 LONG_S, BUDGET_S = 0.3, 1.0
-"""Seconds above which no larger size of a collective is measured, and limit per collective."""
+"""Once a size takes `LONG_S`, no larger one is measured; a collective is timed for `BUDGET_S`."""
 EXCHANGES, EXCHANGES_S = 7, 0.05
-"""Maximum number of exchanges per size in a sweep, and their maximum seconds."""
+"""Limits of a sweep per message size: number of exchanges, and seconds."""
 FASTEST = LINK[0][1]
 NEAR = 2.0  # links between nodes must be slower than the links inside nodes by this factor
 BUSY_SIDE, BUSY_PRODUCTS = 512, 4

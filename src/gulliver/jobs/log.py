@@ -1,4 +1,4 @@
-"""Log of a job, and seeds for its purposes."""
+"""Log of a job, and derivation of its seeds."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class Outcome:
     Attributes:
         step: last step.
         finished: whether the run is complete; False if a signal stopped it.
-        seconds: wall time of training, including earlier resumptions.
+        seconds: wall time of training, including the runs that this one resumed.
         best: lowest loss on held-out samples; nan if not evaluated.
         result: file or folder of the result; None if there is none yet.
     """
@@ -63,7 +63,7 @@ class LoopOptions(Options):
         clip: maximum gradient norm; None or 0 disables clipping.
         frozen: whether checkpoints include frozen parameters.
         use_async: whether checkpoints are written while training continues.
-        rate_option: name of the option to lower if the run diverges, for the error.
+        rate_option: name of the option that the error of a diverged run suggests to lower.
         report_to: names of the experiment trackers.
     """
 
@@ -309,7 +309,7 @@ class TrainingLoop(ABC):
     def _refuse_divergence(self, loss: float, norm: float) -> None:
         raise GulliverError(
             f"loss {loss} with gradient norm {norm} at step {self.step_number}, so training "
-            f"stopped before the weights changed, {self.kept()}; try a lower "
+            f"stopped before the weights changed; {self.kept()}; try a lower "
             f"{self.options.rate_option}"
         )
 

@@ -117,7 +117,7 @@ def plan_conversion(
         mesh: sizes of the mesh axes, from the slowest links to the fastest.
         before: DTensor placements, one per axis.
         after: target placements.
-        cluster: hardware description; None for the one of the running ranks.
+        cluster: hardware description; None detects that of the running ranks.
         room: maximum bytes of inputs and outputs of a step on a rank; None for no limit.
 
     Raises:
@@ -238,7 +238,7 @@ def _positive(placement: Placement, dims: int) -> Placement:
 
 
 _found: dict[tuple[Any, ...], tuple[Cluster | None, tuple[ConversionStep, ...]]] = {}
-"""Steps by the arguments of the search; holds the cluster, as its id is in the key."""
+"""Steps by the arguments of the search; keeps the cluster alive, as its id is in the key."""
 
 
 def _broadcast_moves(

@@ -1,8 +1,8 @@
 """Runs the steps of a layout conversion on this rank's part of a tensor.
 
 In every layout a rank has one box (an interval in each dim), which follows from its mesh
-coordinate, so no sizes are exchanged. Boxes may have unequal sizes or be empty; collectives of
-equal parts pad them.
+coordinate, so no sizes are exchanged. Boxes may have unequal sizes or be empty; collectives that
+need equal parts pad them.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class MeshTensor:
     def neighbours(
         self, axes: Sequence[int], at: tuple[int, ...] | None = None
     ) -> list[tuple[int, ...]]:
-        """Returns coordinates that differ from `at` only on `axes`, the last fastest."""
+        """Returns the coordinates that differ from `at` only on `axes`; the last varies fastest."""
         found = []
         for values in itertools.product(*(range(self.sizes[axis]) for axis in axes)):
             changed = dict(zip(axes, values, strict=True))
@@ -77,7 +77,7 @@ def run_move(local: Tensor, move: ConversionStep, place: MeshTensor) -> Tensor:
 
 
 def _own(tensor: Tensor) -> Tensor:
-    """Returns a contiguous copy that starts its storage, as messages require."""
+    """Returns the tensor, or a copy if it is not contiguous from the start of its storage."""
     if tensor.is_contiguous() and tensor.storage_offset() == 0:
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)

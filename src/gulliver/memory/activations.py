@@ -192,7 +192,7 @@ class ActivationOffload:
             wrap_call(module, self._around(module))
 
     def sweep(self) -> None:
-        """Discards copies that no graph needs; the manager may evict other unused ones."""
+        """Discards copies that no graph needs, and makes others evictable if nothing uses them."""
         for managed, users in list(self._used.values()):
             if managed.tensor is not None and storage_users(managed.tensor) <= users:
                 del self._used[managed.number]

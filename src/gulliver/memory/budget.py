@@ -170,7 +170,7 @@ class StepFootprint:
 
 
 class Footprint:
-    """Measures in each step the memory that is not model state.
+    """Measures how much memory each step uses besides model state.
 
     Args:
         held: function that returns the manager's bytes in the fast tier.
@@ -268,10 +268,10 @@ MARGIN_SHARE, MARGIN_BYTES = 32, 1 << 20
 UNSEEN_SHARE, UNSEEN_BYTES = 8, 16 << 20
 RISE_SHARE = 4
 STEADY_SHARE = 4
-"""Divisor of the margin: smaller changes of the budget are skipped, to save a new schedule."""
+"""Changes of the budget below margin / `STEADY_SHARE` are skipped; each needs a new schedule."""
 WINDOW = 8
 KEPT_SHARE, KEPT_BYTES = 0.4, 64 << 20
-"""Share of unmanaged memory added for keeping freed memory; minimum unmanaged bytes to do so."""
+"""Unmanaged memory added to keep freed memory, as a share; minimum unmanaged bytes to keep it."""
 FEW_WAITS, MANY_WAITS = 0.1, 0.25
 """Shares of step time spent waiting below which freed memory is kept, and above which it is not."""
 
@@ -352,7 +352,7 @@ class BudgetRule:
         return self._set(self.budget + rise, "", why)
 
     def _decide_keeping(self, other: int, waits: float) -> None:
-        """Decides whether to keep freed memory: if steps hardly wait for transfers, and it fits."""
+        """Keeps freed memory from now on if steps hardly wait for transfers and it fits."""
         if self.keeps and waits > MANY_WAITS:
             self.stop_keeping(f"a step waits {waits:.0%} of its time")
         if self.keeps is not None or waits > FEW_WAITS or other < KEPT_BYTES:
@@ -417,11 +417,11 @@ class BudgetController:
     Args:
         limit: bytes that the process may use above the footprint's base.
         manager: manager of model states.
-        footprint: measurements of the process; None (without /proc) for the prediction only.
+        footprint: measurements of the process; None relies on the prediction (without /proc).
         predicted: predicted memory of a step.
         minimum: planned peak of the manager's bytes in use.
         decides: description of what determines `minimum`.
-        keeps: allow keeping freed memory if steps hardly wait for transfers.
+        keeps: whether freed memory may be kept when steps hardly wait for transfers.
 
     Attributes:
         steps: footprint of each finished step.

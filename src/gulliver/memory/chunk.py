@@ -98,7 +98,7 @@ class ChunkGradients:
         self._stand_ins = [reduced_gradient(p) for p in self._members]
 
     def follow_shard(self, dtype: torch.dtype, in_place: bool = False) -> None:
-        """Sets the dtype of the reduced gradient; `in_place` accumulates in its memory."""
+        """Sets the reduced gradient's dtype, and whether gradients accumulate in its memory."""
         self.reduced_dtype = dtype
 
     # Collecting.
@@ -363,7 +363,7 @@ class Chunk:
         return self.master_shard - self.shard.to(self.master_shard.dtype)
 
     def note_gathered(self) -> None:
-        """Records this rank's shard of the buffer as the value on all ranks."""
+        """Records that all ranks have gathered the current value of this rank's shard."""
         if self.shown_part is not None:
             self.shown_part.copy_(self.shard)
 
@@ -419,7 +419,7 @@ class Chunk:
         self._seen = self.versions() if self._watches_versions else []
 
     def discard(self) -> None:
-        """Counts the buffers as freed, when another chunk replaces this one."""
+        """Counts the buffers as freed; called when another chunk replaces this one."""
         if self.buffer is not None:
             self.pool.counter.add(PARAMETERS, -self.nbytes)
         if self._separate:
@@ -430,7 +430,7 @@ class Chunk:
         self.drop_moments()
 
     def take_writes(self) -> None:
-        """Copies the user's writes to parameters, equal on all ranks, to the shard."""
+        """Copies values that the user wrote to parameters, equal on all ranks, to the shard."""
         # Values are compared: a write through ``.data`` leaves no other trace, as no version
         # counter moves. Nothing is compared where `master_shard` is a view.
         if not self.master_is_view and self.may_be_written():
@@ -439,7 +439,7 @@ class Chunk:
 
     @property
     def _watches_versions(self) -> bool:
-        """Whether version counters detect writes, which is cheaper than recompressing."""
+        """Whether version counters detect writes; they are cheaper than compressing again."""
         return self.wire is not IDENTITY and self.shown_part is None
 
     def versions(self) -> list[int]:
@@ -451,7 +451,7 @@ class Chunk:
         return not self._watches_versions or self.versions() != self._seen
 
     def _as_sent(self) -> Tensor | None:
-        """Returns this rank's shard as packing changed it for other ranks; None if unchanged."""
+        """Returns this rank's shard as other ranks received it; None if packing is exact."""
         if self.shown_part is not None or self.wire is IDENTITY or self.sent_exact:
             return self.shown_part
         rounded = self.master_shard.to(self.dtype)

@@ -48,7 +48,7 @@ class Copier(Protocol):
     def mark(self) -> Any: ...
 
     def copy(self, target: Tensor, source: Tensor, incoming: bool, after: Any = None) -> Copy:
-        """Starts a copy to the device (`incoming`) or from it, after a recorded point."""
+        """Starts a copy to the device (`incoming`) or from it; waits for the event `after`."""
         ...
 
     def synchronize(self) -> None:
@@ -78,7 +78,7 @@ class CudaTransfer:
 
 
 class CudaCopier:
-    """Copies on two streams, one per direction, as the bus transfers both concurrently."""
+    """Copies on two streams, one per direction, as the bus transfers in both at once."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -389,7 +389,7 @@ class HostDiskStore(Middle):
         return self.transit.used
 
     def allocate(self, nbytes: int, owner: ManagedTensor | None = None) -> int:
-        """Adds a tensor of the device; returns its number."""
+        """Allocates storage for a tensor of the device; returns the tensor's number."""
         assert owner is not None, "objects keep their position from step to step"
         number = owner.number
         if number not in self._objects:
@@ -425,7 +425,7 @@ class HostDiskStore(Middle):
         self._disk.advance()
 
     def send(self, read: StagedRead) -> None:
-        """Waits for the disk, then starts the copy to the device; `wait` raises its errors."""
+        """Waits for the disk, then starts the copy to the device; keeps disk errors in `read`."""
         if self._reads.get(read.key) is not read:
             return
         del self._reads[read.key]

@@ -112,7 +112,7 @@ class ManagedGradients(ChunkGradients):
         return self._manager.use(self._whole, fresh=True)
 
     def rest(self) -> None:
-        """Makes gradients evictable until more arrive; none may be in reduction."""
+        """Makes gradients evictable until more arrive; no reduction may be in flight."""
         if not self.begun:
             return
         assert self.buffer is not None, "something is being collected"
@@ -355,7 +355,7 @@ class ManagedChunk(Chunk):
 
     @contextmanager
     def making_copy(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Context in which a full copy of the parameters, and this rank's shard, are filled."""
+        """Yields a full copy of the parameters to fill; this rank's part of it is filled."""
         with self._manager.using(self._copy, fresh=True) as whole:
             size = self.layout.part_size
             part = whole[self.part * size : (self.part + 1) * size]

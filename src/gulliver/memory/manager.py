@@ -54,12 +54,11 @@ class Manager:
         pages: Pages | None = None,
     ) -> None:
         if budget < 1 or (ahead is not None and ahead < 0):
-            raise GulliverError(f"budget={budget} and ahead={ahead} must be numbers of bytes")
+            raise GulliverError(f"budget={budget} must be positive and ahead={ahead} not negative")
         self.device, self.store = torch.device(device), store
         if self.device.type != "cpu" and store is not None and not store.in_stream:
             raise GulliverError(
-                f"a {store.name} store needs a CPU machine, not {self.device}: use host memory "
-                "(HostStore)"
+                f"a {store.name} store needs a CPU, not {self.device}: use host memory (HostStore)"
             )
         # Bytes of the tensors that exist, by kind: of objects that arrive, are here or are being
         # written, and of buffers that are lent.
@@ -337,7 +336,7 @@ class Manager:
             yield
 
     def _tell(self) -> None:
-        """Raises background errors, unless unwritten tensors now fit into memory."""
+        """Raises errors of background writes, unless the tensors now fit into memory."""
         for managed in self._traffic.unwritten():
             if self._core.restore(managed.number):
                 self._traffic.keep(managed)

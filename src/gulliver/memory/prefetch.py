@@ -1,4 +1,4 @@
-"""Prefetching: loads residents in the order of a pass, ahead of use, and releases them after it."""
+"""Prefetching: loads residents in the order of a pass, before their use; then releases them."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ class Prefetcher:
         self.current = Pass.NONE
 
     def end_forward(self, keep_last: bool) -> None:
-        """Ends a forward and completes its pass; `keep_last` keeps residents for backward."""
+        """Ends a forward pass; `keep_last` keeps the last residents, with which backward begins."""
         self.complete()
         if keep_last:
             for resident in self.residents[: -self._stay]:

@@ -477,7 +477,7 @@ class ManagedTensor:
 
     @property
     def kept(self) -> int:
-        """Bytes that need room in any tier, even if the tensor is not in use."""
+        """Bytes that the tensor occupies in some tier even while it is not in use."""
         return 0 if self.brief else self.size
 
     @property

@@ -148,8 +148,8 @@ def activation_peak(
 ) -> ActivationPeak:
     """Predicts a step's peak memory besides parameters, gradients and optimizer state.
 
-    The step runs with fake tensors; model and random states are restored. A meta model is traced as
-    on the CPU, a compiled one as uncompiled.
+    The step runs with fake tensors; model and random states are restored. A model on meta is traced
+    as if on the CPU, a compiled one as if not compiled.
 
     Args:
         model: model in the training or evaluation mode of the step.
@@ -164,7 +164,7 @@ def activation_peak(
         offloaded: paths of modules whose activations are offloaded, and therefore not counted.
 
     Returns:
-        The peak; without a prediction (data-dependent control flow), the reason.
+        The peak, or the reason why it cannot be predicted (data-dependent control flow).
     """
     try:
         with without_traces(model, hooks), fake_mode():
@@ -216,7 +216,7 @@ def follow_step(
 
 
 class _CountingManager:
-    """Stands in for a manager of fake activations, which are counted elsewhere."""
+    """Stand-in for the manager; fake activations are counted elsewhere."""
 
     def __init__(self, device: torch.device, counter: StorageCounter) -> None:
         self.device, self.taken, self._counter = device, list[int](), counter

@@ -169,7 +169,7 @@ class SavedCalls:
 
 
 class RecomputedCall:
-    """A planned call during its execution."""
+    """Intercepts what autograd saves during one planned call, so that backward can recompute it."""
 
     def __init__(
         self,

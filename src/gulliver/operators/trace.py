@@ -281,7 +281,7 @@ class Tracer(TorchFunctionMode):
 
 
 def _unpack(_: Any) -> Any:
-    raise AssertionError("nothing runs backward while a forward is followed")
+    raise AssertionError("backward must not run while a forward is traced")
 
 
 def _storage(tensor: Tensor) -> int:

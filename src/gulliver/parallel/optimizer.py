@@ -56,7 +56,7 @@ class StepsTaken:
         self.extra_after.append(any(more() for more in self.more))
 
     def sent(self) -> tuple[list[int], bool]:
-        """Returns the bytes sent in each step, and whether only training is counted."""
+        """Returns bytes sent per step, and whether steps with other traffic are left out."""
         # Steps that sent more are left out, unless there are no others.
         every = [b - a for a, b in itertools.pairwise(self.sent_at)]
         plain = [sent for sent, more in zip(every, self.extra_after, strict=False) if not more]
@@ -158,8 +158,8 @@ class OptimizerCheckpoint:
             responsible: function that says whether this optimizer's process group writes a tensor,
                 by name; of several groups with equal tensors, one writes them. Slices
                 (`gulliver.memory.parts.Region`) are always written. Set on all ranks or none.
-            written_elsewhere: names of tensors that another group writes, including slices: copies
-                of tied weights in later stages.
+            written_elsewhere: names of tensors that another group writes, slices included, such as
+                copies of tied weights in later stages.
             whole_groups: names in each parameter group of the full model, in its order; by default
                 gathered once from all ranks.
             given_groups: names of all parameters in each group, including frozen ones.
@@ -314,7 +314,7 @@ class OptimizerCheckpoint:
 
 
 def has_stepped(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer has stepped; Adagrad has state before its first step."""
+    """Whether an optimizer has stepped; state alone is no proof, as Adagrad creates it early."""
     return any(float(state.get("step", 1)) > 0 for state in optimizer.state.values() if state)
 
 
@@ -549,7 +549,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
         return {name: p.grad for p, name in self.names.items() if p.grad is not None}
 
     def export_state(self, keep: bool = True) -> State:
-        """Returns the full state by parameter name, on ranks with `keep` (collective)."""
+        """Returns the full state by parameter name (collective); empty unless `keep`."""
         if not keep:
             return {}
         return {

@@ -133,7 +133,7 @@ def share_autoencoder(
         show: called with a description of each choice.
 
     Raises:
-        GulliverError: an unknown dim, a mesh of several dims, or an autoencoder that is already
+        GulliverError: the dim is unknown, the mesh has several dims, or the autoencoder is already
             sharded.
     """
     if dim not in ("auto", *DIMS):

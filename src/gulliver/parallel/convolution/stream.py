@@ -240,7 +240,7 @@ class FrameStream(PartLayout):
         )
 
     def wait(self) -> None:
-        """Requests the next segment, as one frame does not determine a merged dim's factors."""
+        """Requests the next segment; one frame alone does not determine a merged dim's factors."""
         raise _Starved
 
     def whole(self, x: Sharded, key: Key) -> Tensor:

@@ -42,7 +42,7 @@ from gulliver.parallel.pipeline.stage import Stage
 LOSSES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 OF_ALL = ("output_hidden_states", "output_attentions")
 ANY_COUNT = ("1f1b", "gpipe")
-"""Schedules that support any number of micro-batches; each number needs its own object."""
+"""Schedules that support any number of micro-batches; each number needs its own schedule object."""
 UNCOUNTED = 0
 """Number of samples passed for a micro-batch that is not split from a batch."""
 

@@ -1,4 +1,4 @@
-"""Adapts stages to torch's schedules: messages, forward, and backward split in two parts."""
+"""Adapts stages to torch's schedules: messages, forward, and a backward in two parts."""
 
 from __future__ import annotations
 
@@ -222,8 +222,8 @@ def _encode(metas: Sequence[Meta]) -> Tensor:
     for meta in metas:
         if len(meta.shape) > DIMS or meta.dtype not in _DTYPES:
             raise GulliverError(
-                f"a tensor of {meta.dtype} and {len(meta.shape)} dims cannot cross stages: at most "
-                f"{DIMS} dims, of {', '.join(str(d).removeprefix('torch.') for d in _DTYPES)}"
+                f"a tensor of {meta.dtype} and {len(meta.shape)} dims cannot cross stages; use "
+                f"up to {DIMS} dims of {', '.join(str(d).removeprefix('torch.') for d in _DTYPES)}"
             )
         numbers += [_DTYPES.index(meta.dtype), int(meta.requires_grad), len(meta.shape)]
         numbers += meta.shape

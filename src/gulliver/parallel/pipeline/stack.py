@@ -61,7 +61,7 @@ def stack_of(
         path: path of its list of blocks; None searches for it.
         extra: number of entries after the hidden state in a block's output; None for a plain
             tensor, -1 to detect it.
-        after: paths of modules that run after the blocks but are registered before.
+        after: paths of modules that run after the blocks but are registered before them.
         everywhere: paths of modules whose results every block uses.
 
     Returns:
@@ -339,7 +339,7 @@ def cut(
         The assignment.
 
     Raises:
-        GulliverError: fewer blocks than stages, or an `at` that does not cover all blocks.
+        GulliverError: there are fewer blocks than stages, or `at` does not cover all blocks.
     """
     count = len(stack.blocks)
     if count < stages:

@@ -389,7 +389,7 @@ class _OnMeta:
 
 
 class EmptyModule(nn.Module):
-    """Placeholder of a module with parameters or buffers; it has none itself."""
+    """Placeholder for a module with parameters or buffers; the placeholder has none."""
 
     def __init__(self, stage_forward: StageForward, path: str, module: nn.Module) -> None:
         super().__init__()
@@ -415,7 +415,7 @@ class EmptyModule(nn.Module):
 
 
 class Placeholder(EmptyModule):
-    """Placeholder of a module around the blocks."""
+    """Placeholder for a module around the blocks."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         state = self._stage_forward.running(self._path)
@@ -439,7 +439,7 @@ class Placeholder(EmptyModule):
 
 
 class PlaceholderBlock(EmptyModule):
-    """Placeholder of a block."""
+    """Placeholder for a block."""
 
     def __init__(self, stage_forward: StageForward, number: int, block: nn.Module) -> None:
         super().__init__(stage_forward, stage_forward.stack.blocks[number], block)

@@ -74,7 +74,7 @@ def attention(
             for the fastest suitable one.
         deterministic: whether results must be bitwise reproducible; None follows torch's setting.
             (Blocks are always merged in the same order.)
-        dropout: probability of dropping a weight, which must be 0.
+        dropout: must be 0; dropout of attention weights is not supported.
 
     Returns:
         Outputs ``[batch, heads, local length, value dim]`` of q's dtype.
@@ -199,9 +199,9 @@ def _layouts(
         for rank, lengths in held.items():
             if lengths[number] != wanted[rank]:
                 raise GulliverError(
-                    f"rank {rank} holds {lengths[number]} tokens of {name}: the "
-                    f"{groups.plan.layout} layout of {layouts[number].length} gives the ranks "
-                    f"{_short(wanted)}; shard sequences with shard()"
+                    f"rank {rank} holds {lengths[number]} tokens of {name}, but the "
+                    f"{groups.plan.layout} layout of {layouts[number].length} tokens gives the "
+                    f"ranks {_short(wanted)}; shard sequences with shard()"
                 )
     return layouts
 

@@ -59,7 +59,7 @@ def choose(
     layout: LayoutName | None = None,
     stride: int = 1,
 ) -> Chosen:
-    """Returns the fastest factorization of a degree, by prediction.
+    """Returns the factorization of a degree with the lowest predicted time.
 
     Args:
         cluster: links and device, measured or described.

@@ -49,7 +49,7 @@ def shard(
             of ranks, "own" returns the gradient of local tokens; see [Note: gradients].
 
     Raises:
-        GulliverError: unknown `gradient`.
+        GulliverError: `gradient` is unknown.
     """
     _check(gradient, get_args(ShardGradient))
     layout = groups.plan.lay(x.shape[dim])
@@ -174,8 +174,8 @@ def checked_layout(x: Tensor, groups: SequenceGroups, dim: int, length: int | No
     for rank, count in held.items():
         if count != wanted[rank]:
             raise GulliverError(
-                f"rank {rank} holds {count} of {length} in dim {dim}: the {layout.name} layout "
-                f"gives it {wanted[rank]}"
+                f"rank {rank} holds {count} of {length} positions in dim {dim}, but the "
+                f"{layout.name} layout gives it {wanted[rank]}"
             )
     return layout
 

@@ -421,7 +421,7 @@ class _Applied:
 
 
 def _above(stack: str) -> list[str]:
-    """Returns the paths of modules around a list of blocks, innermost first."""
+    """Returns the paths of modules that enclose a list of blocks, innermost first."""
     parts = stack.split(".")
     return [".".join(parts[:count]) for count in range(len(parts) - 1, -1, -1)]
 
@@ -442,7 +442,7 @@ def cut_parameter(
 
 
 def scale_heads(attention: nn.Module, rank_group: RankGroup, groups: int) -> None:
-    """Divides an attention module's head counts by its ranks, for its reshapes."""
+    """Divides an attention module's head counts by its ranks, because its reshapes use them."""
     copied = rank_group.size > groups
     local, of = (
         (1, rank_group.size)

@@ -1,8 +1,8 @@
 """Collectives over tensor-parallel ranks, and the uneven sharding of features over them.
 
 Units are distributed as evenly as possible, the first ranks getting one more. A unit may have
-several features: an attention head is never split, and grouped heads form a unit of a key-value
-head with its query heads. Features are not padded, which would change norms, parameter counts and
+several features: an attention head is never split, and with grouped heads, a key-value head and its
+query heads form one unit. Features are not padded, which would change norms, parameter counts and
 checkpoints.
 """
 

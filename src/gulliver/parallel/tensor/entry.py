@@ -1,4 +1,4 @@
-"""Inputs of column layers: gathers them in forward, reduces their gradients in backward.
+"""Gathers the inputs of column layers in forward, and reduces their gradients in backward.
 
 A weight is ``[outputs, inputs]``, or ``[inputs, outputs]`` if *transposed*, as in GPT-2's Conv1D.
 Shapes below flatten all leading dims to rows.

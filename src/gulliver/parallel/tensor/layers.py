@@ -359,7 +359,7 @@ class UnknownTokenError(GulliverError, IndexError):
 
 
 class _Embedding(OnLine):
-    """A sharded embedding; has default values of unsupported options, for adapters."""
+    """A sharded embedding; unsupported options have default values, which adapters read."""
 
     weight: nn.Parameter
     max_norm: None = None

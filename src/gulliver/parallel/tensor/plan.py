@@ -64,8 +64,8 @@ def plan_tensor(
         The plan.
 
     Raises:
-        GulliverError: unknown modules or styles, sizes that cannot be distributed, or dropout,
-            whose masks would differ between ranks and from the masks of one process.
+        GulliverError: a module or style is unknown, a size cannot be distributed, or the model has
+            dropout, whose masks would differ between ranks and from those of one process.
     """
     return _Planner(model, size, rules or {}, replicate_rest, allow_dropout).plan()
 

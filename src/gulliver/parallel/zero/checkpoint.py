@@ -153,8 +153,9 @@ def _is_elementwise(value: Any, owned: Tensor) -> bool:
 def _check_elementwise(name: str, key: str, value: Tensor, owned: Tensor) -> None:
     if not _is_elementwise(value, owned):
         raise GulliverError(
-            f"the optimizer keeps {key!r} of {name!r} as {tuple(value.shape)} {value.dtype} for "
-            f"{tuple(owned.shape)} {owned.dtype}: state that is not element-wise cannot be saved"
+            f"the optimizer keeps {key!r} of {name!r} as {tuple(value.shape)} {value.dtype}, but "
+            f"the parameter is {tuple(owned.shape)} {owned.dtype}: state that is not element-wise "
+            "cannot be saved"
         )
 
 
@@ -276,7 +277,7 @@ def _move_state(
 
 
 SMALL, ALIKE = 2**16, 2**20
-"""Bytes: smaller buffers are copied immediately; smaller tensors are saved by one rank."""
+"""Sizes below which buffers are copied immediately, and tensors are saved by a single rank."""
 
 
 class ZeroCheckpoint(OptimizerCheckpoint):
@@ -310,7 +311,7 @@ class ZeroCheckpoint(OptimizerCheckpoint):
 
         Args:
             model: boosted model.
-            every: return all tensors on this rank, also those that another group writes.
+            every: return all tensors on this rank, including those that another group writes.
             fill: the caller overwrites all elements.
         """
         shards = self._shards
@@ -445,8 +446,8 @@ class ZeroCheckpoint(OptimizerCheckpoint):
                 kept = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
                 raise GulliverError(
                     f"the optimizer keeps {key!r} of {piece.name!r} as {kept}, not "
-                    f"{tuple(owned.shape)}: only element-wise state can be saved here; "
-                    "TorchDDPPlugin saves any"
+                    f"{tuple(owned.shape)}: only element-wise state can be saved here; use "
+                    "TorchDDPPlugin, which can save any state"
                 )
             if leaf is not None:
                 entries[key] = leaf

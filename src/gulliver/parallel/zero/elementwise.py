@@ -52,7 +52,7 @@ PER_PARAMETER: dict[str, tuple[str, Callable[[Group, Shape], list[int]]]] = {
 each state tensor for a parameter's shape. They write state in place.
 """
 NEVER = {
-    "LBFGS": "it needs closures and a history of whole gradients: use AdamW",
+    "LBFGS": "it needs closures and a history of full gradients: use AdamW",
     "SparseAdam": "it needs sparse gradients: use AdamW",
 }
 
@@ -137,9 +137,7 @@ def check_by_chunk(
 ) -> None:
     """Rejects an optimizer that cannot step chunks separately, if that is required."""
     if tiered and stage != 3:
-        raise GulliverError(
-            f"memory tiers need stage 3, which shards parameters, not stage {stage}"
-        )
+        raise GulliverError(f"memory tiers need stage 3 (sharded parameters), not stage {stage}")
     if (tiered or step_in_backward) and not steps_by_chunk(optimizer):
         what = "a memory limit" if tiered else "step_in_backward"
         raise GulliverError(

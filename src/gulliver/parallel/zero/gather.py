@@ -66,7 +66,7 @@ _READS = frozenset({Tensor.detach, _DATA, Tensor.numpy, Tensor.tolist, Tensor.it
 
 
 def _is_unrecorded(func: Callable[..., Any]) -> bool:
-    """Whether autograd never records an operation, or a function of `torch.nn.init`."""
+    """Whether an operation is never recorded by autograd, or is a function of `torch.nn.init`."""
     return func in _READS or getattr(func, "__module__", None) == nn.init.__name__
 
 
