@@ -42,7 +42,7 @@ measured. Below, its 2 (n - 1) sequential messages cost more than the CPU time i
 
 
 def matmul_seconds(device: Device, m: int, k: int, n: int, dtype: str = "float32") -> float:
-    """Seconds to multiply ``[m, k]`` by ``[k, n]``: 2 m k n operations, or its bytes if slower."""
+    """Seconds of ``[m, k] @ [k, n]``: 2 m k n operations, or the memory traffic if slower."""
     size = ITEM_BYTES.get(dtype, 1 if dtype.startswith("float8") else 4)
     return roofline_seconds(device, 2 * m * k * n, size * (m * k + k * n + m * n), dtype)
 

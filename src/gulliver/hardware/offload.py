@@ -166,7 +166,7 @@ class _Moving:
 
 
 class _Link:
-    """Transfers in flight, in order for each direction."""
+    """The simulated link: a queue of transfers for each direction."""
 
     def __init__(self, at_once: float) -> None:
         self._at_once = at_once

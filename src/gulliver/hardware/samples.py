@@ -294,7 +294,7 @@ def measure_samples(
     depths: Sequence[int] = (1, 2),
     repeats: int = 3,
 ) -> list[SamplePoint]:
-    """Measures samples; `run(shape, batch, depth)` returns seconds and peak bytes."""
+    """Measures the costs of samples; `run(shape, batch, depth)` returns seconds and peak bytes."""
     points = []
     for shape, batch, depth in itertools.product(shapes, batches, depths):
         run(shape, batch, depth)

@@ -162,7 +162,7 @@ class CudaGauge:
 
 @dataclass(frozen=True)
 class StepFootprint:
-    """Memory of a step."""
+    """Peak memory of a step."""
 
     # Most bytes that no manager holds.
     other: int

@@ -95,7 +95,7 @@ ALIGN = 16
 
 
 def moment_size(sizes: Iterable[int]) -> int:
-    """Returns the elements of a buffer for parameters of these sizes."""
+    """Returns the number of elements of a buffer for parameters of these sizes."""
     return sum(-(-numel // ALIGN) * ALIGN for numel in sizes)
 
 

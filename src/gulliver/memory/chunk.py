@@ -204,7 +204,7 @@ class ChunkGradients:
         self._views, self.placed = {}, {}
 
     def cleared_names(self) -> list[str]:
-        """Returns parameters whose gradient is None, as after ``model.zero_grad()``."""
+        """Returns names of parameters without a gradient, as after ``model.zero_grad()``."""
         with without_torch_functions():
             return [name for name, p in self.parameters.items() if p.grad is None]
 
@@ -245,7 +245,7 @@ class ChunkGradients:
 
     @contextmanager
     def scaled(self, kept: Tensor, factor: Tensor) -> Iterator[tuple[Tensor, bool]]:
-        """Context with a kept gradient times a factor, and whether it was scaled in place."""
+        """Yields a kept gradient times a factor, and whether it was scaled in place."""
         yield kept.mul_(factor.to(kept.dtype)), True
 
 

@@ -80,7 +80,7 @@ class Mover(Protocol):
 
 
 class Prefetcher:
-    """Loads residents ahead of use, and releases them after it."""
+    """Loads residents ahead of use, and releases them afterwards."""
 
     def __init__(
         self,
@@ -228,7 +228,7 @@ class Prefetcher:
             self.mover.release(passed)
 
     def _find(self, resident: Any) -> int | None:
-        """Returns a resident's position in the pass; starts a new pass if it has been passed."""
+        """Returns a resident's position in the pass; starts a new pass if the pass is beyond it."""
         place = self._at.get(id(resident))
         if resident.presence is not Presence.ABSENT or not self.every:
             return place

@@ -355,7 +355,7 @@ class StageMessages:
 
 @dataclass
 class PipelineRun:
-    """A batch in the pipeline."""
+    """The run of one batch through the pipeline."""
 
     micros: Sequence[MicroBatch]
     kinds: Sequence[str]  # Kind of each micro-batch; those of one kind send tensors of equal shapes
@@ -571,7 +571,7 @@ class StageRunner:
     def _roots(
         self, kept: _KeptTensors, loss: Tensor | None, gradients: Sequence[Tensor | None]
     ) -> tuple[list[Tensor], list[Tensor] | None, dict[Tensor, Tensor]]:
-        """Returns backward's roots and their gradients, and gradients of tensors passed through."""
+        """Returns backward's roots with their gradients, and the gradients of inputs passed on."""
         # A tensor that the stage hands on as it came, as the encoder's output, is no root: autograd
         # has nothing to do for it.
         if self.is_last:

@@ -471,7 +471,7 @@ class Gatherer:
         return next((p for p, copy in copies.items() if copy is result), result)
 
     def _end_reads(self, wanted: Sequence[ShardedChunk], viewed: bool) -> None:
-        """Reshards chunks gathered for reads, except `wanted`; chunks with views if `viewed`."""
+        """Reshards chunks that were read, except `wanted`; those with views only if `viewed`."""
         reads = [] if self._stays else self._reads
         for sharded in [c for c in reads if c not in wanted and not c.held]:
             here = sharded.presence is Presence.WHOLE
