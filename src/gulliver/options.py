@@ -237,8 +237,7 @@ def renamed_fields(kind: type, hidden: Collection[str] = ()) -> dict[str, str]:
 def with_new_names(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
     """Replaces deprecated option names with the current ones, recursively."""
     renamed, known, made = renamed_fields(kind), field_hints(kind), {}
-    # Values by old names come last, because `dataclasses.replace` adds the current value of the new
-    # one.
+    # Values by old names come last, because `dataclasses.replace` adds the new one's current value.
     for name, value in sorted(values.items(), key=lambda pair: pair[0] in renamed):
         new = renamed.get(name, name)
         inner = bare(known.get(new, Any))

@@ -330,8 +330,7 @@ def _spread(value: int | Sequence[Any], count: int) -> tuple[Any, ...]:
 # counts `n_r`, ``mean = sum n_r mean_r / n`` and ``M = sum M_r + n_r (mean_r - mean)^2``.
 #
 # The backward needs two sums over the group, of the gradient and of its product with the normalized
-# input, which are summed over the ranks. Gradients of weight and bias are partial sums, as
-# everywhere.
+# input, which are summed over the ranks. Gradients of weight and bias are partial sums.
 @handles("group_norm", "instance_norm")
 def _group_norm(func: Any, args: Any, kwargs: Any) -> Sharded:
     x, *given = args

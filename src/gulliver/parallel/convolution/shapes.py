@@ -199,8 +199,7 @@ def sliced(x: Sharded, start: int, stop: int, step: int = 1) -> Sharded:
         reject("a slice with a negative step", x)
     rows, sizes = window_rows(x, SlidingWindow(start, step), stop - extent, "slice")
     low, high = rows.outputs
-    # Shards outside of the slice stay in the graph, so that backward has the same messages on all
-    # ranks.
+    # Shards outside of the slice stay in the graph, so that all ranks have the same messages.
     local = rows.take(*rows.wanted) if low < high else rows.all(1).narrow(x.cut.dim, 0, 0)
     if step > 1 and low < high:
         local = local[(slice(None),) * x.cut.dim + (slice(None, None, step),)]
