@@ -156,7 +156,7 @@ def _full_name(optimizer: torch.optim.Optimizer) -> str:
 
 
 def state_sizes(optimizer: torch.optim.Optimizer, group: Group, shape: Shape) -> tuple[int, ...]:
-    # Where that is not known, it is taken for two tensors of the parameter's size.
+    # If unknown, two tensors of the parameter's size are assumed.
     if is_per_parameter(optimizer):
         return tuple(PER_PARAMETER[_full_name(optimizer)][1](group, shape))
     count = ELEMENTWISE.get(type(optimizer).__name__)
@@ -165,8 +165,8 @@ def state_sizes(optimizer: torch.optim.Optimizer, group: Group, shape: Shape) ->
 
 def makes_beside(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the first step allocates all new state before it can be moved to chunks."""
-    # Others put a constant there for one parameter after the other; SGD copies all gradients, and
-    # of those that look at whole parameters the sizes are not known before.
+    # Others create constants one parameter at a time; SGD copies all gradients, and the state sizes
+    # of optimizers of full parameters are not known in advance.
     return not is_elementwise(optimizer) or type(optimizer).__name__ == "SGD"
 
 
