@@ -133,23 +133,23 @@ class ShardedState:
         }
         self.groups.list_members(self.names)
         self._parameter_of: dict[nn.Parameter, nn.Parameter] = {}
-        # Lends and counts the buffers of chunks.
+        # Allocates and counts the buffers of chunks.
         self.pool: BufferPool
         self.states: PieceStates
         if manager is None:
             self.pool = BufferPool()
             inner.state = StateByParameter(self._parameter_of)
             self.states = PieceStates(inner, self.groups, whole)
-        else:  # state lies on meta between steps: the users' reads would find nothing
+        else:  # between steps, state is on meta and users cannot read it
             self.pool = ManagedBufferPool(manager)
             self.states = TieredStates(inner, self.groups, whole, manager)
-            # A method, held weakly: the manager may outlive the optimizer.
+            # A weak method, because the manager may outlive the optimizer.
             release = WeakMethod(self._release_idle)
             manager.release_with(lambda: (found := release()) and found())
         # All chunks, in the order of use, and those of trained parameters.
         self.all_chunks: list[ShardedChunk] = []
         self.chunks: list[ShardedChunk] = []
-        # In tiers on one rank a manager fetches ahead what is wanted, and nobody else waits.
+        # With tiers on a single rank, the manager prefetches, and no other rank waits.
         alone = self.states.tiered and self.size == 1
         self.gatherer = Gatherer(
             stage == 3,
@@ -273,14 +273,14 @@ class ShardedState:
 
     def _cut(self, chunk: Chunk, piece: ShardPiece) -> Tensor:
         run = chunk.master_shard[piece.start : piece.end]
-        # What is not cut has its own shape: some optimizers look at it.
+        # Unsplit parameters keep their shape, which some optimizers read.
         return run.view(chunk.shapes[piece.name]) if self.has_whole else run
 
     def adopt(self, chunks: Sequence[ShardedChunk]) -> None:
         for old in self.all_chunks:
             old.chunk.discard()
         self.all_chunks = list(chunks)
-        # Optimizers of one model count from different numbers: collectives are known by them.
+        # Numbers of different optimizers of a model differ, because they identify collectives.
         first = crc32(chunks[0].chunk.layout.slots[0].name.encode()) if chunks else 0
         for index, sharded in enumerate(chunks):
             sharded.index, sharded.number = index, first + index
@@ -337,11 +337,11 @@ class ShardedState:
             yield from self.states.written(self.chunks)
             yield from (c.chunk.data for c in self.chunks if self.stage < 3)
 
-    # What users write to parameters.
+    # Users' writes to parameters.
 
     def take_writes(self) -> None:
         """Copies values that the user wrote to parameters, equal on all ranks, to the shards."""
-        # With stage 3 none stays here: the shards may change next, and what was read would be old.
+        # With stage 3 no chunk stays gathered, because the shards may change next and would differ.
         self.gatherer.release_all()
         for sharded in self.all_chunks:
             if sharded.chunk.buffer is not None:
@@ -365,15 +365,15 @@ class ShardedState:
         self.gatherer.note_versions()
 
 
-# Parameters that are unfrozen after boost: their chunks begin to be trained.
+# Parameters unfrozen after boost, whose chunks are trained from then on.
 
 
-# [Note: frozen trainable chunks] Frozen parameters that the optimizer was given have chunks of
-# their own, with nothing but parameters: no gradient, no state, no float32 copy, no vote, no
-# message. When a forward or a backward begins and one of them requires a gradient, all of its chunk
-# is trained from there on. A parameter without a gradient is not stepped, so neighbours that are
-# still frozen stay as they are, and state is made in the first step that there is a gradient for,
-# as in plain torch. Freezing needs nothing: a parameter that gets no gradient is not stepped.
+# [Note: frozen trainable chunks] Frozen parameters that the optimizer was given have separate
+# chunks with parameters only: no gradient, state, master weights, votes or messages. If one of them
+# requires a gradient when a forward or backward begins, its entire chunk is trained from then on. A
+# parameter without a gradient is not stepped, so frozen neighbors do not change, and state is
+# created in the first step with a gradient, as in torch. Freezing needs no handling, because a
+# parameter without a gradient is not stepped.
 def train_unfrozen(shards: ShardedState, also: Collection[str] = ()) -> None:
     """Starts training unfrozen parameters, which must be equal on all ranks (collective)."""
     if not shards.frozen_trainable:
@@ -390,12 +390,12 @@ def train_unfrozen(shards: ShardedState, also: Collection[str] = ()) -> None:
     shards.train(found)
 
 
-# Gives a model back to its user: parameters of its own, in place of those that lie in chunks.
+# Restores a model: ordinary parameters replace those in chunks.
 
 
 def give_back(shards: ShardedState, model: nn.Module, hooks: Iterable[RemovableHandle]) -> None:
-    # They are new tensors, not the old ones with other memory: nothing that the run has hooked to
-    # those can go on, and a second boost finds the model as if it had never been boosted.
+    # They are new tensors, so that hooks of the run on the old ones have no effect, and a second
+    # boost finds the model as if it had never been boosted.
     shards.gatherer.release_all()
     shards.publish_exact()
     members = {p for sharded in shards.all_chunks for p in sharded.chunk.members}
@@ -415,12 +415,11 @@ def give_back(shards: ShardedState, model: nn.Module, hooks: Iterable[RemovableH
 
 # Hooks on the model's own call, and around compiled parts of it.
 #
-# Waiting for parameters needs no hooks, see `gather.py`. Two things do: a pass of stage 3 begins
-# and ends with the model's call, and a compiled region must find its parameters there when it is
-# entered, because what it reads is not seen from Python. Where the model itself is compiled,
-# before boost or after, that is all of them. What else is compiled after boost, such as a
-# function, is not known here: it is compiled around whatever reads a parameter that waits, which
-# is right, but slow.
+# Waiting for parameters needs no hooks, see `gather.py`. Two cases do: a pass of stage 3 begins and
+# ends with the model's call, and a compiled region must have its parameters when it is entered,
+# because its reads are not visible from Python. If the model itself is compiled, before boost or
+# after, these are all parameters. Other code that is compiled after boost, such as a function, is
+# unknown here: it gets graph breaks at reads of pending parameters, which is correct but slow.
 
 
 class _Calls:
@@ -432,7 +431,7 @@ class _Calls:
         self._open: list[tuple[Gatherer, Any]] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Calls:
-        return _Calls(None)  # a copy of the model has its parameters whole
+        return _Calls(None)  # a copy of the model has full parameters
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if self._shards is None or self._shards.stage < 3:
@@ -443,7 +442,7 @@ class _Calls:
         )
 
     def enter(self, module: nn.Module, args: Any) -> None:
-        # True in what is traced, whenever that runs: what is compiled reads everything at once.
+        # True in traced code, also at runtime, because compiled code reads all parameters together.
         self._enter(torch.compiler.is_compiling())
 
     def leave(self, module: nn.Module, args: Any, result: Any) -> None:
@@ -479,7 +478,7 @@ class _Calls:
             _wait_before(module, self._shards)
         with outside_transforms():
             gatherer.enter_forward()
-        # Inside of `torch.func` hooks cannot be set: then what is used stays until the step.
+        # Inside of `torch.func`, hooks cannot be set, so used parameters stay until the step.
         hooks = saved_tensors_hooks(gatherer.pack, gatherer.unpack)
         context = hooks if can_hook_saving() else nullcontext()
         # Entered here and left in `leave`, which torch calls for failed forwards, too
@@ -497,7 +496,7 @@ class _Calls:
             with outside_transforms():
                 gatherer.leave_forward()
         except GulliverError as error:
-            # What ended the forward ends this too; torch would warn of it.
+            # The exception of the forward also ends this; torch would warn about it.
             if str(error) != str(failed):
                 raise
 
@@ -510,7 +509,7 @@ def watch_calls(model: nn.Module, shards: ShardedState) -> list[RemovableHandle]
             waiting = _waiting(module, shards)
             hook = module.register_forward_pre_hook(lambda *_, wait=waiting: wait(), prepend=True)
             hooks.append(hook)
-        # What the model itself reads, `_Calls.enter` waits for inside of its call.
+        # `_Calls.enter` waits for the parameters that the model itself reads.
         if module is not model:
             _wait_before(module, shards)
     calls = _Calls(shards, model)

@@ -47,10 +47,10 @@ class Tuning:
     """The result of tuning."""
 
     chosen: int
-    # Seconds of a step by the clock, for the sizes that were tried.
+    # Measured seconds of a step, by chunk size.
     measured: dict[int, float] = field(default_factory=dict)
     order: list[str] = field(default_factory=list)
-    # Whether it was taken from an earlier job.
+    # Whether it was cached by an earlier job.
     reused: bool = False
 
     def summary(self) -> str:
@@ -224,7 +224,7 @@ class UseRecorder:
     def _noting(self, owned: list[str]) -> Callable[..., None]:
         def note(*_: Any) -> None:
             if torch.compiler.is_compiling():
-                return  # what is traced is not seen: these come in the model's order
+                return  # uses in traced code are not visible; these stay in the model's order
             for name in owned:
                 self._first.setdefault(name, len(self._first))
 
