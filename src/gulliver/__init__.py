@@ -78,7 +78,7 @@ _PACKAGES = {
         (),
     ),
 }
-"""Public packages, and the names that this module hands on from each."""
+"""Public packages, each with the names that this module re-exports."""
 
 _PLACES = {name: package for package, names in _PACKAGES.items() for name in names}
 

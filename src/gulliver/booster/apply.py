@@ -1,8 +1,8 @@
 """Applies plans; a model larger than memory starts on meta and is filled chunk by chunk.
 
 A meta parameter is replaced by an expanded NaN, which takes no memory, until its chunk is created;
-then it is loaded from a folder or initialized by the module's ``reset_parameters``, in torch's
-order. At any time, memory holds at most the limit plus one chunk of the model.
+then it is loaded from a folder or initialized by the module's ``reset_parameters``, in the order
+of `nn.Module.modules`. At any time, memory holds at most the limit plus one chunk of the model.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def check_meta(
         if buffer.is_meta:
             raise GulliverError(
                 f"buffer {name!r} is on meta and has no values; build the model under "
-                "gulliver.booster.lazy_parameters(), which leaves buffers alone"
+                "gulliver.booster.lazy_parameters(), which puts only parameters on meta"
             )
     if weights is not None:
         load_huggingface(model, weights, dtypes=dtypes, fill=False)
@@ -261,8 +261,8 @@ def _check_second(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer
         what = "stage 3 has sharded all of" if plan.stage == 3 else "fp16 has one loss scale for"
         raise GulliverError(
             f"another boosted optimizer already trains one of the parameters, and {what} the "
-            "model; use one optimizer with several parameter groups; two kinds, such as Muon and "
-            "AdamW, need stage 2 or less, and not fp16"
+            "model; use one optimizer with several parameter groups, or, for two kinds such as "
+            "Muon and AdamW, stage 2 or less without fp16"
         )
     if half != "none" and optimizer is not None:
         check_unstepped(optimizer)

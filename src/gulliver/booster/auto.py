@@ -124,7 +124,7 @@ class AutoEngine:
         count = samples_of(batch)
         if count != self.samples:
             raise GulliverError(
-                f"the batch has {count} samples, but each replica reads {self.samples} a step"
+                f"the batch has {count} samples, but each replica reads {self.samples} per step"
             )
         *early, last = _parts(batch, self.accumulate)
         total = 0.0
@@ -177,7 +177,8 @@ def auto_engine(
 
     Raises:
         GulliverError: no plan fits the memory (the error names the smallest sufficient amount);
-            `cluster` has another number of ranks; or no grid found can run (with the reasons).
+            `cluster` has another number of ranks; or none of the grids found can run (the error
+            gives the reasons).
     """
     world = init_world()
     cluster = raise_on_any_rank(
@@ -258,8 +259,8 @@ def _of_operators(
     def search() -> Plan:
         if samples_of(batch) != samples or precision not in (None, "fp32"):
             raise GulliverError(
-                f"operators=True needs a batch of all {samples} samples, not {samples_of(batch)}, "
-                "and runs in the dtypes of the model; omit precision"
+                f"operators=True needs a batch of all {samples} samples (this one has "
+                f"{samples_of(batch)}), and precision=None, as it runs in the model's dtypes"
             )
         inner = cluster.axes[-1].size if len(cluster.axes) > 1 else 1
         meshes = [{"data": cluster.size}]

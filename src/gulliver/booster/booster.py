@@ -290,10 +290,10 @@ class Booster(CheckpointIO):
     def noise_scale(self, batch: int) -> NoiseScale | None:
         """Estimates the gradient noise scale from the steps so far; None before the first step.
 
-        McCandlish et al. 2018, "An empirical model of large-batch training". A batch of that many
-        samples makes half the progress of the same samples one at a time. All ranks get the same
-        numbers. Micro-batches should have one size; if sizes differ by one sample, as for 16 over 3
-        ranks, the estimate is off by less than 1%.
+        McCandlish et al. 2018, "An empirical model of large-batch training". A batch of `scale`
+        samples makes half the progress that these samples would make one at a time. All ranks get
+        the same numbers. Micro-batches should have equal sizes; if these differ by one sample, as
+        for 16 samples on 3 ranks, the estimate is off by less than 1%.
 
         Args:
             batch: samples of a step since the last call, over all ranks and micro-batches.
@@ -367,10 +367,10 @@ class Booster(CheckpointIO):
             return_outputs: whether to return the outputs, on the last stage.
             weight: the items that a criterion averages over, if their number differs between
                 micro-batches: ``samples``, ``labels`` that are not -100, ``shifted_labels``
-                (without the first of each sample), or a function of a micro-batch that counts it.
+                (without the first of each sample), or a function that counts a micro-batch's items.
 
         Returns:
-            Dict with the batch's ``loss``, on every stage, and ``outputs``; None if not requested.
+            Dict with the batch's ``loss`` (on every stage) and ``outputs``, None if not requested.
 
         Raises:
             GulliverError: the batch cannot be split; ranks of one model have different batches.

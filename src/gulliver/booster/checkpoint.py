@@ -101,7 +101,7 @@ def saved_groups(optimizer: BoostedOptimizer) -> list[dict[str, Any]]:
 def check_groups(
     ours: list[list[str]], frozen: list[list[str]], saved: list[Any], folder: Path
 ) -> None:
-    """Rejects groups with other parameters; frozen and trained ones may be swapped."""
+    """Rejects groups whose parameters differ from the saved ones, except in which are frozen."""
     if len(saved) != len(ours):
         raise GulliverError(
             f"{folder} has {len(saved)} parameter groups, but the optimizer has {len(ours)}"
@@ -115,7 +115,7 @@ def check_groups(
 
 
 def write_scheduler(lr_scheduler: Any, path: Path, writes: bool) -> None:
-    """Writes a scheduler's numbers as JSON on rank 0; validated on all ranks."""
+    """Checks a scheduler's state on all ranks, and writes it as JSON on the one with `writes`."""
     tensors, skeleton = split_state(scheduler_numbers(lr_scheduler))
     if tensors:
         raise GulliverError(
@@ -357,7 +357,7 @@ class OptimizerEntry:
 
     @classmethod
     def of(cls, reader: StepReader, optimizer: BoostedOptimizer) -> Self:
-        """Creates the entry, with the optimizer's groups over all ranks (collective)."""
+        """Creates the entry, with the parameter groups of all ranks (collective)."""
         return cls(
             reader,
             optimizer,
@@ -433,8 +433,8 @@ def _check_shapes(
             refs = refs_in(value)
             if refs and (not isinstance(value, Ref) or value.shape != ours):
                 raise GulliverError(
-                    f"{reader.folder}: the optimizer state of {name!r} does not match: {key} is "
-                    f"{refs[0].shape}, but the parameter is {ours}"
+                    f"{reader.folder}: the optimizer state of {name!r} does not match: {key} "
+                    f"has shape {refs[0].shape}, but the parameter has shape {ours}"
                 )
 
 

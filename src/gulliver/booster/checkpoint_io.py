@@ -83,7 +83,7 @@ def stepped(optimizer: BoostedOptimizer) -> dict[str, Any]:
 
 
 def read_optimizer(optimizer: BoostedOptimizer, reader: StepReader) -> None:
-    """Loads an optimizer at any number of ranks (collective)."""
+    """Loads an optimizer on any number of ranks (collective)."""
     entry = OptimizerEntry.of(reader, optimizer)
 
     def match() -> None:
@@ -202,8 +202,8 @@ class CheckpointIO:
     ) -> bool:
         """Saves a step as one checkpoint while training continues (collective).
 
-        Each rank writes its part of the state; nothing is gathered. It can be loaded with any
-        number of ranks, stage, chunk size and plugin.
+        Each rank writes its part of the state; nothing is gathered. The checkpoint can be loaded
+        with any number of ranks, stage, chunk size and plugin.
 
         Args:
             folder: folder of the run's checkpoints.
@@ -216,8 +216,8 @@ class CheckpointIO:
             use_async: False returns when the step is complete.
             frozen: whether to save frozen parameters; a checkpoint without them is loaded with
                 ``frozen=False`` into a model that already has them.
-            options: arguments of `gulliver.checkpoint.AsyncCheckpointer` for this folder, taken
-                from the first save.
+            options: arguments of `gulliver.checkpoint.AsyncCheckpointer`; a folder's first save
+                sets them for all later ones.
 
         Returns:
             Whether the save was started; False if another was in flight and ``when_busy="skip"``
@@ -335,7 +335,7 @@ class CheckpointIO:
             self._await_model()
 
     def abandon(self) -> None:
-        """Finishes this rank's writes and unlocks the folders if other ranks may have died."""
+        """Finishes this rank's writes and unlocks the folders without waiting for other ranks."""
         while self._checkpointers:
             self._checkpointers.popitem()[1].abandon()
 
@@ -383,8 +383,8 @@ class CheckpointIO:
     def save_model(self, model: nn.Module, path: Path | str, use_async: bool = False) -> None:
         """Writes the model's full state dict, under its own names, as one safetensors file.
 
-        Must be called on all ranks; rank 0 writes, including its buffers. It can be loaded at any
-        world size and by any safetensors reader.
+        Must be called on all ranks; rank 0 writes, including its buffers. The file can be loaded at
+        any world size and by any safetensors reader.
 
         Args:
             model: boosted or not.
@@ -471,7 +471,7 @@ class CheckpointIO:
     def save_lr_scheduler(self, lr_scheduler: Any, path: Path | str) -> None:
         """Writes a scheduler's numbers as JSON; rank 0 writes, other ranks need not call it.
 
-        Its functions are not saved: create the same scheduler before loading.
+        Functions in its state are not saved: create the same scheduler before loading.
         """
         write_scheduler(lr_scheduler, Path(path), init_world().is_main)
 

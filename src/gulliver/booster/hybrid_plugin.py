@@ -205,7 +205,7 @@ class HybridParallelPlugin(Plugin):
         optimizer: torch.optim.Optimizer | None,
         cluster: Cluster | None,
     ) -> Plan:
-        """Chooses the sequence mode and recomputed blocks, and chunks under a limit."""
+        """Chooses the sequence mode and recomputed blocks; under a memory limit also the chunks."""
         family = family_of(model)
         check_family(family, self.mode, max(self.tp_size, self.sp_size))
         known = families().get(family or "")

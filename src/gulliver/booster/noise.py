@@ -156,4 +156,4 @@ def check_noise(plugin: Any, kinds: tuple[type, ...]) -> None:
     if getattr(plugin, "step_in_backward", False):
         raise GulliverError("gradient_noise needs full gradients: omit step_in_backward")
     if getattr(plugin, "precision", None) == "fp16":
-        raise GulliverError("gradient_noise is not measured with fp16's loss scale: use bf16")
+        raise GulliverError("gradient_noise is not supported with fp16's loss scale: use bf16")

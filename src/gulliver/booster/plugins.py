@@ -53,7 +53,7 @@ class Plugin(ABC):
     verbose: bool = True
     wires = WireOptions()
     takes: tuple[str, ...] = ()
-    """Device types on which parameters may be, in addition to the rank's own."""
+    """Device types that parameters may be on, in addition to the rank's own."""
 
     @abstractmethod
     def choices(self, ranks: int, precision: str = "none") -> Plan:
@@ -89,14 +89,14 @@ class Plugin(ABC):
         """Plans how a model would run; changes nothing.
 
         One process can plan for any number of ranks. If the planned ranks are running, each of them
-        calls it.
+        must call it.
 
         Args:
             model: full model; it may be on meta.
             optimizer: optimizer of its parameters; None without training.
             cluster: hardware to plan for, one device per rank; None for the local machines, as
                 measured by ``gulliver probe`` or described.
-            sample: batch of one model, as keyword or positional arguments or a tensor, to measure
+            sample: batch of one replica, as keyword or positional arguments or a tensor, to measure
                 compute, or to estimate it for a model on meta; without it, predicted seconds cover
                 only communication.
             precision: dtype of autocast, or none.
@@ -310,8 +310,8 @@ class LowLevelZeroPlugin(Plugin):
         self.weights, self.verbose = weights, verbose
         if weights is not None and stage != 3:
             raise GulliverError(
-                f"weights= fills parameter shards, which only stage 3 has, not stage={stage}; use "
-                "stage=3, or load the model before boost"
+                f"weights= needs the parameter shards of stage 3, but stage={stage}; use stage=3, "
+                "or load the model before boost"
             )
         self.takes = ("meta",) if stage == 3 else ()
         self.memory = limits.tiers(
@@ -356,7 +356,7 @@ class LowLevelZeroPlugin(Plugin):
         optimizer: torch.optim.Optimizer | None,
         cluster: Cluster | None,
     ) -> Plan:
-        """Chooses a torus with ``axes="auto"``, and chunks under a limit."""
+        """Chooses the torus if ``axes="auto"`` and, under a memory limit, the chunks."""
         links = cluster or self.links.cluster
         if self.memory is not None:
             chosen = isinstance(self.zero.chunk_mb, str)

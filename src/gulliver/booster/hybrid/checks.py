@@ -79,9 +79,9 @@ def _check_replaced(model: nn.Module, plan: TensorPlan) -> None:
         if hooks or "forward" in vars(module):
             what = "hooks" if hooks else "a custom forward"
             raise GulliverError(
-                f"{path} has {what}, and tp_size={plan.size} replaces this module: "
-                f"{'register them' if hooks else 'set it'} after boost, where the module sees what "
-                "one rank has, or leave tp_size out"
+                f"{path} has {what}, but tp_size={plan.size} replaces this module: "
+                f"{'register them' if hooks else 'set it'} after boost, where the module sees only "
+                "this rank's shard, or omit tp_size"
             )
 
 
@@ -151,8 +151,8 @@ def check_embeddings(model: nn.Module, degree: int, pp_size: int) -> None:
         else:
             continue
         raise GulliverError(
-            f"{path} is an embedding with {option}, which would only see the part of the batch on "
-            f"one {'rank' if degree > 1 else 'micro-batch'}; use an embedding without this option"
+            f"{path} is an embedding with {option}, which would only see the part of the batch "
+            f"{'on one rank' if degree > 1 else 'in a micro-batch'}; use an embedding without it"
         )
 
 
@@ -199,8 +199,8 @@ def check_compiled(
             raise GulliverError(f"{path} is compiled, but sharding replaces it: {BLOCKS}")
         if mode in SHARED_BY_TENSOR:
             raise GulliverError(
-                f"{path} is compiled, and sequence_parallelism_mode={mode!r} passes it tensors "
-                "that are still in flight; omit one of them"
+                f"{path} is compiled, but sequence_parallelism_mode={mode!r} passes it tensors "
+                "whose communication is pending; do not compile it, or use another mode"
             )
         if style_of(style).splits:
             raise GulliverError(
@@ -237,7 +237,7 @@ def check_lazy(model: nn.Module, weights: Path | None) -> None:
         if buffer.is_meta:
             raise GulliverError(
                 f"buffer {name!r} is on meta, and no file has its values: build the model under "
-                "gulliver.booster.lazy_parameters(), which leaves buffers alone"
+                "gulliver.booster.lazy_parameters(), which puts only parameters on meta"
             )
     if weights is not None:
         return

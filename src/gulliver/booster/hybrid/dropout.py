@@ -1,6 +1,6 @@
 """Draws dropout masks by position, so that a sharded model drops the same elements as one process.
 
-The part of an activation that this rank holds follows from the modules that ran before, and shapes:
+The part of an activation that this rank holds follows from its shape and preceding modules:
 
 - dim 0 is the batch dim: a micro-batch has some of its samples;
 - with a separate sequence axis, dim 1 is sharded in the plan's layout;

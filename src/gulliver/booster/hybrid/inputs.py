@@ -182,8 +182,8 @@ def _check(
     name = type(module).__name__
     if call is None:
         raise GulliverError(
-            f"{name} was called outside the wired model's forward: call the model, not a part of "
-            "it; cross-attention does not run under sequence parallelism"
+            f"{name} was called outside the model's forward: call the full model, not a part of "
+            "it; cross-attention is not supported with sequence parallelism"
         )
     if attention_mask is not None:
         raise GulliverError(

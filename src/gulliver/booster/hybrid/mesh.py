@@ -245,7 +245,7 @@ def sequence_rows(degree: Degree, rows: Sequence[Sequence[int]]) -> Iterator[Seq
 
 @contextmanager
 def sequence_degree(model: nn.Module, degree: int) -> Iterator[tuple[int, int]]:
-    """Context in which each sequence is sharded over `degree` ranks, not the plan's number.
+    """Context in which each sequence is sharded over `degree` ranks instead of the plan's number.
 
     Every rank of the world calls it with the same degree. Adjacent ranks on the sequence axis share
     a sequence and read the same batch; groups may read different batches. Gradients are averaged
@@ -259,7 +259,7 @@ def sequence_degree(model: nn.Module, degree: int) -> Iterator[tuple[int, int]]:
         The index of this rank's sequence among the sequences on its axis, and their number.
 
     Raises:
-        GulliverError: the model does not shard sequences, or cannot over that many ranks.
+        GulliverError: the model does not shard sequences, or not over that many ranks.
     """
     state = degree_of(model)
     if state is None or state.planned.plan.degree == 1:

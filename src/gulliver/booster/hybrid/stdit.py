@@ -172,7 +172,7 @@ def _ways(width: Width, plan: SequencePlan, mode: str) -> list[By]:
     if not ways:
         raise GulliverError(
             f"{plan} exchanges heads between more ranks than the {width.heads} heads that each "
-            "tensor rank has: increase the ring instead"
+            "tensor rank has: use a larger ring instead"
         )
     return ways
 
@@ -223,7 +223,7 @@ class _Costs:
         return attention_seconds(device, rows, tokens, tokens, dims, self.dtype, backward=True)
 
     def swap_bytes(self) -> float:
-        """Mean bytes per rank that change owner in one swap."""
+        """Mean bytes that a rank sends in one swap."""
         frames, places = self.plan.lay(self.clip.frames), self.plan.lay(self.clip.places)
         token = self.clip.batch * self.width.channels * self._item()
         return resharding_bytes(frames.sizes(), places.sizes(), token)
@@ -504,7 +504,7 @@ def working_dtype(x: Tensor) -> torch.dtype:
 
 @cache
 def _both(sharded: type[nn.Module], kind: type[nn.Module]) -> Any:
-    """Creates a class derived from both, named like the second (pipelines wrap blocks too)."""
+    """Derives a class named like `kind` from both; from `sharded` alone if it is a `kind`."""
     return type(kind.__name__, (sharded, kind) if kind not in sharded.__mro__ else (sharded,), {})
 
 

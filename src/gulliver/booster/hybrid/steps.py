@@ -1,6 +1,6 @@
 """Steps of sharding a model, and the comparison of batches on ranks that share a model.
 
-All ranks compare first, so that all raise together and none waits for another.
+Batches are compared before the model runs, so that all ranks raise together and none waits.
 """
 
 from __future__ import annotations

@@ -284,7 +284,7 @@ class SequenceAdapter:
             fields["logits"] = leave_tail(fields["logits"], groups, opened.tail)
 
     def _keep_tail(self, batch: CallArguments, opened: OpenedForward) -> None:
-        """Selects the last tokens, whose logits each rank computes for its shard."""
+        """Makes each rank compute logits only for its share of the last `logits_to_keep` tokens."""
         keep = batch.kwargs.get("logits_to_keep", 0)
         if not isinstance(keep, int):
             raise GulliverError(
