@@ -335,7 +335,7 @@ class CheckpointIO:
             self._await_model()
 
     def abandon(self) -> None:
-        """Finishes this rank's writes and unlocks the folders without waiting for other ranks."""
+        """Finishes this rank's writes and unlocks the folders, when other ranks may have died."""
         while self._checkpointers:
             self._checkpointers.popitem()[1].abandon()
 

@@ -54,10 +54,10 @@ CODES: dict[torch.dtype, str] = {
     torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
     torch.float8_e8m0fnu: "F8_E8M0",
 }
-"""Format's name of each supported dtype."""
+"""Name of each supported dtype in the safetensors format."""
 DTYPES = {code: dtype for dtype, code in CODES.items()}
 RESERVED = "__metadata__"
-"""Reserved name that headers use for text."""
+"""Reserved header key, for metadata in text form."""
 MAX_HEADER = 100_000_000
 """Maximum header size in bytes; readers reject larger ones."""
 
@@ -174,7 +174,7 @@ def read_slots(path: Path) -> tuple[dict[str, Slot], dict[str, str]]:
     slots = dict[str, Slot]()
     for name, entry in entries.items():
         if entry["dtype"] not in DTYPES:
-            raise GulliverError(f"tensor {name!r} in {path} is of dtype {entry['dtype']}")
+            raise GulliverError(f"tensor {name!r} in {path} has unknown dtype {entry['dtype']}")
         offset = 8 + length + entry["data_offsets"][0]
         slots[name] = Slot(name, DTYPES[entry["dtype"]], tuple(entry["shape"]), offset)
     return slots, metadata

@@ -302,7 +302,7 @@ def _slabs(
 
 
 def _scaled(name: str) -> str:
-    """Returns the weight that a tensor of scales belongs to; empty if it is not one."""
+    """Returns the name of the weight that a tensor holds scales of; empty for other tensors."""
     for ending in (".qscale_weight", ".scale"):
         if name.endswith(ending):
             return f"{name.removesuffix(ending)}.weight"
@@ -368,8 +368,8 @@ def load_huggingface(
 
     Must be called on all ranks. Each rank reads only the elements it holds: its elements of a
     `Part` or of a parameter that holds a region (`gulliver.memory.parts.set_region`). Values are
-    converted to the model's dtypes if they fit. Files need tied weights only once. Boosted models
-    can be loaded too.
+    converted to the model's dtypes if they fit. Tied weights need to be in the files only once.
+    Boosted models can be loaded too.
 
     Args:
         model: model to fill, or tensors and parts of tensors by name.
@@ -510,7 +510,7 @@ def _fill(weights: Weights, targets: Mapping[str, Leaf]) -> None:
 
 
 def _origin(leaf: Leaf) -> tuple[int, Region | None]:
-    """Returns a leaf's first element and the region in which it is counted."""
+    """Returns the index of a leaf's first element, and the region that indices refer to."""
     return (leaf.start, leaf.region) if isinstance(leaf, Part) else (0, region_of(leaf))
 
 

@@ -1,6 +1,6 @@
 """Exports `Weights` as Hugging Face folders, safetensors files and PEFT adapter folders.
 
-A PEFT model saved without ``adapter_config.json`` would be loaded as a model with random weights.
+A PEFT model without ``adapter_config.json`` would be loaded as a full model, with random weights.
 """
 
 from __future__ import annotations

@@ -130,8 +130,8 @@ def _new(where: str, ref: Ref, parameter: Any) -> tuple[Tensor, Leaf]:
         return tensor, tensor
     if ref.shape != tuple(parameter.shape):
         raise GulliverError(
-            f"{where}: tensor {ref.name!r} is {ref.shape}, but its parameter is a DTensor of "
-            f"{tuple(parameter.shape)}; only state of the same shape can be sharded"
+            f"{where}: tensor {ref.name!r} has shape {ref.shape}, but its parameter is a DTensor "
+            f"of shape {tuple(parameter.shape)}; only state of the same shape can be sharded"
         )
     local = torch.empty_like(parameter.to_local(), dtype=ref.dtype, requires_grad=False)
     tensor = like_local(parameter, local)
@@ -204,7 +204,7 @@ def _check_values(
 
 
 EXTRA = "_extra_state"
-"""Name of a module's `get_extra_state` in its state dict."""
+"""Key in a state dict of the value that a module's `get_extra_state` returned."""
 
 
 @dataclass
@@ -313,7 +313,7 @@ def _check_fillable(where: str, leaf: Leaf) -> None:
 def module_leaves(module: nn.Module) -> tuple[dict[str, Leaf], list[str]]:
     """Returns a module's tensors to fill in place, and the names left to `load_state_dict`.
 
-    These names are `get_extra_state` and entries created by hooks or overridden methods.
+    The latter are the extra state, and entries created by hooks or overridden methods.
     """
     refuse_boosted(module, "load")
     own = [*module.named_parameters(), *module.named_buffers()]
@@ -458,7 +458,7 @@ def _kind(skeleton: Any) -> str | None:
 
 
 def _items(skeleton: Any, is_mapping: bool) -> dict[Any, Any] | None:
-    """Returns the items of a saved dict or list, or None if the saved kind differs."""
+    """Returns the items of a saved dict (list); None if the saved value is not a dict (list)."""
     kind = _kind(skeleton)
     if is_mapping:
         if kind != "dict":

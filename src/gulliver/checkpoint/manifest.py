@@ -135,7 +135,7 @@ def file_from_json(value: Mapping[str, Any]) -> FileEntry:
 
 
 def _name_from_json(name: str) -> str:
-    """Rejects a file name that would leave the folder."""
+    """Rejects a file name that refers to another folder."""
     if not name or "/" in name or "\0" in name or name in (".", ".."):
         raise ValueError(f"{name!r} is not a valid file name")
     return name

@@ -471,7 +471,7 @@ class StepReader:
         return join_state(self.whole(entry, names_in(skeleton)), skeleton)
 
     def place(self, entry: str, rank: int | None = None) -> tuple[str, Any]:
-        """Returns an entry's name among the tensors, and its skeleton."""
+        """Returns the name under which an entry's tensors are stored, and its skeleton."""
         if rank is None:
             return entry, self.skeleton(entry)
         if rank >= len(self._ranks) or entry not in self._ranks[rank]:

@@ -126,7 +126,7 @@ class Copies:
         return Copies(self.source * size + source, self.target * size, self.count * size, self.kind)
 
     def packed(self) -> tuple[Copies, Copies]:
-        """Splits copies into a step to a contiguous buffer, and a step from it."""
+        """Splits copies in two: to a contiguous buffer, and from there to the targets."""
         row = np.cumsum(self.count) - self.count
         return replace(self, target=row), replace(self, source=row)
 

@@ -160,8 +160,8 @@ def local_leaf(where: str, tensor: Any, saving: bool) -> Leaf:
     cuts = [axis for axis, placement in enumerate(placements) if placement.is_shard()]
     if len(cuts) > 1 or any(p.is_partial() for p in placements):
         raise GulliverError(
-            f"{where} is a DTensor placed {placements} on a mesh of {mesh.ndim} axes: only one "
-            "axis may be sharded; call full_tensor() on it first"
+            f"{where} is a DTensor with placements {placements} on a mesh of {mesh.ndim} axes: "
+            "only one axis may be sharded; call full_tensor() on it first"
         )
     if not cuts:
         return local.contiguous() if saving else local

@@ -59,7 +59,7 @@ class TensorInfo:
         return self.numel * self.dtype.itemsize
 
     def as_dtype(self, dtype: torch.dtype | None) -> TensorInfo:
-        """Returns the description after converting floating-point tensors."""
+        """Returns the info after a conversion to `dtype`, which only applies to floating-point."""
         if dtype is None or not self.dtype.is_floating_point:
             return self
         return TensorInfo(dtype, self.shape)
@@ -318,7 +318,7 @@ def _whole(name: str, tensor: Tensor) -> Tensor:
 
 
 def identity(tensor: Tensor) -> Any:
-    """Key shared by tensors of equal memory and shape; None for empty or meta ones."""
+    """Key shared by tensors with the same memory and shape; None for empty or meta tensors."""
     if tensor.nbytes == 0 or tensor.is_meta:
         return None
     place = (tensor.device, tensor.data_ptr(), tensor.dtype)

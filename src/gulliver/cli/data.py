@@ -1,4 +1,4 @@
-"""`gulliver data`: from a folder of clips to a table to train on; suggestions of next commands."""
+"""`gulliver data`: makes a training table of a folder of clips, and suggests the next commands."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ Entries = Sequence[tuple[str, str]]
 
 @dataclass(frozen=True)
 class Scan(Options):
-    """Creates a table of a folder's clips: content of each file, and which files are unusable."""
+    """Creates a table of the clips in a folder: what each file contains, and which are unusable."""
 
     folder: tyro.conf.Positional[Path]
     """Folder of clips and images, searched recursively."""
     out: Path | None = None
     """Table to write, .parquet or .csv; by default clips.parquet in the folder."""
     decode: bool = False
-    """Decode every frame, not only of files with suspicious headers."""
+    """Decode every frame of all files, not only of those with suspicious headers."""
     again: bool = False
     """Scan all files again, including those already in the table."""
     workers: Annotated[int, WORKERS] = 0
@@ -102,12 +102,12 @@ class Score(OfTable):
 
 @dataclass(frozen=True)
 class Dedup(OfTable):
-    """Removes copies of clips, even re-encoded or rescaled ones; the best of each is kept."""
+    """Removes duplicate clips, even re-encoded or rescaled ones; the best of them is kept."""
 
     out: Path = Path("unique.parquet")
     """Table to write; copies are listed in a file next to it."""
     alike: Annotated[float, Range(0.5, 1)] = 0.95
-    """Minimum correlation of the images of two copies."""
+    """Minimum correlation of images at which clips count as duplicates."""
 
 
 @dataclass(frozen=True)

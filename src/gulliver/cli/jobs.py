@@ -84,7 +84,7 @@ class Stop(JobsFolder):
 
 @dataclass(frozen=True)
 class Scheduler(SchedulerOptions):
-    """Runs the scheduler in the foreground until Ctrl+C or SIGTERM, for services."""
+    """Runs the scheduler in the foreground until Ctrl+C or SIGTERM, for use as a service."""
 
     idle: Annotated[float, AT_LEAST_1] = 60.0
 
@@ -277,7 +277,7 @@ def run(config: Scheduler) -> int:
 
 @dataclass(frozen=True)
 class Simulate(Options):
-    """Simulates jobs on a shared cluster: when each ends, why it waits, and how good that is."""
+    """Simulates jobs on a shared cluster: when each ends, why it waits, and summary metrics."""
 
     trace: tyro.conf.Positional[str] = "steady"
     """CSV or JSON file of jobs, or a generated trace: steady, heavy-tail, bursts, fixed-batch,

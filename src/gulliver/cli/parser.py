@@ -59,7 +59,7 @@ def parse(kind: type[Options], arguments: list[str], prog: str) -> Any:
     """Parses options from arguments.
 
     Raises:
-        UsageError: an argument is invalid; tyro itself exits with 2.
+        UsageError: an argument is invalid (tyro exits with status 2 if it finds the error).
         Printed: the options were printed for ``--print-config``.
     """
     if "--out=" in arguments or ("--out", "") in pairwise(arguments):
@@ -229,7 +229,7 @@ def _metavar(hint: Any) -> str | None:
 
 
 def _hint(label: str) -> str:
-    """Formats the default for help; empty for switches, or if the help text has it."""
+    """Formats the default for help; empty for switches, or if the help text states it."""
     return {"None": "", "False": "", "": "", "''": "", "True": "(default: on)"}.get(
         label, f"(default: {SHORT.get(label, label)})"
     )

@@ -31,7 +31,7 @@ ADDED_UP = ("row", "vocabulary")
 
 
 NOT_BEST = "not among the best"
-"""Label of a number of tensor ranks that none of the best grids has."""
+"""Label of a number of tensor ranks that none of the best grids uses."""
 
 
 @dataclass(frozen=True)

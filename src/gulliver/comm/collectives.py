@@ -418,8 +418,8 @@ def _exchanged(
 def _check_parts(part: Tensor, whole: Tensor, size: int, dtype: torch.dtype | None = None) -> None:
     if part.numel() * size != whole.numel() or part.dtype != (dtype or whole.dtype):
         raise GulliverError(
-            f"{size} parts of {part.numel()} {part.dtype} do not add up to {whole.numel()} "
-            f"{whole.dtype}"
+            f"{size} parts of {part.numel()} elements ({part.dtype}) do not match a full tensor of "
+            f"{whole.numel()} elements ({whole.dtype})"
         )
 
 
@@ -505,7 +505,7 @@ def choose_axes(
     Args:
         cluster: links between the ranks, measured or described.
         collectives: names ("all_reduce", "reduce_scatter", "all_gather") and bytes of each full
-            tensor; `gulliver.hardware.costs.zero_collectives` lists a step's.
+            tensor; `gulliver.hardware.costs.zero_collectives` lists those of ZeRO.
         size: expected number of ranks; None for the cluster's.
 
     Raises:
@@ -529,7 +529,7 @@ def choose_axes(
 
 
 def tori(ranks: int, axes: int = MOST_AXES) -> Iterator[tuple[int, ...]]:
-    """Yields ordered factorizations of a number into two or more factors above 1."""
+    """Yields ordered factorizations of a number into two or more factors greater than 1."""
     for first in range(2, ranks // 2 + 1):
         if ranks % first == 0:
             yield first, ranks // first

@@ -54,7 +54,7 @@ class Terms:
         """Lists runs of elements.
 
         Args:
-            found: start, tensor and end of each run, in order; None for zeros.
+            found: start, tensor and end of each run, in order; a tensor of None means zeros.
             size: elements of the operand.
             dtype: dtype of the tensors.
         """
@@ -122,7 +122,7 @@ class HostTeam:
         """Averages terms that each rank has in several tensors.
 
         Args:
-            output: this rank's part of the mean, or all of it, then on every rank.
+            output: this rank's part of the mean, or the full mean if every rank needs it.
             terms: this rank's terms.
             purpose: see `reduce_scatter`.
         """
@@ -149,7 +149,7 @@ class HostTeam:
     ) -> list[HostWork] | None:
         """Reduces a tensor in place; returns the operations to wait for, or None if unsupported.
 
-        Small tensors are supported only with `now`, others only if the ranks divide them evenly.
+        Small tensors are supported only with `now`, others only if each rank's part has equal size.
         """
         tensor = tensor.detach()
         if now and tensor.nbytes <= SMALL_BYTES:
@@ -176,7 +176,7 @@ class HostTeam:
             return True
 
     def _tag(self, purpose: Purpose) -> int:
-        """Returns the group's next tag, which depends on the operation, to detect differences."""
+        """Returns the group's next tag, which differs between ranks if their operations differ."""
         return flight_recorder.next_tag(self._group(), 1, purpose)
 
     def _sum(self, output: Tensor, input: Tensor, op: str, tag: int) -> HostWork:

@@ -22,7 +22,7 @@ KEPT = 64
 """Entries kept per group; ranks can be at most this many collectives apart."""
 
 CODES = 2047
-"""Number of purposes that tags distinguish; 0 means none."""
+"""Number of purposes that tags distinguish; purpose 0 means none."""
 
 TAGS = 1 << 20
 """Number of tags per purpose; other code may use lower tags. Gloo's tags have 31 bits."""
@@ -227,7 +227,7 @@ SUSPECTED_S = 8.0
 """Seconds of silence after which a rank counts as lost, once a collective has failed."""
 
 STANDING_BEATS = 4
-"""Heartbeats within one call after which a rank counts as stuck."""
+"""Number of heartbeats during a single call after which a rank counts as stuck."""
 
 MESSAGE_LENGTH = 500
 """Maximum characters of an error that is sent to other ranks."""

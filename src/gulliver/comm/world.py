@@ -208,7 +208,7 @@ def _device(local_rank: int) -> torch.device:
         return torch.device("cpu")
     if local_rank >= torch.cuda.device_count():
         raise GulliverError(
-            f"local rank {local_rank} has no GPU: this machine has {torch.cuda.device_count()}, "
+            f"local rank {local_rank} has no GPU: this machine has {torch.cuda.device_count()}; "
             "start at most that many ranks"
         )
     device = torch.device("cuda", local_rank)
