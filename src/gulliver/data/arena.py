@@ -494,7 +494,7 @@ class CudaCopyStream:
 
 
 class MovedBatch(NamedTuple):
-    """A batch that is being copied, and the event that ends the copy."""
+    """A batch that is being copied, and the event that marks the end of the copy."""
 
     batch: Any
     leaves: list[Any]

@@ -1,8 +1,8 @@
 """Published resolutions by name, with their sizes per aspect ratio.
 
 Names are ``144p`` to ``4k`` with 17 ratios of height to width, ``256`` to ``2880`` with the 40
-ratios of PixArt, and ``256px``, ``768px``, ... for squares of any side, whose sizes are computed
-(2.0).
+ratios of PixArt, and ``256px``, ``768px``, ... for squares of any side, whose sizes are computed as
+in Open-Sora 2.0.
 
 Source: Open-Sora 1.2 and 2.0; the tables are exact, including rounding.
 """
@@ -111,7 +111,7 @@ LARGEST_SIZES = (
 """Sizes of ``2880`` in units of 64 pixels."""
 SQUARES = {"256": 16, "512": 32, "1024": 64, "2048": 128}
 SIDES = ("2.39:1", "2:1", "16:9", "1.85:1", "9:16", "5:8", "3:2", "4:3", "1:1")
-"""Ratios of width to height for computed sizes (2.0), which also include their transposes."""
+"""Ratios of width to height for computed sizes; transposed sizes are added to them."""
 GRID = 16  # computed sides are multiples of this many pixels
 
 
@@ -339,7 +339,7 @@ class BucketConfig:
         return found
 
     def refusal(self, frames: int, height: int, width: int, interval: int) -> str | None:
-        """Explains why a clip is always left out; None if it is not."""
+        """Explains why no bucket accepts a clip; None if one does."""
         pixels = height * width
         if all(pixels < ENOUGH_PIXELS * rule.resolution.pixels for rule in self.rules):
             return f"{height}x{width} is too small for every bucket"
@@ -415,7 +415,7 @@ def _rules(values: Any, where: str) -> Iterator[BucketRule]:
 
 
 def _rule(size: Resolution, frames: Any, given: Any, where: str) -> BucketRule:
-    """Parses (keep, batch size) or ((keep, look), batch size)."""
+    """Parses a rule's value, (keep, batch size) or ((keep, look), batch size)."""
     try:
         # JSON has no other keys than text.
         length = int(frames) if isinstance(frames, str) else frames

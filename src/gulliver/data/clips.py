@@ -64,7 +64,7 @@ EXIF_TURNS = {
 
 @dataclass(frozen=True)
 class Frame:
-    """A decoded frame with the frame rate (1/s) of its file, or 0; converted to RGB on demand."""
+    """A decoded frame and its file's frame rate (1/s; 0 if unknown); converted to RGB on demand."""
 
     decoded: Any
     turn: Turn

@@ -88,8 +88,8 @@ def _ids_and_labels(document: Any) -> tuple[Tensor, Tensor]:
     fields = document if isinstance(document, Mapping) else {"input_ids": document}
     others = fields.keys() - FIELDS
     if "input_ids" not in fields or others:
-        why = f"has {sorted(map(str, others))}" if others else "has no input_ids"
-        raise GulliverError(f"a text {why}: pass {', '.join(FIELDS)} only")
+        why = f"unknown fields {sorted(map(str, others))}" if others else "no input_ids"
+        raise GulliverError(f"a document has {why}; pass only {', '.join(FIELDS)}")
     found = {}
     for name in FIELDS:
         given = fields.get(name)

@@ -248,7 +248,7 @@ class BatchStream(IterableDataset):
         return _END if not found or (self._is_short(found) and self._drop_last) else found
 
     def _is_short(self, samples: Any) -> bool:
-        """Whether the stream ended inside a batch, in which case its state may be a new start."""
+        """Whether the stream ended inside a batch; its state may then be that of a new pass."""
         return self._batch_size is not None and len(samples) < self._batch_size
 
 

@@ -1,6 +1,6 @@
-"""A data loader that resumes exactly; batches are created by the caller, or ahead by a thread.
+"""A data loader that resumes exactly; batches are created by the caller or prefetched by a thread.
 
-Start reading at `Feed`, then `_run`, which is its thread. Errors are passed on in place of batches.
+Start reading at `Feed`, then `_run`, the body of its thread. An error is passed on as a batch.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _OPEN: weakref.WeakSet[Feed] = weakref.WeakSet()
 
 
 class Inline:
-    """Creates batches in the caller, on request or `ahead` of it."""
+    """Creates batches in the calling thread, `ahead` of them before they are used."""
 
     def __init__(
         self, batches: Iterator[Any], move: Callable[[Any], MovedBatch], ahead: int
@@ -80,7 +80,7 @@ class Inline:
 
 
 class Feed:
-    """Moves batches from torch's workers in a thread, at most `ahead` of their use."""
+    """Moves batches from torch's workers in a thread, at most `ahead` of them before their use."""
 
     # The thread knows its channel only, so that nothing keeps this object from being collected.
 
@@ -207,7 +207,7 @@ def _close_all() -> None:
 
 _log = logging.getLogger("gulliver")
 USED_AT_ONCE = 2
-"""Batches alive outside the loader: the current one, and the next before the current is dropped."""
+"""Batches alive outside the loader: the next one is returned before the current one is dropped."""
 
 
 @dataclass(frozen=True)
@@ -261,12 +261,12 @@ class DataLoader(torch_data.DataLoader):
     returns the same batches. The differences are:
 
     - Random numbers in datasets and collation (Python, numpy and torch) depend on (seed, rank,
-    epoch, batch number), not on the workers or earlier batches. Without `generator`, so does the
-    order. The generators of the training loop are not used. - `state_dict` has the position of the
-    next batch, from which a loader that loads it continues. - With a device, batches go through a
-    `PinnedArena` and are prefetched on a copy stream. On the
+      epoch, batch number), not on the workers or earlier batches. Without `generator`, so does the
+      order. The generators of the training loop are not used.
+    - `state_dict` has the position of the next batch, from which a loader that loads it continues.
+    - With a device, batches go through a `PinnedArena` and are prefetched on a copy stream. On the
       host they are returned unchanged. With `pin_memory`, torch page-locks them for your own
-      copies; without CUDA, or with `arena`, they are   copied into an arena.
+      copies; without CUDA, or with `arena`, they are copied into an arena.
 
     An error is raised at its batch, and the state then has that batch's position. Leaving a loop
     early ends the thread and the workers. Each iteration is an epoch; starting one ends an
@@ -326,7 +326,7 @@ class DataLoader(torch_data.DataLoader):
         self._is_iterable = isinstance(dataset, torch_data.IterableDataset)
         self._threaded = threaded and not self.num_workers
         if self._threaded and self._is_iterable:
-            raise GulliverError("a stream is read in order: use threaded with a map-style data set")
+            raise GulliverError("a stream is read in order: use a map-style dataset with threaded")
         self._stateful = self._find_stateful()
         self._inner, self._work = self._make_inner()
         self.arena = self._make_arena(staging)
@@ -446,8 +446,8 @@ class DataLoader(torch_data.DataLoader):
         saved, here = len(state["generators"]), len(self._work.generator_states())
         if saved != here:
             raise GulliverError(
-                f"the saved position belongs to {saved} generators of samplers, but this loader "
-                f"has {here}: resume with the original settings"
+                f"the saved position has the states of {saved} sampler generators, but this loader "
+                f"has {here} generators: resume with the original settings"
             )
         if saved and state["rank"] != self.rank:
             raise GulliverError(

@@ -179,7 +179,7 @@ AESTHETICS = (
     *((4.0, "terrible"), (4.5, "very poor"), (5.0, "poor"), (5.5, "fair"), (6.0, "good")),
     *((6.5, "very good"), (math.inf, "excellent")),
 )
-"""Words of Open-Sora 1.3 for aesthetic scores below a bound."""
+"""Open-Sora 1.3's words for aesthetic scores, each with an exclusive upper bound of the score."""
 MOTIONS = (
     *((0.5, "very low"), (2.0, "low"), (5.0, "fair"), (10.0, "high"), (20.0, "very high")),
     (math.inf, "extremely high"),

@@ -39,7 +39,7 @@ def check_position(epoch: Any, done: Any, batches: int | None) -> None:
     for name, value in (("epoch", epoch), ("done", done)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise GulliverError(
-                f"the saved position has {name} {value!r}, but must have an integer of at least 0"
+                f"the saved position has {name}={value!r}, but it must be an integer of at least 0"
             )
     if batches is not None and done > batches:
         raise GulliverError(
@@ -70,7 +70,7 @@ class Step:
     """One rank's share of a global batch.
 
     `indices` may be empty if a batch has fewer samples than ranks; `offset` is the position of the
-    first of them in the batch of `total` samples; `number` is the index of the batch in the epoch.
+    first index in the batch of `total` samples; `number` is the index of the batch in the epoch.
     """
 
     bucket: Bucket

@@ -1,7 +1,7 @@
 """A CSV or Parquet table of video and image files with captions, decoded with PyAV.
 
 Unusable rows are counted and listed with their reason, never replaced: files that cannot be opened
-when     the table is read, and files found to be corrupt later (`BrokenClip`).
+when the table is read, and files found to be corrupt later (`BrokenClip`).
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ class ClipTable:
         return self.buckets.buckets(sizes, self.frame_interval, self.seed, epoch)
 
     def samples(self, index: int) -> list[tuple[Bucket, int]]:
-        """Lists a row's possible buckets, each with the seeds of all windows."""
+        """Lists the windows of a row as (bucket, seed), for each bucket that it may be in."""
         if not self.windows:
             raise GulliverError(
                 "the number of windows is not set, so they may begin at any frame and cannot be "
@@ -323,7 +323,7 @@ def probe_file(path: Path) -> Probe:
 
 
 def choose_bucket(probe: Probe, buckets: tuple[Bucket, ...], interval: int) -> Bucket:
-    """Chooses the filled bucket with most pixels, then most frames, then nearest aspect ratio."""
+    """Chooses, among the buckets that a clip fills, by pixels, then frames, then aspect ratio."""
     long_enough = [b for b in buckets if probe.frames >= span_of(b.frames, interval)]
     if probe.frames > 1:
         # A video fills a still's bucket too, but is better used as a video.

@@ -31,7 +31,7 @@ class Samples:
 
 @dataclass(frozen=True)
 class Tokens:
-    """A step of about `count` tokens: it ends with the sample that comes closest."""
+    """A step whose number of tokens is as close to `count` as the order of samples allows."""
 
     count: int
 
@@ -120,7 +120,7 @@ class Costs(Protocol):
 
 
 def alone(costs: Costs) -> Costs:
-    """Costs that determine a step's samples, independent of tensor ranks."""
+    """Returns the costs by which samples are chosen for steps, independent of tensor ranks."""
     return getattr(costs, "alone", costs)
 
 
@@ -150,12 +150,12 @@ def checked_degrees(costs: Costs, ranks: int, intra: bool, degree: int | None) -
         if not right:
             text = ", ".join(map(str, known)) or "none"
             raise GulliverError(
-                f"intra=False: {ranks} ranks are not a multiple of a degree of these costs "
-                f"({text}): use another number of ranks"
+                f"intra=False: {ranks} ranks are not a multiple of any degree in the costs "
+                f"({text}); use another number of ranks"
             )
         raise GulliverError(
-            f"intra=False needs one degree= of all groups that divides {ranks} ranks: "
-            f"{right}; not {degree}"
+            f"intra=False needs one degree= for all groups that divides the {ranks} ranks: use "
+            f"{right}, not {degree}"
         )
     return (degree,)
 

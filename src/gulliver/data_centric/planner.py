@@ -6,7 +6,7 @@
 
 Samples are drawn into a window in order of arrival. In a window, samples of one shape are collected
 into efficient micro-batches, which are spread evenly so that steps are similar (`windows.py`). A
-step consists of the next ones up to its budget, and `gulliver.solve.steps.StepSolver` assigns them
+step takes the next samples up to its budget, and `gulliver.solve.steps.StepSolver` assigns them
 to groups of ranks.
 """
 
@@ -58,9 +58,9 @@ from gulliver.options import (
 from gulliver.solve.steps import StepSolver
 
 MOST_LOT = 0.25
-"""Maximum share of a step for one micro-batch of equal shapes. If such batches are as long as
-steps, many
-consecutive steps have the same shape, which harms convergence (docs/lab-notes.md).
+"""Maximum share of a step for one micro-batch of equal shapes. If micro-batches were as long as
+steps, all samples of a step would have the same shape, for many steps in a row, which harms
+convergence (docs/lab-notes.md).
 """
 Position = tuple[int, int, Queue]
 """Epoch, step, and samples that have been drawn but are not yet in a step."""
@@ -71,8 +71,8 @@ class DataCentricOptions(Options):
     """Options of `DataCentricPlanner`, passed by keyword.
 
     Attributes:
-        window: number of samples to draw together; by default for 16 steps. With budgets in tokens
-            or seconds, a step may draw several windows.
+        window: number of samples to draw together; by default enough for 16 steps. With budgets in
+            tokens or seconds, a step may draw several windows.
         memory: bytes per rank; by default the memory of `costs`.
         intra: whether groups may have different degrees; otherwise all have degree `degree`.
         inter: whether groups may run several micro-batches; otherwise each runs one, and remaining

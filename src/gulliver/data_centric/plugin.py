@@ -136,12 +136,12 @@ class DataCentricPlugin(HybridParallelPlugin):
         self._heads = _heads_of(model) // self.tp_size
         if self.pp_size > 1 and dropouts_of(model):
             raise GulliverError(
-                "dropout in stages that run different micro-batches in every step is not "
-                f"reproducible ({dropouts_of(model)[0]}): set it to 0"
+                "dropout is not reproducible if stages run different micro-batches in every step "
+                f"({dropouts_of(model)[0]}): set it to 0"
             )
         if not alone and ranks > 1 and dropouts_of(model):
             raise GulliverError(
-                "dropout with sequences on different ranks in every step is not reproducible "
+                "dropout is not reproducible if sequences are on different ranks in every step "
                 f"({dropouts_of(model)[0]}): set it to 0"
             )
         if alone:

@@ -251,7 +251,7 @@ class DataCentricLoader:
 
 
 def _check(loader: DataCentricLoader) -> None:
-    """Rejects settings that would fail in some step, on all ranks."""
+    """Rejects, on all ranks, settings that would fail in some step."""
     planner, optimizer = loader.planner, loader.optimizer
     if planner.ranks != optimizer.size:
         raise GulliverError(

@@ -140,7 +140,7 @@ def facts_of(row: BatchCosts, factor: float) -> list[Facts]:
 
 @dataclass(frozen=True, slots=True)
 class SolvedStep:
-    """Consecutive parts of a step, their seconds, and the bound of the step."""
+    """Consecutive parts of a step, their total seconds, and a lower bound on these."""
 
     parts: tuple[BalancedStep, ...]
     seconds: float

@@ -78,7 +78,7 @@ class SampleStream:
         self.digest = source
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[int, Shape]]:
-        """Yields index and shape of the samples, from a position on."""
+        """Yields index and shape of each sample, beginning at position `start`."""
         if callable(self._shapes):
             return itertools.islice(enumerate(self._shapes(epoch)), start, None)
         count = len(self._shapes)

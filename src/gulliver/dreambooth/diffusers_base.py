@@ -225,7 +225,7 @@ class DiffusersBase:
         self.side = resolution or int(network["sample_size"]) * self.factor
         if self.side % (2 * self.factor):
             raise GulliverError(
-                f"--resolution {self.side} must be a multiple of {2 * self.factor} here"
+                f"--resolution {self.side} must be a multiple of {2 * self.factor} for this model"
             )
         self.trained = self._network(self.kind.network)
         self.text: nn.Module | None = None
@@ -295,7 +295,7 @@ class DiffusersBase:
 
     @property
     def wordless(self) -> str:
-        """Name of the pipeline if diffusers cannot load new token embeddings into it."""
+        """Name of the pipeline if it cannot load new token embeddings; otherwise empty."""
         name: str = self.index["_class_name"]
         return "" if hasattr(_class("diffusers", name), "load_textual_inversion") else name
 
@@ -514,7 +514,7 @@ def _diffusers() -> None:
         import diffusers  # noqa: F401
         import transformers  # noqa: F401
     except ImportError:
-        raise missing_extra("diffusers pipelines", "dreambooth") from None
+        raise missing_extra("a pipeline needs diffusers and transformers", "dreambooth") from None
 
 
 @contextmanager

@@ -24,7 +24,7 @@ def place_of(token: str, text: str) -> re.Match[str] | None:
 
 
 def add_word(tokenizer: Any, token: str) -> None:
-    """Adds a token to a tokenizer that matches only as a whole word."""
+    """Adds to a tokenizer a token that matches only whole words."""
     from transformers import AddedToken
 
     # Text of added tokens is matched after normalization.

@@ -260,7 +260,7 @@ class CachedEmbeddingBag(nn.Module):
             )
         if self._store.waiting:
             raise GulliverError(
-                "some batches wait for an optimizer step; call optimizer.step() before grow()"
+                "some batches are still waiting for a step; call optimizer.step() before grow()"
             )
         self.flush()
         values = self._drawn(more, self.weight.dtype) if _weight is None else _weight

@@ -509,7 +509,7 @@ class ShardedEmbeddingBag(nn.Module):
         return int(((bags.rows >= begin) & (bags.rows < stop)).sum())
 
     def _sent_by(self, holder: int) -> list[tuple[int, int]]:
-        """Tables of which a rank sends data and the widths of its parts, in sending order."""
+        """Tables whose data a rank sends, each with the width of its part, in sending order."""
         wide, narrow = [], []
         for number, table in enumerate(self.tables):
             place = self.placements[table.name]
