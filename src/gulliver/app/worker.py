@@ -238,7 +238,7 @@ class ClipMaker:
         return self._model
 
     def _preview(self, request: Request) -> Callable[[Any], bytes] | None:
-        """Returns the preview function; None if the autoencoder does not fit into memory."""
+        """Returns the preview function; None if the autoencoder is not kept in memory."""
         if self._source.run is None and not self._source.keep:
             return None
         autoencoder, frames = self._model.autoencoder, request.bucket.frames

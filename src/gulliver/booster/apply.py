@@ -65,7 +65,7 @@ from gulliver.planner.ranks import ResolvedPlan, rank_state, rank_work, state_by
 def check_meta(
     model: nn.Module, weights: str | None, dtypes: Mapping[str, torch.dtype] | None = None
 ) -> None:
-    """Rejects a model on meta without weights to fill it."""
+    """Rejects meta tensors that neither `weights` nor ``reset_parameters`` can fill."""
     for name, buffer in model.named_buffers():
         if buffer.is_meta:
             raise GulliverError(
@@ -289,7 +289,7 @@ def _checked_here(plan: Plan, model: nn.Module) -> dict[str, torch.dtype]:
 
 
 def _unequal(plan: Plan, model: nn.Module, inner: torch.optim.Optimizer) -> list[Tensor]:
-    """Returns the tensors that may differ between ranks; chunks broadcast all others."""
+    """Returns the tensors that ranks must make equal themselves; chunks broadcast all others."""
     stepped = {p for group in inner.param_groups for p in group["params"] if p.requires_grad}
     cut = plan.mesh.names_model
     rest = [p for p in model.parameters() if cut or not (p in stepped or is_boosted(p))]

@@ -546,7 +546,7 @@ def _feedback(optimizer: BoostedOptimizer) -> Any:
 
 
 def wire_entry(optimizer: BoostedOptimizer) -> dict[str, PerRank]:
-    """Returns the checkpoint entry of packing errors, if messages are packed."""
+    """Returns the checkpoint entry of packing errors and gathered values; empty if unpacked."""
     feedback = _feedback(optimizer)
     lost = feedback.lost() if feedback is not None and feedback.feeds else None
     shown = optimizer.checkpoint.shown_parts() if isinstance(optimizer, ZeroOptimizer) else {}

@@ -102,9 +102,9 @@ def check_holdable(where: str, tensor: Tensor) -> None:
     if not is_holdable(tensor):
         kind = "meta" if tensor.is_meta else f"{tensor.layout} {tensor.dtype}"
         if not tensor.is_meta and tensor.layout == torch.strided and tensor.dtype in CODES:
-            kind = f"a {type(tensor).__name__} has no storage: save the tensors in it"
+            kind = f"a {type(tensor).__name__} without storage (save the tensors that it wraps)"
         if tensor.is_nested:
-            kind = "a nested tensor, save its values() and offsets()"
+            kind = "a nested tensor (save its values() and offsets())"
         raise GulliverError(f"{where} is {kind}, which the safetensors format does not support")
 
 
@@ -217,7 +217,7 @@ def write_tensors(
 
 
 def _plain(name: str, tensor: Tensor) -> Tensor:
-    """Returns a contiguous copy of a tensor in host memory."""
+    """Returns a tensor as contiguous host memory."""
     check_holdable(f"tensor {name!r}", tensor)
     # Views that are conjugated or negated only by a flag would be written without it.
     return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()

@@ -126,7 +126,7 @@ class CheckpointFolder:
         return by_age((step, self.path(step)) for step in self._numbers())
 
     def next_order(self) -> int:
-        """Returns the order of the next saved step; see the note in `folder.py`."""
+        """Returns the order of the next saved step; see [Note: the newest step]."""
         orders = (order_in(self.path(step)) for step in self._numbers())
         return 1 + max((order for order in orders if order), default=0)
 
@@ -147,7 +147,7 @@ class CheckpointFolder:
         return newest
 
     def _named(self) -> str | None:
-        """Returns the step named by `latest`, which may not exist."""
+        """Returns the step that the file `latest` names, which may not exist; None without it."""
         try:
             return (self.root / LATEST).read_text(encoding="utf-8", errors="replace").strip()
         except FileNotFoundError:

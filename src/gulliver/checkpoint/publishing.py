@@ -212,7 +212,7 @@ def _state(reports: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _indices(tensors: Mapping[str, Any], world_size: int) -> dict[str, Any]:
-    """Creates Hugging Face indices for entries whose full tensors are in several files."""
+    """Creates a Hugging Face index if the model's tensors are unsharded, but in several files."""
     named = tensors.get("model", {})
     whole = named and all(len(tensor["parts"]) == 1 for tensor in named.values())
     if world_size == 1 or not whole:

@@ -430,7 +430,7 @@ class Snapshot:
             self.stall_s += time.perf_counter() - begun
 
     def wait_copied(self) -> None:
-        """Waits in the background until everything has been copied."""
+        """Waits until everything has been copied; called in the background thread."""
         for tickets in self._tickets.values():
             for ticket in tickets:
                 _wait_copied(ticket)
@@ -510,7 +510,7 @@ class _Small:
         self._filled = 0
 
     def add(self, tensor: Tensor, nbytes: int) -> Tensor:
-        """Queues a tensor for copying; returns a placeholder for the copy."""
+        """Queues a tensor for copying; returns the contiguous tensor that identifies the copy."""
         if not tensor.is_contiguous():
             tensor = tensor.contiguous()
         self._places[id(tensor)] = self._filled

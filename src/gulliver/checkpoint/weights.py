@@ -59,7 +59,7 @@ class TensorInfo:
         return self.numel * self.dtype.itemsize
 
     def as_dtype(self, dtype: torch.dtype | None) -> TensorInfo:
-        """Returns the info after a conversion to `dtype`, which only applies to floating-point."""
+        """Returns the info after conversion to `dtype`, which leaves integers unchanged."""
         if dtype is None or not self.dtype.is_floating_point:
             return self
         return TensorInfo(dtype, self.shape)
@@ -349,7 +349,7 @@ def is_step_or_run(path: Path) -> bool:
 
 
 def _named(folder: Path) -> Path | None:
-    """Returns a folder's weights file or index that libraries look for."""
+    """Returns a folder's weights file or index under a name that libraries use, or None."""
     # Where a folder has both, each library reads one: transformers the file, diffusers the index.
     names = [f"{stem}{ending}" for stem, endings in STEMS.items() for ending in endings]
     return next((folder / name for name in names if (folder / name).is_file()), None)

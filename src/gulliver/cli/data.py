@@ -225,7 +225,7 @@ def drop_copies(options: Dedup) -> int:
     from gulliver.video.preparation.table import Table
 
     found = deduplicate(Table.read(options.table), options.out, options.alike, options.workers)
-    heading = f"{_many(len(found.pairs), 'copy', 'copies')} left out, listed in {found.listed}"
+    heading = f"{_many(len(found.pairs), 'copy', 'copies')} removed, listed in {found.listed}"
     copies = heading, [(pair.dropped, f"copy of {pair.kept}") for pair in found.pairs]
     line, counts = f"{options.out}: {_many(len(found.table), 'clip')}", {"clips": len(found.table)}
     broken = _broken(options.out, "dedup", found.broken)

@@ -361,8 +361,8 @@ def _inference(found: Found, sample: str) -> str:
     model = facts.item * facts.parameters
     sizes = ", ".join(f"{n}: {size_text(model + n * facts.cached)}" for n in SAMPLES)
     return (
-        f"keys and values: {size_text(facts.cached)} of a sample ({sample}); with the parameters, "
-        f"of all ranks that share a model, by samples at once: {sizes}"
+        f"KV cache: {size_text(facts.cached)} per sample ({sample}); with the parameters, over all "
+        f"ranks that share a model, by batch size: {sizes}"
     )
 
 

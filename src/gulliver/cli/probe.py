@@ -377,7 +377,7 @@ def engine_rows(engine: Engine) -> Iterator[tuple[str, str]]:
     elif isinstance(engine, NativeEngine):
         why = "as built" if not engine.ring_problem else f"no io_uring: {engine.ring_problem}"
     else:
-        why = native_problem() or "as asked for"
+        why = native_problem() or "as requested"
     yield "I/O engine", f"{engine.kind} ({why})"
     yield "io_uring", _ring()
 

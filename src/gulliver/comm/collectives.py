@@ -334,7 +334,7 @@ def _rank_groups(group: Group) -> tuple[RankGroup, ...]:
 
 
 def _plain(group: Group, rank: int = 0) -> tuple[dist.ProcessGroup | None, int]:
-    """Returns a group's process group, and the world rank of its rank `rank`."""
+    """Returns a group's process group, and the number of the group's rank `rank` in it."""
     if not isinstance(group, Torus):
         return group, rank
     rank_group = group.flat

@@ -256,7 +256,7 @@ def log_host_team(group: dist.ProcessGroup | None) -> None:
     """Opens a group's host team; the first rank logs the reason if that fails."""
     problem = open_host_team(group)
     if problem and rank_group_of(group).rank == 0:
-        _LOG.info("ranks exchange messages, and not shared memory: %s", problem)
+        _LOG.info("ranks exchange messages instead of sharing memory: %s", problem)
 
 
 def drain_host_teams(until: float) -> bool:

@@ -165,7 +165,7 @@ def _why_alone(model: nn.Module) -> str:
     known = families().get(family_of(model) or "")
     if known is None:
         name = type(model).__name__
-        return f"every group has one rank: the attention of {name} is in no family that shares it"
+        return f"every group has one rank: no known family shards the attention of {name}"
     if not {*known.modes} & {*SHARED_BY_SEQUENCE}:
         return f"every group has one rank: {known.why}"
     return ""

@@ -87,7 +87,7 @@ def _metadata(base: DiffusersBase, adapters: Mapping[str, Mapping[str, object]])
 
 
 def _rows(base: DiffusersBase, learnt: TrainedParts) -> dict[str, str]:
-    """Returns the tensor names of new token embeddings, in the order of the text encoders."""
+    """Returns the tensor name of the new token embeddings by text encoder, in their order."""
     found = [name for name in learnt.tensors if name.endswith(ROWS)]
     by_encoder = {name.split(".")[1]: name for name in found}
     return {e: by_encoder[e] for e in base.kind.encoders if e in by_encoder}

@@ -32,7 +32,7 @@ def add_word(tokenizer: Any, token: str) -> None:
 
 
 def is_known(tokenizer: Any, token: str) -> bool:
-    """Whether a tokenizer encodes a word as a single token at the end of a word."""
+    """Whether a tokenizer encodes a word as a single token, or has it in its vocabulary."""
     ids = tokenizer(token, add_special_tokens=False)["input_ids"]
     whole = len(ids) == 1 and ids[0] != tokenizer.unk_token_id
     return whole or token in tokenizer.get_vocab()

@@ -280,7 +280,7 @@ class RecordStore:
     # Decisions
 
     def _next(self, ids: Tensor) -> IdBatch:
-        """Returns the announced batch with these ids, skipping earlier ones."""
+        """Returns the announced batch with these ids, skipping earlier ones, or a new batch."""
         for place, batch in enumerate(self._queue):
             if len(batch.ids) == len(ids) and torch.equal(batch.ids, ids):
                 for _ in range(place):

@@ -40,7 +40,7 @@ def flagged(pieces: Sequence[Tensor], error: GulliverError | None, like: Tensor)
 def unflagged(
     group: RankGroup, arriving: Sequence[Tensor], error: GulliverError | None
 ) -> list[Tensor]:
-    """Strips the error flags from received data."""
+    """Strips the error flags from received data; raises on all ranks if any flag is set."""
     flags = torch.stack([flat.detach()[-1] for flat in arriving])
     if bool(flags.any()):
         raise_together(group, error, flags.device)

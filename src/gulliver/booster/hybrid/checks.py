@@ -210,7 +210,7 @@ def check_compiled(
 
 
 def refuse_whole(model: nn.Module) -> None:
-    """Rejects a sharded model that was compiled as one graph after boost."""
+    """Makes a sharded model raise if it is compiled as one graph after boost."""
     refuse: Callable[[bool], None] = torch.compiler.disable(_refuse)  # pyright: ignore
 
     def before(*_: Any) -> None:
@@ -232,7 +232,7 @@ def _refuse(traced: bool) -> None:
 
 
 def check_lazy(model: nn.Module, weights: Path | None) -> None:
-    """Rejects a model on meta without weights to fill it."""
+    """Rejects meta buffers, and meta parameters if there is no folder to load them from."""
     for name, buffer in model.named_buffers():
         if buffer.is_meta:
             raise GulliverError(

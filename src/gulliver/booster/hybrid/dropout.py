@@ -208,7 +208,7 @@ INSTEAD = "set it to 0 in the model's configuration, or use dropout='alike'"
 
 
 def drops_by_position(plan: Plan, model: nn.Module) -> bool:
-    """Whether dropout draws the same mask as in a single process."""
+    """Whether dropout draws the same masks as in a single process."""
     # Of a model that is cut into stages: on any of them, so ask while it is whole.
     by_position = plan.dropout == "exact" or (plan.dropout == "auto" and plan.mesh.cuts_model)
     return by_position and bool(dropouts_of(model))
@@ -226,7 +226,7 @@ def check_positions(
             if path in recomputed and layer:
                 why = "drops in a block whose forward alone is recomputed (checkpoint_activations)"
             if why:
-                raise GulliverError(f"{path}.{name} {why}: {INSTEAD}")
+                raise GulliverError(f"{path}.{name} {why}; {INSTEAD}")
 
 
 def _drops(path: str, module: nn.Module) -> list[str]:
@@ -307,7 +307,7 @@ class PositionDropout:
         return self
 
     def begin(self, batch: Any = None) -> None:
-        """Sets the seed of a batch; it must agree on all ranks that read the batch."""
+        """Draws a batch's seed: equal on the ranks of one model, different between replicas."""
         if not self.model.training:
             return
         rank_group, device = self.mesh.model, next(self.model.parameters()).device

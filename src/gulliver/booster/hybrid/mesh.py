@@ -176,7 +176,7 @@ class Degree:
         return self._made[degree]
 
     def of_rows(self, rows: Sequence[Sequence[int]]) -> SequenceGroups:
-        """Returns adjacent groups of different sizes, if all ranks share sequences."""
+        """Returns adjacent groups of different sizes; one sequence axis must span all ranks."""
         # Every rank of the world calls it with the same rows; groups that are new are made. Where a
         # sequence is on tensor ranks too, there are groups of the first ones, of the second ones,
         # and so on.

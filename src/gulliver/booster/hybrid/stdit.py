@@ -167,7 +167,7 @@ def choose_scheme(
 
 
 def _ways(width: Width, plan: SequencePlan, mode: str) -> list[By]:
-    """Returns the modes for which there are enough heads."""
+    """Returns the ways of a mode to communicate for which there are enough heads."""
     ways: list[By] = [by for by in WAYS[mode] if by == "swap" or plan.ulysses <= width.heads]
     if not ways:
         raise GulliverError(

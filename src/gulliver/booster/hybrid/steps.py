@@ -96,7 +96,7 @@ class Vocabulary:
 def watch_batches(
     model: nn.Module, readers: Callable[[], Sequence[RankGroup]], vocabulary: Vocabulary
 ) -> None:
-    """Compares the inputs of every call across the ranks that share a model."""
+    """Makes every call check token ids, and compare inputs across the ranks that share a model."""
 
     def compare(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
