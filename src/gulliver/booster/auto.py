@@ -104,15 +104,15 @@ class AutoEngine:
     model: nn.Module
     # Optimizer to step in the loop.
     optimizer: Any
-    # Result of the search over grids; None for plans of operators.
+    # Result of the search over grids; None for plans with operators.
     found: Found | None
-    # The grid that runs; None of operators.
+    # The grid in use; None for plans with operators.
     grid: Grid | None
-    # Number of backwards in a step; 1 where a pipeline cuts the batch.
+    # Number of backward passes per step; 1 if a pipeline splits the batch.
     accumulate: int
-    # Number of samples of a step that each replica reads, `Plugin.data_place` of them.
+    # Samples that each replica reads per step; `Plugin.data_place` has the replica's index.
     samples: int
-    # Better grids that could not be run, and why.
+    # Better grids that cannot run, with reasons.
     left_out: tuple[tuple[Grid, str], ...]
 
     @property
@@ -213,7 +213,7 @@ def _of_grids(
 ) -> AutoEngine:
     """Boosts the model with the fastest grid that can run."""
     left_out: list[tuple[Grid, str]] = []
-    # Ranks may know different link rates: the order of rank 0 counts.
+    # Ranks may know different link rates, so rank 0's order is used.
     for scored in broadcast_object(found.best):
         try:
             plan = raise_on_any_rank(partial(plan_of, scored, found, model, optimizer, precision))
@@ -307,7 +307,7 @@ def plan_of(
     plugin = plugin_of(grid, precision, found.limit, found.behind)
     plan = plugin.make_plan(model, optimizer, found.cluster, work=work)
     if 0 < grid.recomputed < len(plan.recompute):
-        # Evenly spaced, so that each stage recomputes as many.
+        # Evenly spaced, so that each stage recomputes the same number of blocks.
         count, every = grid.recomputed, len(plan.recompute)
         chosen = sorted({number * every // count for number in range(count)})
         paths = tuple(plan.recompute[number] for number in chosen)

@@ -30,7 +30,7 @@ from gulliver.precision.int8.layers import QuantizedLayer
 if TYPE_CHECKING:
     from gulliver.jobs.display import Scalars
 
-# What each tensor of a model is, by its name.
+# Description of each tensor of a model, by name.
 Signature = dict[str, str]
 
 
@@ -69,7 +69,7 @@ def _difference(every: Sequence[Signature]) -> str:
     )
 
 
-# `Booster`: an ordinary model and loop become the planned run.
+# `Booster` runs an ordinary model and training loop as planned.
 #
 # Read `Booster.boost`. `apply_plan` runs the plan; `CheckpointIO` saves and loads.
 
@@ -198,7 +198,7 @@ class Booster(CheckpointIO):
         again = next((known for known in self._optimizers if unwrapped(known) is model), model)
         boosted, wrapped, plan = self.plugin.configure(again, optimizer, world, choices)
         self._last = Running(broadcast_object(plan), wrapped, unwrapped(model))
-        # All ranks are here, so the groups of models that are gone can be given back together.
+        # All ranks are here, so they can release the groups of deleted models together.
         release_groups()
         wrapped.watch(unwrapped(model))
         if boosted in self._optimizers:
@@ -209,7 +209,7 @@ class Booster(CheckpointIO):
             autocast_calls(model, world.device.type, plan.precision.autocast)
         try:
             refuse_extra_state(unwrapped(model))
-        except GulliverError as error:  # it can be trained; the first save would come late
+        except GulliverError as error:  # it can be trained, but saving would fail late
             warnings.warn(str(error), stacklevel=2)
         self._optimizers[boosted] = wrapped
         if self.gradient_noise and optimizer is not None:
@@ -262,7 +262,7 @@ class Booster(CheckpointIO):
         Raises:
             GulliverError: a tracker is unknown, or its package is not installed.
         """
-        from gulliver.jobs.trackers import track  # and with it rich, which no loop needs
+        from gulliver.jobs.trackers import track  # and with it rich, which no training loop needs
 
         opened = track(names, Path(folder), step, init_world().is_main, config or {})
         self._scalars = self._tracking.enter_context(opened)

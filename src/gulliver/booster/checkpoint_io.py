@@ -94,7 +94,7 @@ def read_optimizer(optimizer: BoostedOptimizer, reader: StepReader) -> None:
     raise_on_any_rank(match)
     entry.unfreeze()
     if isinstance(optimizer, ZeroOptimizer):
-        # Else values that the user wrote to parameters would replace the masters that are loaded.
+        # Otherwise values that the user wrote to parameters would replace the loaded master shards.
         optimizer.shards.take_writes()
     raise_on_any_rank(entry.fill)
     if isinstance(optimizer, ZeroOptimizer):
@@ -112,7 +112,7 @@ def _check_stepped(optimizer: BoostedOptimizer, content: Mapping[str, Any], fold
             )
 
 
-# Whole files of models that ranks may hold parts of. Every rank calls every function here.
+# Files with full models of which ranks may hold only parts. All functions here are collective.
 
 Write = Callable[[Weights], object]
 
@@ -234,7 +234,7 @@ class CheckpointIO:
             check_whole(model)
         content = boosted_state(model, optimizer, holder, lr_scheduler, state, frozen)
         limit = None if holder is None else holder.checkpoint.copy_limit
-        # Under a memory limit the copy that is written in the background is limited as well.
+        # The memory limit also applies to the copy that is written in the background.
         checkpointer = self._checkpointer(Path(folder), options, limit)
         if self._last is not None:
             checkpointer.about["plan"] = self._running().plan.to_values()
@@ -329,7 +329,7 @@ class CheckpointIO:
     def close(self) -> None:
         """Waits for pending saves, then frees the buffers used for saving."""
         with ExitStack() as stack:
-            # Whatever fails, the folders of the others are free afterwards.
+            # Whatever fails, all other folders are released.
             while self._checkpointers:
                 stack.callback(self._checkpointers.popitem()[1].close)
             self._await_model()
@@ -484,7 +484,7 @@ def _whole_state(holder: BoostedOptimizer | None, model: nn.Module) -> dict[str,
     """Returns the state dict of a model that is unsharded on every rank (collective)."""
     state = whole_model(model)
     if isinstance(holder, ZeroOptimizer):
-        # Where updates travel packed, parameters differ from the shards that are trained.
+        # If updates are packed, parameters differ from the shards that are trained.
         state |= holder.checkpoint.exact_parameters(model)
     return state
 

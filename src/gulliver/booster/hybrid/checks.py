@@ -42,10 +42,10 @@ from gulliver.planner.capability import check_family, check_sizes, family_of
 from gulliver.planner.model import NO_BLOCKS, check_uncompiled
 from gulliver.planner.resolve import Stages, recomputable
 
-# Libraries whose own hooks are not looked at: they work on a piece as on the whole.
+# Libraries whose own hooks are allowed, because they work on shards as on full tensors.
 LIBRARIES = ("torch", "transformers", "peft", "gulliver")
 
-# Kinds of which the module stays itself.
+# Kinds of sharding that keep the module object.
 STAYS = ("summed", "experts", "parameters", "latent")
 
 
@@ -169,17 +169,17 @@ def check_virtual_tokens(model: nn.Module) -> None:
             )
 
 
-# Compiled blocks of a model that is cut.
+# Compiled blocks of a sharded model.
 
 
 BLOCKS = "compile its blocks separately with block.compile(...)"
 
 
-# [Note: compiled first, cut later] ``block.compile()`` puts a compiled call in the place of the
-# block's own and traces nothing yet. A cut replaces what is inside of a block and keeps the block,
-# so what is traced, when it first runs, is the block as this rank has it. Column and row layers,
-# whose messages no compiler can move, run as they are, between what is compiled. A whole model
-# cannot be compiled so: a stage leaves its forward by an exception.
+# [Note: compiled first, sharded later] ``block.compile()`` replaces the block's call by a compiled
+# one and traces nothing yet. Sharding replaces modules inside the block but keeps the block, so the
+# first run traces the block as it is on this rank. Column and row layers, whose messages no
+# compiler can move, run eagerly between compiled parts. A full model cannot be compiled this way,
+# because a stage leaves its forward by an exception.
 def check_compiled(
     model: nn.Module, plan: TensorPlan | None, lists: Iterable[str], style: str, mode: str | None
 ) -> None:
@@ -214,7 +214,7 @@ def refuse_whole(model: nn.Module) -> None:
     refuse: Callable[[bool], None] = torch.compiler.disable(_refuse)  # pyright: ignore
 
     def before(*_: Any) -> None:
-        # A constant in what is traced.
+        # Constant in traced code.
         refuse(torch.compiler.is_compiling())
 
     model.register_forward_pre_hook(before, prepend=True)
@@ -225,9 +225,9 @@ def _refuse(traced: bool) -> None:
         raise GulliverError(f"the sharded model was compiled as one graph: {BLOCKS}")
 
 
-# Models that are never whole: built without memory, filled with each rank's part.
+# Models that are never complete in memory: built on meta, and filled with each rank's part.
 #
-# Build the model under `lazy_parameters`, make its optimizer, and boost both with
+# Build the model under `lazy_parameters`, create its optimizer, and boost both with
 # ``HybridParallelPlugin(weights=folder)``.
 
 
@@ -258,10 +258,10 @@ def fill(model: nn.Module, weights: Path, aliases: Mapping[str, str], device: to
     )
 
 
-# Rejects models that cannot be cut as a plan says, while they are whole.
+# Rejects models that cannot be sharded as planned, while they are unsharded.
 
 
-# Least share of the parameters of the blocks that is cut without a warning.
+# Minimum share of the blocks' parameters that is sharded without a warning.
 LEAST_SHARE = 0.5
 
 
@@ -290,14 +290,14 @@ def check_cut(
     check_family(family, mode, max(sizes))
     check_batch_norms(model, plan.mesh.of("pipeline"), mode)
     check_embeddings(model, plan.sequence.degree, plan.mesh.of("pipeline"))
-    # State of whole parameters would have to be cut, too, which no optimizer says how to do.
+    # Optimizer state of full parameters would have to be sharded, and no optimizer describes how.
     if optimizer is not None and has_stepped(optimizer):
         raise GulliverError(
             "the optimizer has stepped before boost: boost shards the parameters, so it must come "
             "first"
         )
     if optimizer is not None:
-        named_trainables(model, optimizer)  # refuses an optimizer of another model
+        named_trainables(model, optimizer)  # rejects the optimizer of another model
     weights = None if plan.weights is None else Path(plan.weights)
     check_lazy(model, weights)
     if weights is not None and not weights.is_dir():
