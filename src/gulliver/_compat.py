@@ -18,15 +18,15 @@ from torch import Tensor
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# What `torch.compiler.disable` does, without its import of torch._dynamo, which takes seconds: that
-# is imported when a function is first called.
+# Equals `torch.compiler.disable`, but imports torch._dynamo, which takes seconds, only when such a
+# function is first called.
 uncompiled: Callable[..., Any] = torch._disable_dynamo  # pyright: ignore
 """Keeps a function out of compiled graphs."""
 
 DispatchMode = TorchDispatchMode
 """Base class of modes that intercept every operation below autograd."""
 
-# torch 2.13 renamed the flat collectives and warns of the old names; 2.11 knows only those.
+# torch 2.13 renamed the flat collectives and warns about the old names; 2.11 only has those.
 _renamed = hasattr(dist, "all_gather_single")
 all_gather_flat: Callable[..., Any] = getattr(
     dist, "all_gather_single" if _renamed else "all_gather_into_tensor"
@@ -336,7 +336,7 @@ def newest_node() -> int:
 def running_node() -> int:
     """Sequence number of the autograd node whose backward runs in this thread, or -1."""
     node = torch._C._current_autograd_node()
-    # What accumulates gradients has the highest number there is, and stands for no operation.
+    # Nodes that accumulate gradients have the largest possible number, and stand for no operation.
     return -1 if node is None or (number := node._sequence_nr()) >= 1 << 63 else number
 
 

@@ -85,7 +85,7 @@ def once_differentiable(what: str, linear: bool = False) -> Callable[[Any], Any]
     """
 
     def decorate(backward: Any) -> Any:
-        import torch  # late: errors are imported where torch is not
+        import torch  # late, because this module is also imported without torch
 
         @wraps(backward)
         def checked(ctx: Any, *grads: Any) -> Any:

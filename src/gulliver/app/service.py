@@ -77,7 +77,7 @@ class Worker:
         other.close()
 
         def watch() -> None:
-            # Waits, and leaves reading the exit code to the thread that owns the process.
+            # Waits for the end; the thread that owns the process reads its exit code.
             wait([self.process.sentinel])
             ended()
 
