@@ -37,7 +37,7 @@ def after_train(config: TrainConfig) -> None:
     hint("app", config.out)
 
 
-# ``gulliver data``: from a folder of clips to a table to train on. Options, then the actions.
+# ``gulliver data``: turns a folder of clips into a training table. Options, then the actions.
 #
 # Nothing here imports torch at its top: ``--help`` reads this module, and `filter` needs none.
 
@@ -277,7 +277,7 @@ def encode_clips(options: EncodeConfig, arguments: list[str]) -> int:
     if not under_launcher() and ranks > 1:
         code = launch("gulliver.cli", arguments, ranks)
     else:
-        # Stopped by a signal: what was asked for is not there yet.
+        # Stopped by a signal: the result is not complete.
         code = 0 if encode(options).finished else STOPPED
     if code == 0 and not under_launcher():
         hint("train", "--data.encoded", options.out, "--out", "runs/mine")
