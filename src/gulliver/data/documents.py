@@ -109,7 +109,7 @@ def _ids_and_labels(document: Any) -> tuple[Tensor, Tensor]:
             f"a document has ids of shape {tuple(ids.shape)} and labels of shape "
             f"{tuple(labels.shape)}; expected one dim and equal lengths of at least 1"
         )
-    # Padding would be trained as text, and counted in weights of lengths.
+    # Padding would be trained as text, and counted in length-based weights.
     if fields.get("attention_mask") is not None and not bool(found["attention_mask"].all()):
         raise GulliverError("a document has tokens masked by its attention_mask; remove padding")
     return ids, labels

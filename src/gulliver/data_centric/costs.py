@@ -94,7 +94,7 @@ def check_sample(
         )
 
 
-# What a planner of data-centric steps asks of costs, and checks of its degrees and window.
+# The costs that a planner of data-centric steps needs, and checks of its degrees and window.
 
 
 WINDOW, STEPS_AHEAD = 4096, 16  # default window in samples, or in steps for budgets in samples
@@ -126,8 +126,8 @@ def alone(costs: Costs) -> Costs:
 
 def efficient_batch(costs: Costs, shape: Hashable, pac: bool) -> int:
     """Smallest micro-batch within 2 % of the best time per sample."""
-    # It looks at the smallest group that a sample fits, whatever the ranks: which samples a step
-    # has must not depend on those.
+    # Uses the smallest group that fits a sample, for any number of ranks, because the samples of a
+    # step must not depend on that number.
     costs = alone(costs)
     for degree in costs.degrees(1024):
         row = costs.batches(shape, degree, pac)
@@ -171,7 +171,7 @@ def checked_window(budget: Budget, window: int | None) -> int:
     return WINDOW if window is None else window
 
 
-# Samples drawn for planning without a data set, and the time that no plan of them can be under.
+# Samples for planning without a dataset, and a lower bound on the time of any plan for them.
 
 
 Distribution = Literal["short", "balanced", "long"]
