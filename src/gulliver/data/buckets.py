@@ -181,7 +181,8 @@ def resolution(name: str) -> Resolution:
     return found
 
 
-# Bucket configurations of public training code: resolutions, lengths, probabilities, batch sizes.
+# Bucket configurations of public training code: resolutions by name, lengths, probabilities and
+# batch sizes.
 #
 #     bucket_config = {
 #         "720p": {1: (0.5, 20), 51: (0.3, 2)},          # frames: (keep, batch size)

@@ -138,7 +138,8 @@ def _run(source: list[Iterator[Any]], move: Callable[[Any], MovedBatch], channel
     """Body of the thread; `source` is a list, so that popping it drops the last reference."""
     entries = _moved(source.pop(), move)
     while True:
-        # Acquired before the batch is created: without a permit, it would hold arena memory.
+        # Acquired before the batch is created: a batch waiting for its permit would hold arena
+        # memory.
         channel.permits.acquire()
         if channel.closed.is_set():
             break
@@ -640,7 +641,8 @@ class _Batches:
         try:
             raise entry
         finally:
-            # Its traceback refers to this frame, which would keep the caller's batches alive.
+            # Its traceback refers to this frame, which would keep the caller's batches alive until
+            # the next garbage collection.
             del entry
 
     def __del__(self) -> None:
