@@ -280,7 +280,7 @@ def _check_whole(resolved: ResolvedPlan) -> None:
 
 
 def _checked_here(plan: Plan, model: nn.Module) -> dict[str, torch.dtype]:
-    """Names the parameters whose saved values this rank checks against fp16's range."""
+    """Returns the tensors, by name, whose saved values this rank checks against fp16's range."""
     if plan.precision.parameters != "fp16":
         return {}
     world, turned = current_world(), {t for _, t in converted(model, plan.precision.kept)}
@@ -289,7 +289,7 @@ def _checked_here(plan: Plan, model: nn.Module) -> dict[str, torch.dtype]:
 
 
 def _unequal(plan: Plan, model: nn.Module, inner: torch.optim.Optimizer) -> list[Tensor]:
-    """Returns the tensors that ranks must make equal themselves; chunks broadcast all others."""
+    """Returns the tensors that are not broadcast with the chunks."""
     stepped = {p for group in inner.param_groups for p in group["params"] if p.requires_grad}
     cut = plan.mesh.names_model
     rest = [p for p in model.parameters() if cut or not (p in stepped or is_boosted(p))]

@@ -115,7 +115,7 @@ def check_groups(
 
 
 def write_scheduler(lr_scheduler: Any, path: Path, writes: bool) -> None:
-    """Checks a scheduler's state on all ranks, and writes it as JSON on the one with `writes`."""
+    """Checks a scheduler's state on all ranks, and writes it as JSON if `writes`."""
     tensors, skeleton = split_state(scheduler_numbers(lr_scheduler))
     if tensors:
         raise GulliverError(
@@ -139,7 +139,7 @@ def read_scheduler(lr_scheduler: Any, path: Path) -> None:
 
 
 def fill_scheduler(lr_scheduler: Any, state: Mapping[str, Any]) -> None:
-    """Restores a scheduler's saved numbers."""
+    """Restores a scheduler's saved state."""
     own = lr_scheduler.state_dict()
     for key, value in state.items():
         # JSON only has plain dicts; a step schedule stores its milestones in a Counter.
@@ -345,7 +345,7 @@ def names_of_all(model: nn.Module | None, holder: BoostedOptimizer | None) -> se
 
 @dataclass
 class OptimizerEntry:
-    """A step's optimizer entry and the optimizer that loads it."""
+    """A step's optimizer entry, and the optimizer to load it into."""
 
     reader: StepReader
     optimizer: BoostedOptimizer
@@ -425,7 +425,7 @@ def _check_shapes(
         if ours is not None and name in known and known[name][0] != ours:
             raise GulliverError(
                 f"{reader.folder}: the optimizer state of {name!r} does not match: the parameter "
-                f"was {known[name][0]} when saved, but is {ours} now"
+                f"had shape {known[name][0]} when saved, but has shape {ours} now"
             )
         for key, value in entries.items():
             if ours is None or name in known:
@@ -546,7 +546,7 @@ def _feedback(optimizer: BoostedOptimizer) -> Any:
 
 
 def wire_entry(optimizer: BoostedOptimizer) -> dict[str, PerRank]:
-    """Returns the checkpoint entry of packing errors and gathered values; empty if unpacked."""
+    """Returns the checkpoint entry of packing errors and gathered values; empty without packing."""
     feedback = _feedback(optimizer)
     lost = feedback.lost() if feedback is not None and feedback.feeds else None
     shown = optimizer.checkpoint.shown_parts() if isinstance(optimizer, ZeroOptimizer) else {}

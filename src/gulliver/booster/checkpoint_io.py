@@ -335,7 +335,7 @@ class CheckpointIO:
             self._await_model()
 
     def abandon(self) -> None:
-        """Finishes this rank's writes and unlocks the folders, when other ranks may have died."""
+        """Finishes this rank's writes and unlocks the folders; used if other ranks may be dead."""
         while self._checkpointers:
             self._checkpointers.popitem()[1].abandon()
 
@@ -469,7 +469,7 @@ class CheckpointIO:
             read_optimizer(optimizer, reader)
 
     def save_lr_scheduler(self, lr_scheduler: Any, path: Path | str) -> None:
-        """Writes a scheduler's numbers as JSON; rank 0 writes, other ranks need not call it.
+        """Writes a scheduler's state as JSON; rank 0 writes, other ranks need not call it.
 
         Functions in its state are not saved: create the same scheduler before loading.
         """

@@ -88,7 +88,7 @@ def optimizer_state(
     optimizer: torch.optim.Optimizer,
     shapes: Sequence[Any] | None,
 ) -> Callable[[], None]:
-    """Reads an optimizer's state; for DTensors, only this rank's part."""
+    """Reads an optimizer's state (of DTensors, this rank's part); returns a function to load it."""
     where = f"{reader.folder}, entry {entry!r}"
     content = with_refs(skeleton, reader.tensors(entry))
     if not isinstance(content, dict) or not {"state", "param_groups"} <= content.keys():
@@ -173,8 +173,8 @@ def _check_groups(
             there, here = tuple(shapes[number][place]), state_shape(parameter)  # type: ignore[index]
             if there != here:
                 raise GulliverError(
-                    f"{where}: parameter {place} of group {number} is {there} in the checkpoint, "
-                    f"but {here} in the model"
+                    f"{where}: parameter {place} of group {number} has shape {there} in the "
+                    f"checkpoint, but {here} in the model"
                 )
 
 

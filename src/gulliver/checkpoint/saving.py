@@ -569,7 +569,7 @@ class AsyncCheckpointer:
         self.abandon()
 
     def abandon(self) -> None:
-        """Finishes this rank's save and unlocks the folder; for when other ranks may have died."""
+        """Finishes this rank's save and unlocks the folder; used if other ranks may be dead."""
         if os.getpid() == self._process:
             self._join()
             self._finalize()

@@ -1,4 +1,4 @@
-"""`gulliver data`: makes a training table of a folder of clips, and suggests the next commands."""
+"""`gulliver data`: turns a folder of clips into a training table, and suggests next commands."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def coder_needs(name: str, config: ModelsConfig) -> CoderNeeds:
 
 
 class _Decoding(nn.Module):
-    """A decoder without saved tensors for backward."""
+    """A decoder that saves no tensors for backward."""
 
     def __init__(self, decoder: nn.Module) -> None:
         super().__init__()

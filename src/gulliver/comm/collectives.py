@@ -514,8 +514,8 @@ def choose_axes(
     """
     if size is not None and cluster.size != size:
         raise GulliverError(
-            f"the cluster {cluster.name!r} has {cluster.size} ranks, but {size} ranks run: pass "
-            f"cluster.resized({size}), or measure it with gulliver probe"
+            f"the cluster {cluster.name!r} has {cluster.size} ranks, but there are {size} ranks: "
+            f"pass cluster.resized({size}), or measure it with gulliver probe"
         )
     found = {sizes: torus_seconds(cluster, sizes, collectives) for sizes in tori(cluster.size)}
     flat_s = torus_seconds(cluster, [cluster.size], collectives)

@@ -252,7 +252,7 @@ def exchange(
     counts: Sequence[int],
     wire: WireFormat = IDENTITY,
 ) -> list[Tensor]:
-    """All-to-all of tensors with any sizes, which both ends know."""
+    """All-to-all of tensors of different sizes, which both ends must know."""
     check_wire(wire)
     own = outgoing[rank_group.rank]
     if rank_group.size == 1:

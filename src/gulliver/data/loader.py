@@ -51,7 +51,7 @@ _OPEN: weakref.WeakSet[Feed] = weakref.WeakSet()
 
 
 class Inline:
-    """Creates batches in the calling thread, `ahead` of them before they are used."""
+    """Creates batches in the calling thread, `ahead` batches early."""
 
     def __init__(
         self, batches: Iterator[Any], move: Callable[[Any], MovedBatch], ahead: int
@@ -80,7 +80,7 @@ class Inline:
 
 
 class Feed:
-    """Moves batches from torch's workers in a thread, at most `ahead` of them before their use."""
+    """Moves batches from torch's workers in a thread, at most `ahead` batches early."""
 
     # The thread only refers to its channel, so that this object can be collected.
 
@@ -327,7 +327,7 @@ class DataLoader(torch_data.DataLoader):
         self._is_iterable = isinstance(dataset, torch_data.IterableDataset)
         self._threaded = threaded and not self.num_workers
         if self._threaded and self._is_iterable:
-            raise GulliverError("a stream is read in order: use a map-style dataset with threaded")
+            raise GulliverError("a stream is read in order: use map-style datasets if threaded")
         self._stateful = self._find_stateful()
         self._inner, self._work = self._make_inner()
         self.arena = self._make_arena(staging)

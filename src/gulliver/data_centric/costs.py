@@ -74,7 +74,7 @@ def total(budget: Budget, ranks: int) -> float:
 
 
 def check_key(budget: Budget, tokens: int, least: float) -> float:
-    """Minimum use of a budget by a sample, in tokens or seconds."""
+    """Returns how much of a budget a sample needs at least, in tokens or seconds."""
     return least if isinstance(budget, Seconds) else float(tokens)
 
 

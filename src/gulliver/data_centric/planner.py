@@ -171,7 +171,7 @@ class DataCentricPlanner:
         self.window = checked_window(budget, chosen.window)
 
     def _check_table(self, counts: Mapping[Shape, tuple[int, int]]) -> None:
-        """Checks every shape of a table; `counts` has its first sample and number of samples."""
+        """Checks every shape of a table; `counts` has the first sample and the count of each."""
         for shape, (first, count) in counts.items():
             self._meet(shape, first, count, inside=False)
         # The sample with the largest need determines the smallest possible budget.

@@ -23,7 +23,7 @@ PARTS = ("epoch", "step", "drawn", "queue")
 
 
 def digest_of(position: Mapping[str, Any]) -> str:
-    """Digest of a position, including the finished samples."""
+    """Digest of a position: its epoch, step, number of drawn samples and queue."""
     content = json.dumps([position.get(name) for name in PARTS])
     return hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
 

@@ -207,7 +207,7 @@ def _check_sides(
     """Raises an error if only the adapter or only the options include the text encoder."""
     has = any(name.startswith("text.") for name in tensors)
     if has != ("text" in networks):
-        wrong = "adapters for the text encoder; add" if has else "none for the text encoder; omit"
+        wrong = "adapters for the text encoder; add" if has else "no text encoder adapters; omit"
         raise GulliverError(f"--adapter {config.adapter} has {wrong} --text-encoder")
 
 

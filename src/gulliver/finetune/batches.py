@@ -1,4 +1,4 @@
-"""Builds batches, packed if the model supports it exactly or sorted by length."""
+"""Builds batches: packed if the model supports this exactly, otherwise sorted by length."""
 
 from __future__ import annotations
 

@@ -220,7 +220,7 @@ def check_finetune(config: FinetuneConfig) -> FinetuneConfig:
     _check_adapters(config)
     if config.disk is not None and config.memory_limit is None:
         raise GulliverError(
-            f"--disk {config.disk} needs --memory-limit; state that fits stays in memory"
+            f"--disk {config.disk} has no effect without --memory-limit; set it, or omit --disk"
         )
     if config.ranks and config.ranks % config.ranks_of_a_model:
         raise GulliverError(

@@ -1,8 +1,8 @@
 """Computes losses from logits sharded over vocabulary, sequence or both; gathers outputs.
 
-The loss and gathered tensors leave the sharded part of a model with ``gradient="alike"``: every
-rank of a sequence returns and counts them. [Note: gradients] of sequence parallelism explains why
-this is correct with the optimizer's mean over these ranks.
+The loss and gathered tensors leave the sharded part of a model with ``gradient="alike"``: all ranks
+of a sequence return and count the same values. [Note: gradients] of sequence parallelism explains
+why this is correct with the optimizer's mean over these ranks.
 """
 
 from __future__ import annotations

@@ -167,7 +167,7 @@ def choose_scheme(
 
 
 def _ways(width: Width, plan: SequencePlan, mode: str) -> list[By]:
-    """Returns the ways of a mode to communicate for which there are enough heads."""
+    """Returns the communication patterns of a mode for which there are enough heads."""
     ways: list[By] = [by for by in WAYS[mode] if by == "swap" or plan.ulysses <= width.heads]
     if not ways:
         raise GulliverError(
@@ -368,7 +368,7 @@ class ClipAdapter:
         return self._chosen[key].scheme
 
     def part(self, x: Tensor, dim: int) -> Tensor:
-        """Returns this rank's shard of a replicated tensor; its gradient stays local."""
+        """Returns this rank's shard of a replicated tensor; its gradient is not reduced."""
         return shard(x, self.groups, dim, gradient="own")
 
     def swap(self, x: Tensor, cut: int, other: int, size: int) -> Tensor:

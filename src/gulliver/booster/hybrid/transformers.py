@@ -255,7 +255,7 @@ class SequenceAdapter:
         return mean_over_ranks(losses, targets.labels, opened.call.groups, targets.counting)
 
     def _balance(self, module: Any, fields: dict[str, Any], opened: OpenedForward) -> None:
-        """Adds the router loss of all tokens, like a single process."""
+        """Adds the router loss over all tokens, as in a single process."""
         assert self.experts, "other routers are rejected before"
         count, call = len(fields["logits"]), opened.call
         pieces = [piece.unflatten(0, (count, -1)) for piece in fields["router_logits"]]
