@@ -57,7 +57,7 @@ class EmbeddingCacheOptions(Options):
     scale_grad_by_freq: bool = False
 
     def check_combinations(self) -> None:
-        """Rejects options that exclude each other."""
+        """Rejects values of `sparse` and `scale_grad_by_freq` that are not supported."""
         if not self.sparse:
             raise GulliverError(
                 "sparse=False needs a gradient as large as the table; leave sparse=True"
