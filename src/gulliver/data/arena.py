@@ -24,9 +24,9 @@ from gulliver.solve.extents import Extents, size_class
 
 def map_leaves(batch: Any, visit: Callable[[Any], Any]) -> Any:
     """Rebuilds a batch, replacing every leaf by the result of `visit`."""
-    # A leaf is a tensor, an object with a method ``pin_memory`` (which knows its own tensors best),
-    # or anything that is no container. Containers keep their type where it can be built again; a
-    # sequence or mapping that cannot becomes a list or dict. Leaves are visited in their order.
+    # A leaf is a tensor, an object with a method ``pin_memory`` (which knows best how to pin
+    # itself), or anything that is not a container. Containers keep their type if it can be rebuilt;
+    # other sequences and mappings become lists and dicts. Leaves are visited in order.
     if isinstance(batch, Tensor | str | bytes | bytearray) or hasattr(batch, "pin_memory"):
         return visit(batch)
     if isinstance(batch, Mapping):
@@ -35,7 +35,7 @@ def map_leaves(batch: Any, visit: Callable[[Any], Any]) -> Any:
         parts = [map_leaves(part, visit) for part in batch]
         return type(batch)(*parts) if hasattr(batch, "_fields") else _sequence(batch, parts)
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        # A copy, not a call: fields may be frozen, computed, or no arguments at all.
+        # A copy instead of a call: fields may be frozen, computed, or not be arguments at all.
         clone = copy.copy(batch)
         for field in dataclasses.fields(batch):
             object.__setattr__(clone, field.name, map_leaves(getattr(batch, field.name), visit))
@@ -54,7 +54,7 @@ def _mapping(like: Mapping, values: dict) -> Any:
         return values
     try:
         if isinstance(like, MutableMapping):
-            # Not rebuilt: a defaultdict, say, has more to it than its items.
+            # Not rebuilt: a defaultdict, for example, has more state than its items.
             clone = copy.copy(like)
             clone.update(values)
             return clone
@@ -72,9 +72,9 @@ def _sequence(like: Sequence, parts: list) -> Any:
         return parts
 
 
-# Host memory for batches that is taken once and used again and again.
+# Host memory for batches that is allocated once and reused.
 #
-# A `PinnedArena` owns a few large slabs, page-locked where there is CUDA, and lends blocks of them
+# A `PinnedArena` owns a few large slabs, page-locked if CUDA is available, and lends blocks of them
 # as ordinary tensors. Read `copy_all` first, then `_place`, then `_reclaim`.
 
 
@@ -95,21 +95,21 @@ class CopyEvent(Protocol):
 class ArenaStatistics:
     """Counters of an arena, in bytes or numbers of tensors."""
 
-    # Tensors placed in memory that was there.
+    # Tensors placed in existing memory.
     hits: int
-    # Tensors for which a slab had to be taken.
+    # Tensors for which a slab was allocated.
     grown: int
     # Tensors beyond the limit, in ordinary memory.
     plain: int
     # Bytes of all slabs.
     capacity: int
-    # Bytes of the blocks that are lent.
+    # Bytes of the blocks in use.
     in_use: int
     # Bytes of the tensors in these blocks.
     asked: int
     # Largest `in_use` so far.
     high_water: int
-    # Slabs taken so far; it stands still once nothing is allocated any more.
+    # Slabs allocated so far; constant once nothing is allocated any more.
     slabs_taken: int
     # Whether the slabs are page-locked.
     is_pinned: bool
@@ -145,20 +145,19 @@ class _Block(NamedTuple):
 
 # [Note: who frees a block] A tensor of the arena is `torch.frombuffer` over a small array object,
 # its *owner*. The storage holds the owner, and every view, slice and alias of the tensor holds the
-# storage, so the owner dies exactly when no one can look at the memory any more. Its finalizer puts
-# the block on a queue, and the next request takes it from there. A copy to the device is one more
-# holder: the tensors are in a list until the event behind the copy has happened. No one releases
-# anything by hand, a dropped batch cannot leak, and nothing is known by an `id` that may come
-# again.
+# storage, so the owner is deleted exactly when nothing can access the memory any more. Its
+# finalizer puts the block into a queue, from which the next request takes it. Copies to the device
+# also hold the tensors, in a list, until the event after the copy has occurred. Nothing is released
+# explicitly, dropped batches cannot leak, and nothing is identified by an `id` that may be reused.
 #
-# The finalizer only appends to a deque. It may run at any moment, even while this very thread holds
-# the arena's lock, because garbage collection may start at any allocation.
+# The finalizer only appends to a deque. It may run at any time, even while its thread holds the
+# arena's lock, because garbage collection may start at any allocation.
 #
 # [Note: why a warmed-up arena never misses] All tensors of a batch are placed together, in one
 # hole, and freed one by one. With `in_flight` slabs, each as large as the largest batch, and one
-# batch less alive, each living batch is in one slab: at least one slab is empty, and any batch fits
-# it. No order of sizes or releases can break this, at the price of just the bytes that as many of
-# the largest batches need.
+# batch fewer alive, each living batch is in one slab: at least one slab is empty, and any batch
+# fits into it. No order of sizes or releases can break this, and it needs only the bytes of
+# `in_flight` times the largest batch.
 class PinnedArena:
     """Pre-allocated host memory for tensors, which is reclaimed automatically.
 
@@ -271,7 +270,7 @@ class PinnedArena:
             )
 
     def __del__(self) -> None:
-        # A device may still read what is held.
+        # A device may still be reading held tensors.
         for event, _ in getattr(self, "_held", ()):
             event.synchronize()
 
@@ -279,7 +278,7 @@ class PinnedArena:
         """Returns a block for each size, or the size itself if it needs ordinary memory."""
         self._reclaim()
         sizes = [size_class(need) for need in needs]
-        # One hole for all, see [Note: why a warmed-up arena never misses].
+        # One hole for all tensors; see [Note: why a warmed-up arena never misses].
         found = self._extents.take(sum(sizes)) if sizes else None
         if found is not None:
             number, start = found
@@ -325,7 +324,7 @@ class PinnedArena:
         return owner
 
     def _reclaim(self) -> None:
-        # Events of one stream happen in their order; those of several are only looked at later.
+        # Events of one stream occur in order; of several streams, some are only noticed later.
         while self._held and self._held[0][0].query():
             self._held.popleft()
         while self._returned:
@@ -366,8 +365,8 @@ class PinnedArena:
 class _Slab:
     """Zeroed, populated memory from the system, optionally page-locked."""
 
-    # Shared, not private: pages that a forked worker shares with its parent would be copied at the
-    # parent's next write, out from under the device that they were locked for.
+    # Shared, not private: pages shared with a forked worker would be copied at the parent's next
+    # write, and the device would still use the pages that were locked.
 
     def __init__(self, number: int, size: int, pin: bool) -> None:
         self.number = number
@@ -377,7 +376,7 @@ class _Slab:
             raise GulliverError(
                 f"cannot allocate {size} bytes of host memory for batches: {error}"
             ) from None
-        # Touches every page now: the first write to fresh memory would wait for the system.
+        # Touches every page now, because the first write to fresh memory is slow.
         self.bytes.fill(0)
         if pin:
             runtime: Any = torch.cuda.cudart()
@@ -393,7 +392,7 @@ class _Slab:
 
 def _unlock(runtime: Any, address: int, memory: np.ndarray) -> None:
     runtime.cudaHostUnregister(address)
-    # Named to live until here: memory must not go back to the system while it is locked.
+    # Referenced until here, because memory must not be freed while it is locked.
     del memory
 
 
@@ -426,7 +425,7 @@ def _tensor(owner: np.ndarray | None, like: Tensor) -> Tensor:
     flat = torch.frombuffer(owner, dtype=like.dtype)
     if like.is_contiguous():
         return flat.view(like.shape)
-    # Where `like` is dense, these are its own strides.
+    # If `like` is dense, these are its own strides.
     strides = torch.empty_like(like, device="meta").stride()
     return flat.as_strided(like.shape, strides)
 
@@ -445,7 +444,7 @@ def _same_order(one: Tensor, other: Tensor) -> bool:
     return (one.is_contiguous() and other.is_contiguous()) or one.stride() == other.stride()
 
 
-# The way of a finished batch: into the arena, and on to the device ahead of its use.
+# Moves a finished batch into the arena, and to the device before it is used.
 
 
 class CopyStream(Protocol):
@@ -474,9 +473,9 @@ class CudaCopyStream:
             self._under_way.popleft()
         if len(self._under_way) >= self._depth:
             self._under_way.popleft().synchronize()
-        # Copy stream. The results are allocated on it, not on the compute stream, or the copies
-        # would have to wait for that; `record_stream` in `receive` keeps their memory from being
-        # used again too early.
+        # Copy stream. The results are allocated on it, not on the compute stream, for which copies
+        # would have to wait; `record_stream` in `receive` keeps their memory from being reused too
+        # early.
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             sent = [leaf.to(self._device, non_blocking=True) for leaf in leaves]
             event = torch.cuda.Event()
@@ -494,7 +493,7 @@ class CudaCopyStream:
 
 
 class MovedBatch(NamedTuple):
-    """A batch that is being copied, and the event that ends the copy."""
+    """A batch that is being copied, and the event that marks the end of the copy."""
 
     batch: Any
     leaves: list[Any]

@@ -57,7 +57,7 @@ class EmbeddingCacheOptions(Options):
     scale_grad_by_freq: bool = False
 
     def check_combinations(self) -> None:
-        """Rejects options that exclude each other."""
+        """Rejects values of `sparse` and `scale_grad_by_freq` that are not supported."""
         if not self.sparse:
             raise GulliverError(
                 "sparse=False needs a gradient as large as the table; leave sparse=True"
@@ -260,7 +260,7 @@ class CachedEmbeddingBag(nn.Module):
             )
         if self._store.waiting:
             raise GulliverError(
-                "some batches wait for an optimizer step; call optimizer.step() before grow()"
+                "some batches are still waiting for a step; call optimizer.step() before grow()"
             )
         self.flush()
         values = self._drawn(more, self.weight.dtype) if _weight is None else _weight
