@@ -208,28 +208,3 @@ def test_own_clips_tutorial_runs(
     prompt = ["--prompt", samples[-1]["prompts"][0], "--frames", "5", "--resolution", "16"]
     call("generate", "--run", "run", *prompt, "--steps", "2", "--scale", "8", "--out", "x.mp4")
     assert Path("x.mp4").read_bytes() == files(Path("run"), 24)["000.mp4"]
-
-
-def test_a_table_whose_rows_changed_is_not_resumed(tmp_path: Path, autoencoder: Path) -> None:
-    image = pytest.importorskip("PIL.Image")
-    for number in range(9):
-        pixels = np.random.default_rng(number).integers(0, 255, (16, 16, 3), dtype=np.uint8)
-        image.fromarray(pixels).save(tmp_path / f"{number}.png")
-    path = tmp_path / "clips.csv"
-
-    def write(order: list[int], text: str = "thing") -> None:
-        rows = "".join(f"{number}.png,{text} {number}\n" for number in order)
-        path.write_text(f"path,text\n{rows}")
-
-    rows = list(range(8))
-    write(rows)
-    data = DataConfig(table=path, shapes=("1x16x16",), batch_size=4)
-    config = small(tmp_path / "run", autoencoder, steps=1, save_every=1, data=data)
-    train(config)
-    again = replace(config, resume=True)
-    for order, text in ((rows[::-1], "thing"), ([*rows[:7], 8], "thing"), (rows, "other")):
-        write(order, text)
-        with pytest.raises(GulliverError):
-            train(again)
-    write(rows)
-    assert train(again).finished

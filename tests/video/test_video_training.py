@@ -191,28 +191,6 @@ def test_sigterm_saves_and_resuming_continues_bit_for_bit(
     assert_same_bytes(whole.out, stopped.out)
 
 
-@pytest.mark.full
-def test_a_killed_rank_ends_the_run_and_is_named(tmp_path: Path, autoencoder: Path) -> None:
-    config = small(tmp_path / "run", autoencoder, ranks=2, steps=100_000)
-    process = cli(*options_of(config))
-    wait_for_step(config.out, 5, process)  # past the first checkpoint
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    ranks = {
-        child: dict(
-            item.split("=", 1)
-            for item in Path(f"/proc/{child}/environ").read_text().split("\0")
-            if "=" in item
-        ).get("RANK")
-        for child in children
-    }
-    (victim,) = [int(child) for child, rank in ranks.items() if rank == "1"]
-    os.kill(victim, signal.SIGKILL)
-    _, errors = process.communicate(timeout=patient(90))
-    assert process.returncode == 1
-    assert "rank 1 was killed by SIGKILL" in errors
-    assert Run(config.out).checkpoints.latest() is not None
-
-
 def _trainer(config: TrainConfig, autoencoder: Path) -> Trainer:
     from gulliver.video import load_autoencoder
 
@@ -286,16 +264,6 @@ def test_resume_step_selects_a_checkpoint(tmp_path: Path, autoencoder: Path) -> 
         train(replace(back, resume_step=7))
 
 
-def test_a_truncated_checkpoint_is_passed_over(tmp_path: Path, autoencoder: Path) -> None:
-    config = small(tmp_path / "run", autoencoder, steps=6, save_every=3)
-    train(config)
-    newest = Run(config.out).newest_checkpoint()
-    assert newest.name == "step-00000006"
-    (model,) = newest.glob("model*.safetensors")
-    model.write_bytes(model.read_bytes()[:1000])
-    assert Run(config.out).newest_checkpoint().name == "step-00000003"
-
-
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
@@ -354,37 +322,6 @@ TABLE = DataConfig(table=Path("x.csv"))
 def test_incompatible_train_options_are_rejected(changes: dict, message: str) -> None:
     with pytest.raises(GulliverError, match=message):
         check_config(replace(TrainConfig(), **changes))
-
-
-@pytest.mark.parametrize("name", ["run[/v2]", "[bold]"])
-def test_names_are_shown_as_they_are(
-    tmp_path: Path, name: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from gulliver.cli.dispatch import main
-    from gulliver.jobs.display import console
-
-    monkeypatch.setenv("COLUMNS", "400")  # tables of a terminal are wrapped
-
-    folder = tmp_path / name
-    folder.mkdir(parents=True)
-    (folder / "prompts.txt").write_bytes(b"caf\xe9\n")
-    console().print(f"continue with --resume --out {folder}")
-    lines = capsys.readouterr().err.splitlines()
-    assert lines == [f"continue with --resume --out {folder}"]
-    for arguments, message in (
-        (["generate", "--run", str(folder), "--prompt", "x"], f"{folder} has no training run"),
-        (["evaluate", "--run", str(folder)], f"{folder} has no training run"),
-        (["generate", "--prompts", str(folder / "prompts.txt")], f"{name}/prompts.txt, line 1"),
-        (["train", "--data.table", str(folder / "no.csv")], f"table {folder}/no.csv does not"),
-        (["train", "--autoencoder.path", str(folder)], f"{folder} "),
-    ):
-        with pytest.raises(SystemExit):
-            main(arguments)
-        assert message in capsys.readouterr().err
-    with pytest.raises(SystemExit) as stop:
-        main(["doctor", "--folder", str(folder), "--mib", "1"])
-    assert stop.value.code == 0
-    assert f"GiB in {folder}" in capsys.readouterr().out
 
 
 def test_training_on_a_table_counts_what_it_cannot_use(
@@ -518,23 +455,6 @@ def test_a_batch_without_a_sample_is_no_step(tmp_path: Path, autoencoder: Path) 
     for name, parameter in trainer.plain_model.named_parameters():
         assert torch.equal(parameter, before[name])
     assert all(torch.equal(v, shadow[n]) for n, v in trainer.average.shadow.items())
-
-
-def test_wrong_lengths_in_table_end_the_run(
-    tmp_path: Path, autoencoder: Path, capsys: pytest.CaptureFixture
-) -> None:
-    table = _ramps(tmp_path / "clips", 6)
-    table.write_text(table.read_text().replace(",5,32", ",99,32"))
-    data = DataConfig(table=table, shapes=("9x32x32",), batch_size=2)
-    config = small(tmp_path / "run", autoencoder, data=data)
-    with pytest.raises(GulliverError, match=r"2 of the 6 clips of epoch 0 .* no checkpoint"):
-        train(config)
-    assert "mp4: has 5 of the 9 " in capsys.readouterr().err
-    # An autoencoder cannot be trained on them either.
-    free = replace(config.autoencoder, path=None, steps=3, batch_size=2)
-    with pytest.raises(GulliverError, match="the autoencoder's training stopped"):
-        train(replace(config, out=tmp_path / "other", autoencoder=free))
-    assert not (tmp_path / "other" / "autoencoder.safetensors").exists()
 
 
 def test_torn_log_is_repaired_on_resume(tmp_path: Path, autoencoder: Path) -> None:
