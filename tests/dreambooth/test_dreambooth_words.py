@@ -130,21 +130,6 @@ def test_braces_that_are_left_in_prompts_are_refused(
     assert told in str(error.value)
 
 
-def test_captions_with_braces_are_refused_by_the_name_of_the_file(
-    base: Path, tmp_path: Path
-) -> None:
-    config = _config(base, tmp_path)
-    assert config.subject is not None
-    for text, told in (
-        ("{token} {unknown}", r"0\.png.* 0\.txt contains \{unknown\}"),
-        ("{token} {left|right}", r"0\.txt contains \{left\|right\}"),
-        ("{token} {class}", r"0\.txt contains \{class\}.*--class-word"),
-    ):
-        (config.subject / "0.txt").write_text(text)
-        with pytest.raises(GulliverError, match=told):
-            read_pictures(config, print)
-
-
 def test_skipped_files_and_shared_captions_are_reported(base: Path, tmp_path: Path) -> None:
     config, said = _config(base, tmp_path), list[str]()
     folder = config.subject

@@ -269,23 +269,6 @@ def test_bad_ids_are_named_by_table(case: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-OFFSETS: dict[str, tuple[list[int] | None, bool, str]] = {
-    "falling": ([0, 2, 1], False, "offset 2 does: 1 follows 2"),
-    "too far": ([0, 9], False, "last offset is 9; it must be at most 4"),
-    "last": ([0, 3], True, "it must be 4, the number of ids"),
-}
-
-
-@pytest.mark.parametrize("case", list(OFFSETS))
-def test_bad_offsets_are_refused(case: str) -> None:
-    offsets, last, message = OFFSETS[case]
-    table = CachedEmbeddingBag(10, 4, cache=5, include_last_offset=last, name="user")
-    given = None if offsets is None else torch.tensor(offsets)
-    with torch.no_grad(), pytest.raises(GulliverError, match=message):
-        table(torch.tensor([1, 2, 3, 4]), given)
-    assert table.counts.batches == 0
-
-
 def _step(table: CachedEmbeddingBag, optimizer: Any, ids: Tensor) -> None:
     table(ids).sum().backward()
     optimizer.step()
@@ -332,19 +315,3 @@ def test_inexact_options_are_rejected() -> None:
         optimizer.step(lambda: 0.0)
     with pytest.raises(GulliverError, match="cannot change its device"):
         table.double()
-
-
-ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
-    "weight": ({"_weight": torch.ones(3, 4)}, r"_weight has shape \(3, 4\), .* \(10, 4\)"),
-    "slots": ({"cache": 11}, "use 1 to 10"),
-    "padding": ({"padding_idx": 10}, "0 to 9"),
-    "padding below": ({"padding_idx": -11}, "-1 to -10"),
-    "disk": ({"disk": "/nowhere/at/all"}, "does not exist"),
-}
-
-
-@pytest.mark.parametrize("case", list(ARGUMENTS))
-def test_invalid_table_arguments_are_rejected(case: str) -> None:
-    options, message = ARGUMENTS[case]
-    with pytest.raises(GulliverError, match=message):
-        CachedEmbeddingBag(10, 4, **options)

@@ -34,35 +34,6 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> Example:
     return make_example(tmp_path_factory.mktemp("finetune") / "example", rows=40)
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("a.csv", "prompt,completion\na,b\n".encode("utf-16"), "a.csv is UTF-16"),
-        ("a.jsonl", '{"text": "a"}\n'.encode("utf-16"), "a.jsonl is UTF-16"),
-        (
-            "a.csv",
-            "prompt,completion\né,b\n".encode("latin1"),
-            r"a\.csv: invalid UTF-8.*save the table",
-        ),
-        ("a.json", b'[{"text": "a"}, {"te', r"a\.json is not a JSON list"),
-        ("a.json", b'[{"text": "\xff"}]', r"a.json: invalid UTF-8: 0xff at byte 11"),
-        (
-            "a.jsonl",
-            b'{\n"text": "a"\n}',
-            r"3 rows are bad, and the first is .*a.jsonl:1: invalid JSON",
-        ),
-        ("a.txt", b"a\0b", r"1 rows are bad, and the first is .*a.txt: NUL byte: at byte 1"),
-    ],
-    ids=str,
-)
-def test_a_file_that_cannot_be_read_is_named_with_what_is_wrong(
-    tmp_path: Path, name: str, content: bytes, message: str
-) -> None:
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(GulliverError, match=message):
-        read(tmp_path / name)
-
-
 def test_row_with_duplicate_keys_is_bad(tmp_path: Path) -> None:
     rows = [
         {"prompt": "a", "completion": "b", "response": "c"},

@@ -78,16 +78,6 @@ def test_models_within_their_limit_train_as_without_one_and_a_model_that_ignores
 
 
 @needs_groups
-@pytest.mark.full
-@pytest.mark.deadline(4 * 3600)
-def test_thousands_of_models_within_their_limits_are_never_killed(tmp_path: Path) -> None:
-    for start in range(CASES, FULL_CASES, CASES_OF_A_PROCESS):
-        end = min(start + CASES_OF_A_PROCESS, FULL_CASES)
-        cases = [random_case(seed) for seed in range(start, end)]
-        check(cases, run_limited(cases, tmp_path))
-
-
-@needs_groups
 def test_a_group_limits_counts_and_is_removed(tmp_path: Path) -> None:
     code = "x = bytearray({0} << 20); open({1!r}, 'wb', 0).write(x[:1 << 20])"
     with Group(memory=64 << 20) as group:

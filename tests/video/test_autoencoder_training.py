@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 from collections.abc import Callable
 from dataclasses import replace
@@ -352,36 +351,6 @@ def test_the_command_trains_and_its_result_is_taken_by_a_run(
     with pytest.raises(SystemExit) as stopped:
         main(["train", "--out", str(tmp_path / "run"), "--data.shapes", "5x32x32", *given.split()])
     assert stopped.value.code == 0
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ("--loss.adversarial 1 --loss.adversarial-start 10", "end of the run at step 10"),
-        ("--loss.perceptual nowhere:vgg", "No module named 'nowhere'"),
-        ("--data.shapes 5x8x8", r"SSIM window of 11x11 pixels.*at least 16"),
-        ("--model.size huge", "unknown autoencoder size 'huge'"),
-        ("--segment-frames 6", "multiple of 4, such as 8"),
-        ("--segment-frames 8 --share-ranks 2", "exclude each other"),
-        ("--ranks 3 --share-ranks 2", "must be a multiple of --share-ranks 2"),
-        ("--resume-step 3", "--resume-step 3 needs --resume"),
-        ("--loss.kl 0.1", r"--loss.kl is 0.1: .*\(--model.posterior\)"),
-        ("--loss.no-adaptive", "--loss.no-adaptive: there is no discriminator"),
-        ("--data.scores 1.2 --data.table x", "--data.scores is 1.2"),
-        ("--data.held-out-frames 0.1", "--data.held-out-frames is 0.1"),
-        ("--model.init x --model.latent-channels 5", "is 5: --model.init determines it"),
-    ],
-)
-def test_invalid_options_are_early_one_line_errors(
-    options: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main(["train-autoencoder", "--out", str(tmp_path / "x"), "--steps", "10", *options.split()])
-    # A module that is missing is no mistake of the arguments alone.
-    assert stopped.value.code == (1 if "nowhere" in options else 2)
-    (line,) = capsys.readouterr().err.strip().splitlines()
-    assert line.startswith("gulliver: ")
-    assert re.search(message, line), line
 
 
 def test_nothing_held_out_and_other_ranks_are_refused(films: Path, tmp_path: Path) -> None:

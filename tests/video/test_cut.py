@@ -323,13 +323,3 @@ def test_a_file_that_crashes_its_process_costs_that_file_only() -> None:
     assert os.getpid() not in {outcome.values["process"] for outcome in found.values()}
     with pytest.raises(GulliverError, match="no space"):
         list(in_processes(odd_work, [("a", Path("a")), ("full", Path("full"))], 2))
-
-
-def test_contradictory_cut_options_are_rejected(mess: Mess, tmp_path: Path) -> None:
-    with pytest.raises(GulliverError, match="is the input table"):
-        run(mess, mess.table)
-    with pytest.raises(GulliverError, match="less than --min-seconds"):
-        run(mess, tmp_path / "o.csv", CutSettings(min_seconds=2, max_seconds=1))
-    with pytest.raises(GulliverError, match="no effect"):
-        run(mess, tmp_path / "o.csv", CutSettings(detector="none", threshold=3.0))
-    assert not list(tmp_path.iterdir())

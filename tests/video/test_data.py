@@ -99,19 +99,6 @@ def test_excluded_sentences_never_occur_and_all_others_do() -> None:
     assert seen == {(d, w) for d in range(10) for w in range(4)} - set(exclude)
 
 
-@pytest.mark.parametrize(
-    ("bucket", "message"),
-    [
-        (Bucket(12, 32, 32), "4 k \\+ 1"),
-        (Bucket(13, 30, 32), "multiples of 8, such as 32x32"),
-        (Bucket(13, 8, 32), "13x8x32"),
-    ],
-)
-def test_shapes_that_no_digit_fits_are_refused(bucket: Bucket, message: str) -> None:
-    with pytest.raises(GulliverError, match=message):
-        MovingDigits(shapes={bucket: 1.0})
-
-
 # --- real files -----------------------------------------------------------------------------------
 
 

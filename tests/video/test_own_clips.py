@@ -21,7 +21,6 @@ pytest.importorskip("scenedetect")
 
 from gulliver.cli.dispatch import main
 from gulliver.comm import World
-from gulliver.errors import GulliverError
 from gulliver.jobs.log import Log
 from gulliver.video import DataConfig, Run, TrainConfig, VideoModel
 from gulliver.video.config import OptimizerConfig, SamplesConfig
@@ -122,24 +121,6 @@ def test_a_run_that_was_killed_while_it_sampled_makes_the_samples_when_it_is_res
     train(replace(config, resume=True, resume_step=2))
     assert files(config.out, 3) == expected[3]
     assert [line["step"] for line in log.read()] == [2, 3]
-
-
-def test_invalid_sample_options_are_rejected_before_training(
-    tmp_path: Path, autoencoder: Path
-) -> None:
-    long = tmp_path / "long.txt"
-    long.write_text("one two three four five six seven eight nine\n")
-    references = tmp_path / "references.txt"
-    references.write_text('a ball {"reference_path": "a.png"}\n')
-    for samples, message in (
-        (SamplesConfig(every=1, shape="5x16x17"), "--samples.shape 5x16x17 "),
-        (SamplesConfig(every=1, prompts=tmp_path / "none.txt"), "does not exist"),
-        (SamplesConfig(every=1, prompts=long), "9 words"),
-        (SamplesConfig(every=1, prompts=references), "uses references"),
-    ):
-        with pytest.raises(GulliverError, match=message):
-            train(sampled(tmp_path / "run", autoencoder, samples=samples))
-    assert not (tmp_path / "run" / "checkpoints").exists()
 
 
 def test_own_clips_tutorial_runs(

@@ -18,10 +18,9 @@ from gulliver.hardware.samples import read_samples
 from gulliver.video import DataConfig, TrainConfig, training
 from gulliver.video import planned_training as runs
 from gulliver.video.batches import VideoBatch
-from gulliver.video.config import ModelConfig, PlannerConfig, ValidationConfig, check_config
+from gulliver.video.config import PlannerConfig, ValidationConfig
 from gulliver.video.planned_training import PlannedTrainer, budget_of, train
 from gulliver.video.run import Run
-from gulliver.video.sources import check_start
 from tests.pool import Pool
 from tests.video.test_video_hybrid import doubled
 from tests.video.test_video_training import autoencoder, small
@@ -133,44 +132,6 @@ def test_a_stopped_run_goes_on_with_other_ranks_and_without_those_inside(
         part = replace(config, resume=last > 1, **inside)
         pool.run(_train_double, ranks, part, last)
     _assert_like(config.out, alone)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {"pp_size": 2, "planner": PlannerConfig(inter=False)},
-            "--planner.no-inter: omit it: pipeline stages need several",
-        ),
-        ({"sp_size": 2}, "each step chooses how many ranks share a clip"),
-        (
-            {"model": ModelConfig(size="STDiT2-XL/2"), "tp_size": 2},
-            "--sp-size .*STDiT3, not an STDiT2",
-        ),
-        (
-            {"planner": PlannerConfig(tokens=9, seconds=1.0), "data": DataConfig()},
-            "exclude each other",
-        ),
-        ({"planner": PlannerConfig(tokens=9)}, "--data.batch-size is 7: omit it"),
-        ({"planner": PlannerConfig(degree=2)}, "add --planner.no-intra"),
-        ({"planner": PlannerConfig(intra=False)}, "needs --planner.degree"),
-        (
-            {"data_centric": False, "planner": PlannerConfig(unfit="skip")},
-            "--planner.unfit is skip: .*--data-centric",
-        ),
-    ],
-)
-def test_invalid_options_are_rejected_in_video_training(
-    tmp_path: Path, autoencoder: Path, changes: dict[str, Any], message: str
-) -> None:
-    config = replace(uneven(tmp_path, autoencoder), **changes)
-
-    def start() -> None:
-        check_config(config)
-        check_start(config)
-
-    with pytest.raises(GulliverError, match=message):
-        start()
 
 
 def test_costs_and_clips_that_do_not_fit_are_refused(

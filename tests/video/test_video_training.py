@@ -28,9 +28,6 @@ from gulliver.video.config import (
     AutoencoderConfig,
     FlowConfig,
     OptimizerConfig,
-    SamplesConfig,
-    ValidationConfig,
-    check_config,
 )
 from gulliver.video.planned_training import train
 from gulliver.video.public_models import save_autoencoder
@@ -296,32 +293,6 @@ def test_mistakes_end_in_one_clear_line(
 
 
 TABLE = DataConfig(table=Path("x.csv"))
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"pp_size": 7}, "--pp-size 7 exceeds the 6 blocks of model 'tiny'"),
-        ({"tp_size": 8}, "--tp-size 8 .*4 heads of model 'tiny'"),
-        ({"sp_size": 2, "plugin": "ddp"}, "--plugin ddp keeps the whole model"),
-        ({"sequence_parallelism_mode": "ring_attn"}, "needs --sp-size 2"),
-        ({"resume_step": 7}, "--resume-step 7 needs --resume"),
-        ({"samples": SamplesConfig(clips=3)}, "--samples.clips is 3: add --samples.every"),
-        ({"data": replace(TABLE, clips=9)}, "--data.clips is 9"),
-        (
-            {"data": replace(TABLE, shapes=("9x32x32:2",))},
-            "weights only apply to the moving digits",
-        ),
-        ({"data": replace(TABLE, bucket_ranks=2)}, "add --data.buckets"),
-        ({"data": DataConfig(scores="1.2")}, "--data.scores is 1.2"),
-        ({"validation": ValidationConfig(share=0.1)}, "the moving digits have held-out"),
-        ({"validation": ValidationConfig(every=5), "data": TABLE}, "add a --validation.share"),
-        ({"flow": FlowConfig(shift_rule="2.0")}, "it needs --flow.shift-by-size"),
-    ],
-)
-def test_incompatible_train_options_are_rejected(changes: dict, message: str) -> None:
-    with pytest.raises(GulliverError, match=message):
-        check_config(replace(TrainConfig(), **changes))
 
 
 def test_training_on_a_table_counts_what_it_cannot_use(
