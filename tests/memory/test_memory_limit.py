@@ -16,7 +16,7 @@ from tests.memory.limited_models import LimitCase, random_case
 from tests.patience import patient
 
 ROOT = Path(__file__).parents[2]
-CASES, FULL_CASES, CASES_OF_A_PROCESS = 1, 2000, 100
+CASES = 1
 
 
 def cannot_limit() -> str:

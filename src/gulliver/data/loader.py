@@ -311,8 +311,6 @@ class DataLoader(torch_data.DataLoader):
 
     def set_epoch(self, epoch: int) -> None:
         """Moves to the start of an epoch, or to the loaded position if it is in that epoch."""
-        if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0:
-            raise GulliverError(f"an epoch must be an integer of at least 0, not {epoch!r}")
         if self._resumes and epoch == self._epoch:
             return
         self._feed.close()
