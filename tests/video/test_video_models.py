@@ -205,7 +205,7 @@ def test_the_third_form_with_windows_equals_the_written_out_model(
 
     def written_out(s: dict[str, Tensor], **values: Any) -> Tensor:
         plain = {name.removeprefix("inner."): value for name, value in s.items()}
-        return reference.stdit3_windows(plain, **values, **kinds)
+        return reference.stdit3(plain, **values, **kinds)
 
     called = Called()
     if not given:
