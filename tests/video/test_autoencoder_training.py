@@ -28,7 +28,6 @@ from gulliver.video import (
     TrainAutoencoderConfig,
     load_autoencoder,
     run_autoencoder,
-    train_autoencoder,
 )
 from gulliver.video.autoencoder_config import (
     AutoencoderDataConfig,
@@ -38,7 +37,6 @@ from gulliver.video.autoencoder_config import (
 from gulliver.video.autoencoders import AutoencoderTrainer
 from gulliver.video.autoencoders.clips import make_sources
 from gulliver.video.autoencoders.losses import PatchDiscriminator
-from gulliver.video.config import AutoencoderConfig
 from gulliver.video.digits import MovingDigits
 from gulliver.video.media import read_frames, write_clip
 from gulliver.video.public_models import autoencoder_figures
@@ -170,43 +168,6 @@ def test_whole_streamed_and_shared_steps_have_the_curve_of_plain_torch(
     ]
     for way in pool.run(_curves, 2, ways)[0]:
         assert_same_curve(way, wanted)
-
-
-def test_training_inside_a_run_is_this_loop_with_its_defaults(tmp_path: Path) -> None:
-    """The losses of the demonstration's autoencoder, from plain torch."""
-    shapes = {Bucket(5, 16, 16): 1.0, Bucket(1, 16, 16): 1.0}
-    dataset = MovingDigits("train", 40, shapes=shapes)
-    world = World(0, 1, 0, torch.device("cpu"))
-    config = AutoencoderConfig(steps=8, batch_size=6)
-    _, figures = train_autoencoder(config, dataset, world, 5, tmp_path)
-    losses = [line["loss"] for line in Run(tmp_path).log.read()]
-    assert figures["clips"] == "held-out handwriting"
-    assert 0 < figures["ssim"] < 1
-    torch.manual_seed(5)
-    model = VideoAutoencoder()
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=config.learning_rate, weight_decay=0.01, betas=(0.9, 0.98)
-    )
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, config.learning_rate, total_steps=9, pct_start=0.1
-    )
-    sampler = BucketSampler([dataset.bucket_of(i) for i in range(40)], 6, seed=5)
-    wanted: list[float] = []
-    while len(wanted) < 8:
-        for step in list(sampler)[: 8 - len(wanted)]:
-            video = dataset.batch(step.indices)
-            latents = model.encode_raw(video)
-            seed = derive(5, step.epoch, step.number)
-            noise = torch.randn(latents.shape, generator=torch.Generator().manual_seed(seed))
-            decoded = model.decode_raw(latents + 0.15 * noise)
-            loss = F.mse_loss(decoded, video) + 1e-4 * latents.square().mean()
-            optimizer.zero_grad()
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-            optimizer.step()
-            schedule.step()
-            wanted.append(float(loss.detach()))
-    assert losses == pytest.approx(wanted, rel=1e-4)
 
 
 def test_a_stopped_and_resumed_run_ends_with_the_same_bytes(

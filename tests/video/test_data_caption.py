@@ -17,10 +17,8 @@ pytest.importorskip("av")
 pytest.importorskip("pyarrow")
 
 from gulliver.cli.dispatch import main
-from gulliver.errors import GulliverError
 from gulliver.video.preparation import Table
 from gulliver.video.preparation.captions import caption
-from gulliver.video.preparation.pages import show
 from gulliver.video.preparation.table import read_broken, write_broken
 from tests.video.messy_clips import H264, footage, write_film
 
@@ -180,12 +178,3 @@ def test_the_page_has_every_clip_and_a_histogram_of_every_number(
     assert evil in page.texts
     assert "lost.mp4 " in page.texts
     assert "scan: is empty" in page.texts
-
-
-def test_a_page_of_a_part_takes_clips_from_all_of_the_table(table: Table, tmp_path: Path) -> None:
-    assert show(table, tmp_path / "x.html", most=2) == 2
-    page = _Page((tmp_path / "x.html").read_text())
-    assert {"a.mp4", "d.mp4"} <= set(page.texts)
-    assert "b.mp4" not in page.texts
-    with pytest.raises(GulliverError, match=r"must end in \.html"):
-        show(table, tmp_path / "x.pdf")
