@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import has_torch_function
 
+from gulliver.errors import GulliverError
 from gulliver.models.autoencoders import check_latents, check_length, check_space
 
 EPS = 1e-6
@@ -238,6 +239,12 @@ class FrameAutoencoder(nn.Module):
         frames_at_once: int = 4,
     ) -> None:
         super().__init__()
+        if any(width % norm_num_groups for width in block_out_channels):
+            raise GulliverError(
+                f"norm_num_groups={norm_num_groups} does not divide "
+                f"block_out_channels={tuple(block_out_channels)}; use the number of groups of the "
+                "weights"
+            )
         self.latent_channels = latent_channels
         side = 2 ** (len(block_out_channels) - 1)
         self.compression = (1, side, side)
