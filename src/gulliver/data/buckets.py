@@ -149,8 +149,6 @@ def _square_of(name: str) -> Resolution | None:
     if match is None:
         return None
     pixels, setting = int(match[1]) ** 2, match[2]
-    if pixels < (2 * GRID) ** 2:
-        raise GulliverError(f"resolution {name!r} is too small; use at least {2 * GRID}px")
     sizes = _computed(pixels)
     if setting == "max":
         best = max(sizes, key=lambda side: math.prod(sizes[side]))

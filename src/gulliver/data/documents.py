@@ -66,8 +66,6 @@ def pack_documents(documents: Sequence[Any], least: int = 1) -> dict[str, Tensor
         GulliverError: there are no texts, a text is empty, ids are not integers, labels have
             another shape, tokens are masked, or a field cannot be packed.
     """
-    if not len(documents):
-        raise GulliverError("there are no documents to pack; pass at least one")
     rows: dict[str, list[Tensor]] = {"input_ids": [], "labels": [], "position_ids": []}
     for document in documents:
         ids, labels = _ids_and_labels(document)
@@ -102,8 +100,6 @@ def _ids_and_labels(document: Any) -> tuple[Tensor, Tensor]:
                 f"the {name} of a document are a {type(given).__name__}; pass integers"
             ) from None
     ids, labels = found["input_ids"], found["labels"].clone()
-    if ids.is_floating_point() or labels.is_floating_point():
-        raise GulliverError(f"the ids of a document are {ids.dtype}; pass integers")
     if ids.dim() != 1 or not len(ids) or labels.shape != ids.shape:
         raise GulliverError(
             f"a document has ids of shape {tuple(ids.shape)} and labels of shape "

@@ -13,8 +13,8 @@ import time
 import traceback
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any
 
@@ -22,16 +22,6 @@ import torch
 import torch.distributed as dist
 from torch.utils import data as torch_data
 
-from gulliver.data.arena import (
-    DEFAULT_LIMIT,
-    ArenaStatistics,
-    MovedBatch,
-    Mover,
-    PinnedArena,
-    batch_bytes,
-    copy_stream,
-    device_of,
-)
 from gulliver.data.fetch import (
     BatchStream,
     Fetch,
@@ -42,8 +32,8 @@ from gulliver.data.fetch import (
     length_of,
 )
 from gulliver.data.sampler import check_content, check_position, order_of
+from gulliver.data.transfer import MovedBatch, Mover, copy_stream, device_of
 from gulliver.errors import GulliverError
-from gulliver.options import Options
 
 AT_EXIT_S = 5.0  # seconds that an exiting interpreter waits for a thread to end its workers
 NEWER = "this iteration ended because the same loader started another one or loaded a position"
@@ -114,8 +104,8 @@ class _Channel:
     """Queue from the thread to the training loop, with permits in the other direction."""
 
     def __init__(self, ahead: int) -> None:
-        # A permit is acquired before a batch is moved, so that at most `ahead` batches hold memory
-        # of the arena.
+        # A permit is acquired before a batch is moved, so that no more than `ahead` of them hold
+        # page-locked memory.
         self.permits = threading.Semaphore(ahead)
         self.entries: queue.SimpleQueue[MovedBatch | BaseException | None] = queue.SimpleQueue()
         self.closed = threading.Event()
@@ -138,8 +128,7 @@ def _run(source: list[Iterator[Any]], move: Callable[[Any], MovedBatch], channel
     """Body of the thread; `source` is a list, so that popping it drops the last reference."""
     entries = _moved(source.pop(), move)
     while True:
-        # Acquired before the batch is created: a batch waiting for its permit would hold arena
-        # memory.
+        # Acquired before the batch is created: a batch waiting for its permit would hold memory.
         channel.permits.acquire()
         if channel.closed.is_set():
             break
@@ -201,37 +190,12 @@ def _close_all() -> None:
 
 # torch's DataLoader with exact resume, its own seeds, pinned memory and prefetched copies.
 #
-# Workers, sampling and collation are torch's: an inner torch loader creates batches, and a thread
-# takes them from it and moves them into the arena and to the device, at most `ahead` batches early.
-# Read `DataLoader.__iter__`, then `_Batches` and `loader.py`.
+# Workers, sampling and collation are torch's: a second, inner loader of torch's makes whole
+# batches, and a thread of ours takes them from it, page-locks them and copies them to the device,
+# at most `ahead` of use. Read `DataLoader.__iter__`, then `_Batches`.
 
 
 _log = logging.getLogger("gulliver")
-USED_AT_ONCE = 2
-"""Batches alive outside the loader: the next one is returned before the current one is dropped."""
-
-
-@dataclass(frozen=True)
-class StagingOptions(Options):
-    """Memory for the batches of a `DataLoader`, which takes these fields by name.
-
-    Attributes:
-        arena: arena shared with other loaders; None creates one if needed.
-        warm_up: one example batch of every shape, whose tensors may be on ``meta``, to allocate all
-            memory now; None to allocate on demand, up to `arena_limit`.
-        arena_limit: maximum bytes of the new arena; None for the size that `warm_up` needs, or 1
-            GiB without it.
-    """
-
-    arena: PinnedArena | None = None
-    warm_up: Iterable[Any] | None = None
-    arena_limit: int | None = None
-
-    @classmethod
-    def taken_from(cls, options: dict[str, Any]) -> StagingOptions:
-        """Pops these options from keyword arguments, leaving torch's."""
-        own = (field.name for field in fields(cls))
-        return cls(**{name: options.pop(name) for name in own if name in options})
 
 
 # [Note: the position] The state counts batches returned to the user, not prefetched ones. Each
@@ -247,16 +211,13 @@ class LoaderStatistics:
     batches: int
     # Seconds that the caller waited for them.
     waited_s: float
-    # The arena's statistics; None if batches are not copied into an arena.
-    arena: ArenaStatistics | None
 
     def __str__(self) -> str:
-        arena = f"; {self.arena}" if self.arena else ""
-        return f"{self.batches} batches, {self.waited_s:.3g} s waited{arena}"
+        return f"{self.batches} batches, {self.waited_s:.3g} s waited"
 
 
 class DataLoader(torch_data.DataLoader):
-    """A data loader that resumes exactly, and feeds a device from preallocated memory.
+    """A data loader that resumes exactly, and copies batches to a device ahead of use.
 
     It takes the arguments of torch's DataLoader, uses its workers, samplers and collation, and
     returns the same batches. The differences are:
@@ -265,9 +226,7 @@ class DataLoader(torch_data.DataLoader):
       epoch, batch number), not on the workers or earlier batches. Without `generator`, so does the
       order. The generators of the training loop are not used.
     - `state_dict` has the position of the next batch, from which a loader that loads it continues.
-    - With a device, batches go through a `PinnedArena` and are prefetched on a copy stream. On the
-      host they are returned unchanged. With `pin_memory`, torch page-locks them for your own
-      copies; without CUDA, or with `arena`, they are copied into an arena.
+    - With a CUDA device, batches are page-locked and prefetched on a copy stream.
 
     An error is raised at its batch, and the state then has that batch's position. Leaving a loop
     early ends the thread and the workers. Each iteration is an epoch; starting one ends an
@@ -284,12 +243,12 @@ class DataLoader(torch_data.DataLoader):
         world_size: number of ranks; None to get it from torch.distributed.
         threaded: whether a thread prefetches batches if there are no workers. Generators are not
             seeded then, so dataset and collation must not use the process's generators.
-        options: fields of `StagingOptions`, and further arguments of torch's DataLoader, such as
-            `num_workers`, `sampler`, `batch_sampler` (including a `BucketSampler`) and
+        options: further arguments of torch's DataLoader, such as `num_workers`, `sampler`,
+            `batch_sampler` (including a `BucketSampler`) and
             `collate_fn`.
 
     Raises:
-        GulliverError: an argument is unknown or rejected by torch; an arena is too small.
+        GulliverError: an argument is unknown or rejected by torch.
     """
 
     def __init__(
@@ -306,7 +265,6 @@ class DataLoader(torch_data.DataLoader):
         threaded: bool = False,
         **options: Any,
     ) -> None:
-        staging = StagingOptions.taken_from(options)
         if ahead < 1:
             raise GulliverError(f"ahead={ahead} is too small: use at least 1")
         grouped = dist.is_available() and dist.is_initialized()
@@ -330,9 +288,9 @@ class DataLoader(torch_data.DataLoader):
             raise GulliverError("a stream is read in order: use map-style datasets if threaded")
         self._stateful = self._find_stateful()
         self._inner, self._work = self._make_inner()
-        self.arena = self._make_arena(staging)
-        locks = self.pin_memory and self.arena is None
-        self._mover = Mover(self.arena, copy_stream(self.device, ahead), locks)
+        stream = copy_stream(self.device, ahead)
+        locks = stream is not None or (self.pin_memory and torch.cuda.is_available())
+        self._mover = Mover(stream, locks)
         self._feed: Feed | Inline = Inline(iter(()), self._mover.move, 0)
         # The position, see the note above; generators are set only between loading and beginning.
         self._epoch = self._done = 0
@@ -348,14 +306,11 @@ class DataLoader(torch_data.DataLoader):
         return self._epoch
 
     def statistics(self) -> LoaderStatistics:
-        """Returns counters of the loader and its arena, which print as one line."""
-        arena = None if self.arena is None else self.arena.statistics()
-        return LoaderStatistics(self._batches, self._waited_s, arena)
+        """Returns counters of the loader, which print as one line."""
+        return LoaderStatistics(self._batches, self._waited_s)
 
     def set_epoch(self, epoch: int) -> None:
         """Moves to the start of an epoch, or to the loaded position if it is in that epoch."""
-        if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0:
-            raise GulliverError(f"an epoch must be an integer of at least 0, not {epoch!r}")
         if self._resumes and epoch == self._epoch:
             return
         self._feed.close()
@@ -551,28 +506,6 @@ class DataLoader(torch_data.DataLoader):
             **given,
         )
         return inner, work
-
-    def _make_arena(self, staging: StagingOptions) -> PinnedArena | None:
-        arena, warm_up, limit = staging.arena, staging.warm_up, staging.arena_limit
-        on_device = self.device is not None and self.device.type != "cpu"
-        if arena is not None and arena.is_pinned and not on_device:
-            raise GulliverError(
-                "this page-locked arena cannot detect when copies are complete: set the loader's "
-                "device, or omit the arena"
-            )
-        # With CUDA but no device, users copy by themselves, and only torch's own allocator knows
-        # when these copies have ended.
-        aligned = self.pin_memory and not torch.cuda.is_available()
-        if arena is None and not (on_device or aligned):
-            return None
-        table = None if warm_up is None else list(warm_up)
-        in_flight = self.ahead + USED_AT_ONCE
-        if arena is None:
-            needed = max(map(batch_bytes, table), default=0) * in_flight if table else DEFAULT_LIMIT
-            arena = PinnedArena(limit or max(needed, 2**20))
-        if table:
-            arena.warm_up(table, in_flight)
-        return arena
 
     def _begin(self) -> int:
         goes_on = self._resumes or (self._done and self._stateful is not None)

@@ -259,8 +259,6 @@ class BucketSampler(ResumableSampler):
 
 def _batch_size(batch_size: int | Mapping[Bucket, int], bucket: Bucket) -> int:
     if isinstance(batch_size, Mapping):
-        if bucket not in batch_size:
-            raise GulliverError(f"bucket {bucket} has no batch size")
         batch_size = batch_size[bucket]
     batch_size = whole_number(f"batch size for bucket {bucket}", batch_size)
     if batch_size < 1:

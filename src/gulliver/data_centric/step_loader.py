@@ -19,8 +19,8 @@ from gulliver.booster.hybrid.mesh import degree_of
 from gulliver.booster.hybrid.optimizer import HybridOptimizer
 from gulliver.comm.collectives import gather_objects
 from gulliver.comm.world import current_world
-from gulliver.data.arena import move_tensors
 from gulliver.data.documents import pack_documents
+from gulliver.data.transfer import move_tensors
 from gulliver.data_centric.planner import DataCentricPlanner
 from gulliver.data_centric.recompute import RecomputeSwitch, StageSwitch
 from gulliver.data_centric.steps import MicroBatch, StepPlan

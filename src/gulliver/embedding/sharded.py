@@ -383,7 +383,6 @@ class ShardedEmbeddingBag(nn.Module):
                 ids[table.name],
                 by_name.get(table.name),
                 None,
-                self.mode,
                 self.include_last_offset,
             )
             for table in self.tables

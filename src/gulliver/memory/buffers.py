@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from gulliver._compat import storage_users
-from gulliver.errors import GulliverError
 from gulliver.solve.partition import balanced_parts
 
 KINDS: tuple[str, ...] = ("parameters", "gradients", "optimizer_state")
@@ -226,10 +225,6 @@ def plan_chunks(
     whole: bool = False,
 ) -> list[ChunkLayout]:
     """Packs tensors, in their order, into chunks."""
-    if min(capacity, parts, align) < 1:
-        raise GulliverError(
-            f"chunks need positive sizes, not capacity {capacity}, parts {parts}, align {align}"
-        )
     if whole and parts > 1:
         return [_dealt(run, parts, align) for run in _even_runs(tensors, capacity, parts, align)]
     layouts: list[ChunkLayout] = []

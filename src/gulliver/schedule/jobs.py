@@ -91,11 +91,6 @@ class Job:
     def __post_init__(self) -> None:
         label = f"job {self.name!r}: "
         check_options(self, label)
-        if self.deadline is not None and not self.deadline >= self.arrival:
-            raise GulliverError(
-                f"{label}deadline is {self.deadline}, but must not be before its arrival, "
-                f"{self.arrival:g}"
-            )
         costs = self.scaling
         seconds = costs.sample_seconds, costs.step_seconds, costs.exchange_seconds
         if not all(0 <= one < math.inf for one in seconds):
@@ -215,11 +210,6 @@ class JobCluster:
                 f"node_slots={self.node_slots} does not divide the {self.slots} slots; use a "
                 "node_slots that divides slots"
             )
-        for tenant, quota in self.quotas.items():
-            if not isinstance(quota, int) or quota < 0:
-                raise GulliverError(
-                    f"the quota of {tenant!r} is {quota}; use an integer of at least 0"
-                )
         if sum(self.quotas.values()) > self.slots:
             raise GulliverError(
                 f"quotas add up to {sum(self.quotas.values())} slots but the cluster has "

@@ -174,8 +174,6 @@ def evaluate(
         raise GulliverError(
             "this run was trained on a table, but only runs on the moving digits can be evaluated"
         )
-    if samples < 1:
-        raise GulliverError(f"--samples {samples} must be at least 1")
     judges = load_judges()
     shapes = parse_shapes(config.data.shapes)
     bucket = max(shapes, key=lambda one: shapes[one])

@@ -115,7 +115,7 @@ class RectifiedFlow(Diffusion):
         token_area: number of pixels per token of a frame, for the rule of 2.0.
 
     Raises:
-        GulliverError: an unknown method or rule, or a shift that is not positive.
+        GulliverError: an unknown method, or a shift that is not positive.
     """
 
     def __init__(
@@ -134,8 +134,6 @@ class RectifiedFlow(Diffusion):
             raise GulliverError(
                 f"unknown sample_method {sample_method!r}: {nearest(sample_method, METHODS)}"
             )
-        if transform not in RULES:
-            raise GulliverError(f"unknown transform {transform!r}: {nearest(transform, RULES)}")
         if shift <= 0 or scale <= 0:
             raise GulliverError(f"shift and scale must be positive, not {shift} and {scale}")
         self.num_timesteps, self.sample_method = num_timesteps, sample_method

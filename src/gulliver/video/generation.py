@@ -264,10 +264,6 @@ class PartAutoencoder:
     """An autoencoder of a `SharedDevice`; its weights are loaded on demand."""
 
     def __init__(self, part: PipelinePart[Any], outline: Any, memory: int | None = None) -> None:
-        if memory is not None and not memory >= 1:
-            raise GulliverError(
-                f"memory={memory} must be None or at least 1 byte for decoding a clip"
-            )
         self.part, self._outline, self._memory = part, outline, memory
         self._peaks: dict[tuple[int, ...], int] = {}
         self.compression, self.latent_channels = outline.compression, outline.latent_channels

@@ -12,7 +12,6 @@ the autoencoder decodes. With `keep` all stay loaded.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -132,8 +131,6 @@ class VideoPipeline:
         room: SharedDevice,
         fps: float | None = None,
     ) -> None:
-        if fps is not None and not 0 < fps < math.inf:
-            raise GulliverError(f"fps={fps} must be above 0, such as 24")
         self.outline, self.autoencoder, self.text = outline, autoencoder, text
         self.device, self.release = room.device, release_of(outline)
         self.fps = self.release.fps if fps is None else fps

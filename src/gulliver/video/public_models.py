@@ -396,8 +396,6 @@ def _configured(path: Path, kind: type[nn.Module]) -> dict[str, Any]:
     if not file.is_file() or (path.is_file() and path.suffix == ".safetensors"):
         return {}
     content = read_json(file)
-    if not isinstance(content, dict):
-        raise GulliverError(f"{file} is not a configuration; expected a JSON object")
     said = str(content.get("model_type", ""))
     if said.lower() in {name.lower() for name in KINDS - {kind.__name__}}:
         raise GulliverError(
@@ -531,10 +529,7 @@ def load_autoencoder(
 
 def _config(path: Path) -> dict[str, Any]:
     file = (path if path.is_dir() else path.parent) / "config.json"
-    content = read_json(file) if file.is_file() else {}
-    if not isinstance(content, dict):
-        raise GulliverError(f"{file} is not a configuration; expected a JSON object")
-    return content
+    return read_json(file) if file.is_file() else {}
 
 
 def _check_scaling(path: Path, kind: str, fields: dict[str, Any]) -> None:

@@ -114,8 +114,6 @@ def wire_format(text: str | WireFormat) -> WireFormat:
     """
     if isinstance(text, WireFormat):
         return _checked(text)
-    if not isinstance(text, str):
-        raise GulliverError(f"wire format {text!r} is not a string; use one of {', '.join(NAMES)}")
     name, _, block = text.partition(":")
     size = int(block) if block.isdigit() else BLOCK if not block else 0
     found = _checked(WireFormat(_ALIASES.get(name, name), size))

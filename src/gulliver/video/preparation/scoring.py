@@ -188,8 +188,6 @@ def _loaded(point: EntryPoint) -> Scorer:
         function = point.load()
     except Exception as error:
         raise GulliverError(f"{where} cannot be imported: {_one_line(error)}") from error
-    if not callable(function):
-        raise GulliverError(f"{where} is not a function: its entry point refers to {function!r}")
     return function
 
 
