@@ -112,7 +112,7 @@ def after_micro_batches(
     """Converts the bytes of a step with one backward to the bytes of a pipeline step."""
     # Micro-batches add up in whole buffers, whatever the stage, which are reduced when the schedule
     # has ended: then shards that travel are there besides, and at stage 3 the parameters in use.
-    if stage < 2 or parts == 1:
+    if parts == 1:
         return dict(found)
     trained = [chunk for chunk in chunks if chunk.trained]
     flying = sum(chunk.shard for chunk in trained[: IN_FLIGHT + 1])
@@ -131,7 +131,7 @@ def in_unequal_step(
     """Converts the bytes of an ordinary step to a step that reduces all gradients at its end."""
     # Then gradients lie whole on each rank and begin to travel together, and of stage 3 parameters
     # lie whole there, too. Under a limit these go first.
-    if stage < 2 or parts == 1:
+    if parts == 1:
         return dict(found)
     trained = [chunk for chunk in chunks if chunk.trained]
     flying = sum(chunk.shard for chunk in trained[-IN_FLIGHT - 1 :])
@@ -223,7 +223,7 @@ class StepReplay(ABC):
     def _reduce(self, chunk: ImaginedChunk) -> None:
         self.sends(chunk)
         self.flying.append(chunk)
-        if self.stage >= 2 and len(self.flying) > self.in_flight:
+        if self.stage and len(self.flying) > self.in_flight:
             self.wait_reduction(self.flying[0])
 
     def wait_reduction(self, chunk: ImaginedChunk) -> None:
@@ -290,7 +290,7 @@ class _Counted(StepReplay):
         self._reduced[chunk.number] = chunk.size.shard
         if self._is_handed(chunk):
             self._buffers.pop(chunk.number, 0)
-        elif self.stage != 1:
+        else:
             self.counter.add(GRADIENTS, -self._buffers.pop(chunk.number, 0))
 
     def forget(self) -> None:
