@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, takewhile
 
 from gulliver.memory.buffers import GRADIENTS, OPTIMIZER_STATE, PARAMETERS, ByteCounter, moment_size
 from gulliver.memory.manager import Manager
@@ -261,6 +261,7 @@ class _Counted(StepReplay):
         super().__init__(chunks, stage, ahead, IN_FLIGHT if parts > 1 else 0)
         self.counter = ByteCounter()
         self._parts, self._buffers, self._reduced = parts, dict[int, int](), dict[int, int]()
+        self._unread = _unread(chunks)
         self.counter.add(OPTIMIZER_STATE, sum(c.shard for c in chunks if c.copied))
         held = [c.shard * (not c.copied) if stage == 3 else c.whole for c in chunks]
         beside = [c.packed + c.shard * (not c.copied) for c in chunks if c.packed]
@@ -269,6 +270,11 @@ class _Counted(StepReplay):
     def _is_handed(self, chunk: ImaginedChunk) -> bool:
         """Whether the reduced gradient reuses the full buffer."""
         return self._parts == 1 and not chunk.size.copied
+
+    def passes(self, what: str, number: int) -> None:
+        backward = self.engine.current is Pass.BACKWARD
+        if not (what == "used" and backward and number in self._unread):
+            super().passes(what, number)
 
     def gathers(self, chunk: ImaginedChunk, fresh: bool) -> None:
         self.counter.add(PARAMETERS, chunk.size.whole if fresh else 0)
@@ -296,6 +302,19 @@ class _Counted(StepReplay):
     def forget(self) -> None:
         self.counter.add(GRADIENTS, -sum(self._reduced.values()))
         self._reduced.clear()
+
+
+def _unread(chunks: Sequence[ChunkBytes]) -> set[int]:
+    """Returns the first chunks, up to the repeated blocks, which backward does not read.
+
+    Inputs need no gradient, so that neither embeddings nor a first layer use their weights.
+    """
+    names = [name for chunk in chunks for name in chunk.names]
+    first = names[0].rpartition(".")[0] if names else ""
+    entry = list(takewhile(lambda n: not any(map(str.isdigit, n.split("."))), names))
+    if len(entry) in (0, len(names)):
+        entry = [name for name in names if name.rpartition(".")[0] == first]
+    return {n for n, chunk in enumerate(chunks) if set(chunk.names) <= set(entry)}
 
 
 def ordinary_step(
