@@ -14,7 +14,7 @@ from torch import nn
 from gulliver.booster import Booster, LowLevelZeroPlugin
 from gulliver.comm import World
 from gulliver.comm.host import host_team
-from gulliver.memory.prefetch import Presence
+from gulliver.memory.buffers import Presence
 from gulliver.parallel import ZeroOptimizer
 from tests.pool import Pool
 

@@ -14,9 +14,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, takewhile
 
-from gulliver.memory.buffers import GRADIENTS, OPTIMIZER_STATE, PARAMETERS, ByteCounter, moment_size
+from gulliver.memory.buffers import (
+    GRADIENTS,
+    OPTIMIZER_STATE,
+    PARAMETERS,
+    ByteCounter,
+    Presence,
+    Resident,
+    moment_size,
+)
 from gulliver.memory.manager import Manager
-from gulliver.memory.prefetch import Pass, Prefetcher, Presence, Resident
+from gulliver.memory.prefetch import Pass, Prefetcher
 from gulliver.parallel.zero.elementwise import state_sizes
 from gulliver.parallel.zero.reduce import IN_FLIGHT
 from gulliver.parallel.zero.state import ShardedState
