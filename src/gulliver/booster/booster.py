@@ -18,7 +18,8 @@ from gulliver.booster.plugins import LowLevelZeroPlugin, PlanPlugin, Plugin, Tor
 from gulliver.booster.running import Running, run_whole
 from gulliver.comm.collectives import broadcast_object, gather_objects, raise_on_any_rank
 from gulliver.comm.groups import release_groups
-from gulliver.comm.world import World, guard, init_world
+from gulliver.comm.watchdog import guard
+from gulliver.comm.world import World, init_world
 from gulliver.errors import GulliverError, first_difference
 from gulliver.parallel.optimizer import BoostedOptimizer, boosted_only, refuse_extra_state
 from gulliver.plan.plan import Plan

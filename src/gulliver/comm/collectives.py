@@ -44,7 +44,7 @@ from gulliver.comm.torus import (
 from gulliver.comm.watchdog import ANY, Purpose, count_sent, flight_recorder
 from gulliver.errors import GulliverError, nearest
 from gulliver.hardware.cluster import Cluster
-from gulliver.hardware.costs import RING_BYTES, torus_seconds
+from gulliver.hardware.costs import RING_BYTES, host_seconds, torus_links, torus_seconds
 from gulliver.precision.wire.formats import IDENTITY, WireFormat
 from gulliver.precision.wire.packing import pack, unpack
 
@@ -518,7 +518,10 @@ def choose_axes(
             f"pass cluster.resized({size}), or measure it with gulliver probe"
         )
     found = {sizes: torus_seconds(cluster, sizes, collectives) for sizes in tori(cluster.size)}
-    flat_s = torus_seconds(cluster, [cluster.size], collectives)
+    flat = torus_links(cluster, [cluster.size])
+    read = [host_seconds(flat, *collective) for collective in collectives]
+    flat_s = sum(s for s in read if s is not None)  # a torus exchanges messages
+    flat_s = flat_s or torus_seconds(cluster, [cluster.size], collectives)
     sizes = min(found, key=lambda sizes: (found[sizes], len(sizes)), default=())
     best = dict(zip(_names(cluster, sizes), sizes, strict=True))
     seconds = found.get(sizes, flat_s)

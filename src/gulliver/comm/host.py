@@ -122,17 +122,14 @@ class HostTeam:
         """Averages terms that each rank has in several tensors.
 
         Args:
-            output: this rank's part of the mean, or the full mean if every rank needs it.
+            output: this rank's part of the mean.
             terms: this rank's terms.
             purpose: see `reduce_scatter`.
         """
         tag, nbytes = self._tag(purpose), terms.nbytes // self.size
-        whole = output.numel() * terms.dtype.itemsize == terms.nbytes
-        part = output.view(self.size, -1)[self.rank] if whole else output
-        count_sent(nbytes * (self.size - 1) + whole * part.nbytes * (self.size - 1))
+        count_sent(nbytes * (self.size - 1))
         kind = _SUM, _DTYPES[terms.dtype, output.dtype], True, False
-        work = self._post(kind, terms.tensors, part, nbytes, tag, False, terms.runs)
-        return self._gather(output, part, tag, follows=True) if whole else work
+        return self._post(kind, terms.tensors, output, nbytes, tag, False, terms.runs)
 
     def reduce_scatter(self, output: Tensor, input: Tensor, op: str, purpose: Purpose) -> HostWork:
         count_sent(input.nbytes * (1 - 1 / self.size))

@@ -9,7 +9,8 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -432,3 +433,57 @@ class _Position:
         if not self._beats or not flight_recorder.count:
             return None
         return flight_recorder.entries(), call if self._beats >= STANDING_BEATS else ""
+
+
+_watchdog: Watchdog | None = None
+
+
+def current_watchdog() -> Watchdog | None:
+    return _watchdog
+
+
+def set_watchdog(watchdog: Watchdog | None) -> None:
+    """Sets the watchdog of the current world, which `guard` and `together` use."""
+    global _watchdog
+    _watchdog = watchdog
+
+
+@contextmanager
+def guard() -> Iterator[None]:
+    """Re-raises transport errors in the block as an error that names the failed rank, if known."""
+    try:
+        yield
+    except (RuntimeError, dist.DistError) as error:
+        if isinstance(error, GulliverError) or _watchdog is None or not _is_transport(error):
+            raise
+        reason = _watchdog.wait_for_reason()
+        if reason is None:
+            raise
+        raise GulliverError(f"{reason}, so the other ranks cannot continue") from error
+
+
+@contextmanager
+def together() -> Iterator[None]:
+    """Marks a section that needs all ranks: an error in the block ends all ranks."""
+    # All ranks mark the same passages in the same order, and an error in one is final.
+    watchdog = _watchdog
+    if watchdog is None:
+        yield
+        return
+    watchdog.enter()
+    try:
+        yield
+    except BaseException as error:
+        # `guard` reports what failed because another rank is gone.
+        watchdog.leave(None if _is_transport(error) else error)
+        raise
+    watchdog.leave(None)
+
+
+def _is_transport(error: BaseException) -> bool:
+    if isinstance(error, dist.DistError):
+        return True
+    text = str(error).lower()
+    return any(
+        word in text for word in ("gloo", "connection", "socket", "nccl", "peer", "timed out")
+    )

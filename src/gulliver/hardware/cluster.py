@@ -207,6 +207,9 @@ class Link:
     ring: bool = False
     # Seconds by bytes, if measured: short messages may use another protocol.
     messages: Curve | None = None
+    # Bytes/s of collectives in which ranks of one host read each other's memory; None if they
+    # exchange messages.
+    host_rate: float | None = None
     # Measured collectives; on the outermost link also those of all ranks at once.
     along: tuple[Along, ...] = ()
 
@@ -370,6 +373,7 @@ def _bounded(cluster: Cluster) -> list[tuple[str, float | None, Any]]:
             (f"axes[{number}].size", axis.size, RANKS),
             (f"axes[{number}].link.alpha_s", axis.link.alpha_s, LATENCY),
             (f"axes[{number}].link.bandwidth", axis.link.bandwidth, LINK),
+            (f"axes[{number}].link.host_rate", axis.link.host_rate, RATE),
         ]
     return found
 
@@ -451,7 +455,7 @@ def _changed(cluster: Cluster, name: str, value: str) -> Cluster:
     axes = list(cluster.axes)
     old = axes[place].link
     bandwidth = old.bandwidth * times if times else _rate(value, "b")
-    link = replace(old, bandwidth=bandwidth, messages=None, along=(), error=None)
+    link = Link(old.alpha_s, bandwidth, ring=old.ring)
     axes[place] = Axis(axes[place].name, axes[place].size, link)
     return replace(cluster, axes=tuple(axes))
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from functools import cached_property
 from itertools import pairwise
 
@@ -121,6 +122,45 @@ class Moment:
         if run.data_ptr() != value.data_ptr() and not value.is_meta:
             run.view(value.shape).copy_(value)
         return run
+
+
+# Whether the buffer of a chunk is there, which a `gulliver.memory.prefetch.Prefetcher` changes.
+
+
+class Presence(Enum):
+    """State of a resident's data."""
+
+    WHOLE = auto()
+    """Loaded completely."""
+    ARRIVING = auto()
+    """A load is in flight."""
+    ABSENT = auto()
+    """Not loaded; has no buffer."""
+
+
+LEGAL_PRESENCE = (
+    (Presence.WHOLE, Presence.ARRIVING),  # the own shard was updated, the rest is to come
+    (Presence.ABSENT, Presence.ARRIVING),  # a buffer was made for what comes
+    (Presence.ARRIVING, Presence.WHOLE),  # all of it is there
+    (Presence.WHOLE, Presence.ABSENT),  # used, and given back
+)
+
+
+@dataclass(eq=False, kw_only=True)
+class Resident:
+    """An object that a prefetcher loads and releases."""
+
+    presence: Presence = Presence.WHOLE
+    # Whether it is needed again in the same pass: it stays once it is there.
+    kept: bool = False
+    # Whether a graph may refer to it: it stays until it is let go of by name.
+    held: bool = False
+    # Whether it was used in the present pass.
+    used: bool = False
+
+    def enter(self, presence: Presence) -> None:
+        assert (self.presence, presence) in LEGAL_PRESENCE, f"{self.presence} -> {presence}"
+        self.presence = presence
 
 
 # Layouts of chunks: which tensor lies where in which chunk, as plain numbers.

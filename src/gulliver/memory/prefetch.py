@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, Protocol
+
+from gulliver.memory.buffers import Presence
 
 
 # [Note: one order] Where bytes come from other ranks, all ranks must ask for them in one order,
@@ -24,42 +25,6 @@ from typing import Any, Protocol
 #
 # It does not know what a resident is, nor how it is brought: a `Mover` does. With one that only
 # counts, it predicts what a recorded step holds at which time.
-class Presence(Enum):
-    """State of a resident's data."""
-
-    WHOLE = auto()
-    """Loaded completely."""
-    ARRIVING = auto()
-    """A load is in flight."""
-    ABSENT = auto()
-    """Not loaded; has no buffer."""
-
-
-LEGAL_PRESENCE = (
-    (Presence.WHOLE, Presence.ARRIVING),  # the own shard was updated, the rest is to come
-    (Presence.ABSENT, Presence.ARRIVING),  # a buffer was made for what comes
-    (Presence.ARRIVING, Presence.WHOLE),  # all of it is there
-    (Presence.WHOLE, Presence.ABSENT),  # used, and given back
-)
-
-
-@dataclass(eq=False, kw_only=True)
-class Resident:
-    """An object that a prefetcher loads and releases."""
-
-    presence: Presence = Presence.WHOLE
-    # Whether it is needed again in the same pass: it stays once it is there.
-    kept: bool = False
-    # Whether a graph may refer to it: it stays until it is let go of by name.
-    held: bool = False
-    # Whether it was used in the present pass.
-    used: bool = False
-
-    def enter(self, presence: Presence) -> None:
-        assert (self.presence, presence) in LEGAL_PRESENCE, f"{self.presence} -> {presence}"
-        self.presence = presence
-
-
 class Pass(Enum):
     """Kind of the current pass."""
 

@@ -25,7 +25,7 @@ GATHERED = AHEAD + 2
 """Number of chunks gathered together at stage 3: prefetched, current and previous."""
 PUTS_OFF = ("zero_bubble", "zbv")  # schedules that defer weight gradients
 COLLECTED = IN_FLIGHT + 1
-"""Number of chunks with full gradients from stage 2: being reduced or being filled."""
+"""Number of chunks with full gradients from stage 1: being reduced or being filled."""
 WIDE = 4  # bytes per float32 element
 
 
@@ -34,10 +34,10 @@ WIDE = 4  # bytes per float32 element
 # of the head and of each block, at the end of the last backward, and in the update. Bytes by kind
 # are those of the fullest moment.
 #
-# [Note: gradients] Stages 0 and 1 of ZeRO collect gradients in whole buffers, which stage 1 keeps
-# from step to step. Stages 2 and 3 give a buffer back as soon as it is reduced. A pipeline collects
-# those of all its micro-batches in whole buffers, whatever the stage: they are reduced once, when
-# the schedule has ended.
+# [Note: gradients] Stage 0 of ZeRO collects gradients in whole buffers, and stage 1 while it
+# accumulates; else a chunk's gradients go as soon as they are reduced. A pipeline collects those of
+# all its micro-batches in whole buffers, whatever the stage: they are reduced once, when the
+# schedule has ended.
 #
 # [Note: backward in two parts] Activations of a micro-batch are freed when the gradients of its
 # weights are computed; until then the output gradients of its layers are kept as well. Under
@@ -236,15 +236,14 @@ class RankBytes:
             rate = 0.0 if several else facts.item
             rate += WIDE if facts.copied and not line else 0.0
             return _Gradients(begin, rate, 0.0, whole + copies, copies or whole)
-        if grid.stage == 1:
-            rate = 0.0 if line else master / parts
-            return _Gradients(whole, rate, 0.0, whole + shards, whole + shards)
         together = self._windows(stage, grid.axes.tensor, _chunk_bytes(self.facts, grid))[1]
         window = min(together * self._learns, whole)
         incoming = window * master / facts.item / parts
         if line:
             begin, rate = (whole, 0.0) if several else (0.0, float(facts.item))
             return _Gradients(begin, rate, 0.0, whole + incoming, shards)
+        if grid.stage == 1 and several:  # which adds them up before it reduces them
+            return _Gradients(whole, 0.0, 0.0, shards + window, shards)
         begin, rate = (shards + incoming, 0.0) if several else (0.0, master / parts)
         # Stage 3 peaks while chunks are still prefetched, whose gradients are not reduced yet.
         ahead = min(1.0, AHEAD / COLLECTED * window / max(whole, 1)) if grid.stage == 3 else 0.0
