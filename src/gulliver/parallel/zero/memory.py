@@ -38,12 +38,12 @@ class ChunkBytes:
 
     names: Sequence[str]
     whole: int
-    # Bytes of the part that a rank steps.
+    # Bytes of the part that each rank steps.
     shard: int
     trained: bool = True
     # Whether the shard is a copy in a wider dtype.
     copied: bool = False
-    # Bytes of the shard as all ranks have it, where changes of it travel packed.
+    # Bytes of the shard as all ranks have it, if changes are sent packed.
     packed: int = 0
 
 
@@ -106,8 +106,8 @@ def held_bytes(
     """
     replay = _Counted(chunks, stage, parts, ahead)
     for made in (0, state):
-        # The second step begins with what the first has gathered ahead, and with the state that it
-        # has made; what is used out of order is gathered several times in the first only.
+        # The second step begins with chunks that the first one prefetched, and with existing state;
+        # only the first gathers chunks repeatedly if they are used out of order.
         replay.counter.add(OPTIMIZER_STATE, made)
         replay.run(ordinary_step(chunks) if events is None else events)
         replay.forget()
@@ -118,8 +118,8 @@ def after_micro_batches(
     found: Mapping[str, int], chunks: Sequence[ChunkBytes], stage: int, parts: int, ahead: int
 ) -> dict[str, int]:
     """Converts the bytes of a step with one backward to the bytes of a pipeline step."""
-    # Micro-batches add up in whole buffers, whatever the stage, which are reduced when the schedule
-    # has ended: then shards that travel are there besides, and at stage 3 the parameters in use.
+    # Micro-batches accumulate in full buffers in every stage, which are reduced when the schedule
+    # ends; then shards in flight exist in addition, and in stage 3 the parameters in use.
     if parts == 1:
         return dict(found)
     trained = [chunk for chunk in chunks if chunk.trained]
@@ -137,8 +137,8 @@ def in_unequal_step(
     found: Mapping[str, int], chunks: Sequence[ChunkBytes], stage: int, parts: int, limited: bool
 ) -> dict[str, int]:
     """Converts the bytes of an ordinary step to a step that reduces all gradients at its end."""
-    # Then gradients lie whole on each rank and begin to travel together, and of stage 3 parameters
-    # lie whole there, too. Under a limit these go first.
+    # Then each rank has full gradients, whose reductions start together, and in stage 3 also full
+    # parameters, which are released first under a limit.
     if parts == 1:
         return dict(found)
     trained = [chunk for chunk in chunks if chunk.trained]
@@ -204,7 +204,7 @@ class StepReplay(ABC):
             self.wait_all_reductions()
             self.engine.prefetch()
 
-    # What the prefetcher asks for.
+    # Methods of a `Mover`, for the prefetcher.
 
     def bring(self, chunk: ImaginedChunk) -> None:
         self.finish(chunk)
@@ -221,7 +221,7 @@ class StepReplay(ABC):
             self.gives_back(chunk)
             chunk.enter(Presence.ABSENT)
 
-    # What `GradientReducer` does.
+    # Behavior of `GradientReducer`.
 
     def _collect(self, chunk: ImaginedChunk) -> None:
         if chunk in self.flying:
@@ -243,7 +243,7 @@ class StepReplay(ABC):
         while self.flying:
             self.wait_reduction(self.flying[0])
 
-    # What that means.
+    # Effects of the events.
 
     @abstractmethod
     def gathers(self, chunk: ImaginedChunk, fresh: bool) -> None:
@@ -299,7 +299,7 @@ class _Counted(StepReplay):
             self.counter.add(GRADIENTS, chunk.size.shard)
 
     def lands(self, chunk: ImaginedChunk) -> None:
-        # It was added to what there was.
+        # It was added to an existing gradient.
         self.counter.add(GRADIENTS, -self._reduced.get(chunk.number, 0))
         self._reduced[chunk.number] = chunk.size.shard
         if self._is_handed(chunk):
@@ -347,7 +347,7 @@ def ordinary_step(
         for place, name in members:
             number = homes[name]
             if place != first[name]:
-                continue  # autograd adds up what all uses make, and hands it over once
+                continue  # autograd sums the gradients of all uses, and passes the sum on once
             missing[number].discard(name)
             if chunks[number].trained and number not in begun:
                 begun.add(number)
