@@ -170,7 +170,7 @@ class T5TextEncoder(_FromFolder):
 
 
 class ClipTextEncoder(_FromFolder):
-    """The text half of a CLIP: a pooled vector for the whole caption, and one per token."""
+    """The text encoder of a CLIP: a pooled vector of the caption, and one vector per token."""
 
     name, kind = "CLIP", "CLIPTextModel"
 
@@ -397,7 +397,7 @@ class WordEncoder:
     def __init__(self, channels: int = 64, max_length: int = 8) -> None:
         if channels < 2 or channels % 2 or max_length < 1:
             raise GulliverError(
-                f"word vectors need an even width and a positive length, not {channels}, "
+                f"word vectors need an even width and a positive length, not {channels} and "
                 f"{max_length}"
             )
         self.channels, self.max_length = channels, max_length
