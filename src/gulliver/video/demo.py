@@ -137,7 +137,7 @@ class Evaluation:
     """Results of an evaluation."""
 
     samples: int
-    # Seconds for generating and evaluating those.
+    # Seconds for generating and evaluating them.
     seconds: float
     ceiling: Scores
     # Scores of held-out sentences, or of all sentences if none were held out.
@@ -147,7 +147,7 @@ class Evaluation:
     trained: Scores | None
     # Scores of each other trained shape, by name, for all sentences.
     shapes: dict[str, Scores]
-    # Scores by task of the generated frames of clips with given frames of real held-out clips;
+    # Scores, by task, of the frames generated for clips with given frames of real held-out clips;
     # empty for a model of stills.
     conditioned: dict[str, Scores]
     clips: list[list[tuple[str, Tensor]]]

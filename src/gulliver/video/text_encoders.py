@@ -168,7 +168,7 @@ class T5TextEncoder(_FromFolder):
 
 
 class ClipTextEncoder(_FromFolder):
-    """The text half of a CLIP: a pooled vector for the whole caption, and one per token."""
+    """The text encoder of a CLIP: a pooled vector of the caption, and one vector per token."""
 
     name, kind = "CLIP", "CLIPTextModel"
 

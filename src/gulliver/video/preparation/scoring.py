@@ -208,7 +208,7 @@ def score(
         workers: threads; 0 uses one per core.
 
     Raises:
-        GulliverError: an unknown scorer.
+        GulliverError: a scorer is unknown.
     """
     scorers, out = find_scorers(names), Path(out or table.path)
     check_suffix(out)
