@@ -16,7 +16,7 @@ from gulliver.booster import Booster, LowLevelZeroPlugin
 from gulliver.comm import World
 from gulliver.comm.watchdog import sent_bytes
 from gulliver.errors import GulliverError
-from gulliver.memory.prefetch import Presence
+from gulliver.memory.buffers import Presence
 from gulliver.parallel.zero.checkpoint import relayout
 from gulliver.parallel.zero.tuner import MOST_SIZES, next_size
 from tests.pool import Pool

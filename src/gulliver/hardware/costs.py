@@ -22,6 +22,7 @@ Attention over several ranks is in `attention.py`.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal, get_args
@@ -119,6 +120,17 @@ def all_reduce_seconds(axes: Axes, count: int) -> float:
         total += _one_axis("all_gather", size, link, left)
         left /= size
     return total + sum(_one_axis("all_reduce", size, link, left) for size, link in several[:1])
+
+
+def host_seconds(axes: Axes, collective: str, count: int) -> float | None:
+    """Seconds of a collective whose ranks read each other's memory; None if they cannot."""
+    if len(axes) != 1 or os.environ.get("GULLIVER_SHARED_MEMORY") == "off":
+        return None
+    size, link = axes[0]
+    if link.host_rate is None:
+        return None
+    times = 2 if collective == "all_reduce" else 1
+    return times * (size - 1) / size * count / link.host_rate
 
 
 def all_reduce_ways(link: Link, ranks: int, count: int) -> dict[str, float]:

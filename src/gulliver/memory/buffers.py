@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from functools import cached_property
 from itertools import pairwise
 
@@ -14,7 +15,6 @@ import torch
 from torch import Tensor
 
 from gulliver._compat import storage_users
-from gulliver.errors import GulliverError
 from gulliver.solve.partition import balanced_parts
 
 KINDS: tuple[str, ...] = ("parameters", "gradients", "optimizer_state")
@@ -124,6 +124,45 @@ class Moment:
         return run
 
 
+# Whether the buffer of a chunk is there, which a `gulliver.memory.prefetch.Prefetcher` changes.
+
+
+class Presence(Enum):
+    """State of a resident's data."""
+
+    WHOLE = auto()
+    """Loaded completely."""
+    ARRIVING = auto()
+    """A load is in flight."""
+    ABSENT = auto()
+    """Not loaded; has no buffer."""
+
+
+LEGAL_PRESENCE = (
+    (Presence.WHOLE, Presence.ARRIVING),  # this rank's shard was updated; the rest must be gathered
+    (Presence.ABSENT, Presence.ARRIVING),  # a buffer was allocated for the load
+    (Presence.ARRIVING, Presence.WHOLE),  # the load has completed
+    (Presence.WHOLE, Presence.ABSENT),  # used and released
+)
+
+
+@dataclass(eq=False, kw_only=True)
+class Resident:
+    """An object that a prefetcher loads and releases."""
+
+    presence: Presence = Presence.WHOLE
+    # Whether it is used several times in a pass: it stays once it is loaded.
+    kept: bool = False
+    # Whether a graph may refer to it: it stays until `release_all`.
+    held: bool = False
+    # Whether it was used in the current pass.
+    used: bool = False
+
+    def enter(self, presence: Presence) -> None:
+        assert (self.presence, presence) in LEGAL_PRESENCE, f"{self.presence} -> {presence}"
+        self.presence = presence
+
+
 # Layouts of chunks: the positions of tensors in chunks, as plain numbers.
 #
 # A chunk is a contiguous buffer that tensors share. It is split into one equal part per rank, so a
@@ -226,10 +265,6 @@ def plan_chunks(
     whole: bool = False,
 ) -> list[ChunkLayout]:
     """Packs tensors, in their order, into chunks."""
-    if min(capacity, parts, align) < 1:
-        raise GulliverError(
-            f"chunks need positive sizes, not capacity {capacity}, parts {parts}, align {align}"
-        )
     if whole and parts > 1:
         return [_dealt(run, parts, align) for run in _even_runs(tensors, capacity, parts, align)]
     layouts: list[ChunkLayout] = []

@@ -84,6 +84,8 @@ class ChunkGradients:
         self.buffer: Tensor | None = None
         # Whether gradients are reduced from where backward has put them, without a buffer.
         self.direct = False
+        # Gradients of that kind that other ranks may still read.
+        self.lent: list[Tensor] = []
         # Whether the memory of such gradients is counted.
         self._counted = False
         # Whether the collected gradients are evictable until they are reduced.
@@ -180,7 +182,14 @@ class ChunkGradients:
         buffer, self.buffer = self.buffer, None
         return buffer
 
+    def lend(self) -> dict[str, Tensor]:
+        """Returns the gradients, which other ranks read until `free`."""
+        placed, self.placed = self.placed, {}
+        self.lent = [*placed.values()]
+        return placed
+
     def free(self) -> None:
+        self.lent = []
         if self._counted:
             self._count(-1)
         if self.buffer is not None:
@@ -193,7 +202,7 @@ class ChunkGradients:
     @property
     def collected(self) -> list[Tensor]:
         """Tensors that hold the gradients until they are reduced."""
-        return [*self.placed.values()] if self.buffer is None else [self.buffer]
+        return [*self.placed.values(), *self.lent] if self.buffer is None else [self.buffer]
 
     # What users do to ``parameter.grad``.
 

@@ -53,8 +53,6 @@ class Manager:
         ahead: int | None = None,
         pages: Pages | None = None,
     ) -> None:
-        if budget < 1 or (ahead is not None and ahead < 0):
-            raise GulliverError(f"budget={budget} must be positive and ahead={ahead} not negative")
         self.device, self.store = torch.device(device), store
         if self.device.type != "cpu" and store is not None and not store.in_stream:
             raise GulliverError(

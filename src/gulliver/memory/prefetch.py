@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, Protocol
 
+from gulliver.memory.buffers import Presence
 
 # [Note: one order] If data comes from other ranks, all ranks must request it in one order,
 # whichever residents they use. So a *pass* (a forward or a backward of a model) is a list of
@@ -25,40 +25,6 @@ from typing import Any, Protocol
 #
 # A `Mover` defines what a resident is and how it is loaded. With a mover that only counts, this
 # class predicts the memory of a recorded step over time.
-class Presence(Enum):
-    """State of a resident's data."""
-
-    WHOLE = auto()
-    """Loaded completely."""
-    ARRIVING = auto()
-    """A load is in flight."""
-    ABSENT = auto()
-    """Not loaded; has no buffer."""
-
-
-LEGAL_PRESENCE = (
-    (Presence.WHOLE, Presence.ARRIVING),  # this rank's shard was updated; the rest must be gathered
-    (Presence.ABSENT, Presence.ARRIVING),  # a buffer was allocated for the load
-    (Presence.ARRIVING, Presence.WHOLE),  # the load has completed
-    (Presence.WHOLE, Presence.ABSENT),  # used and released
-)
-
-
-@dataclass(eq=False, kw_only=True)
-class Resident:
-    """An object that a prefetcher loads and releases."""
-
-    presence: Presence = Presence.WHOLE
-    # Whether it is used several times in a pass: it stays once it is loaded.
-    kept: bool = False
-    # Whether a graph may refer to it: it stays until `release_all`.
-    held: bool = False
-    # Whether it was used in the current pass.
-    used: bool = False
-
-    def enter(self, presence: Presence) -> None:
-        assert (self.presence, presence) in LEGAL_PRESENCE, f"{self.presence} -> {presence}"
-        self.presence = presence
 
 
 class Pass(Enum):

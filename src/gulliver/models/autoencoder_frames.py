@@ -262,10 +262,6 @@ class FrameAutoencoder(nn.Module):
         }
 
     def latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
-        if frames < 1:
-            raise GulliverError(
-                f"a clip of {frames} frames cannot be encoded; use at least one frame"
-            )
         return self.latent_channels, frames, *check_space(self, height, width)
 
     def encode(self, video: Tensor) -> Tensor:

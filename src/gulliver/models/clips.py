@@ -28,11 +28,8 @@ def check_inputs(
     y: Tensor,
     mask: Tensor | None,
     x_mask: Tensor | None,
-    channels: int,
     patch_size: Sequence[int],
 ) -> None:
-    if x.ndim != 5 or x.shape[1] != channels:
-        raise GulliverError(f"x has shape {tuple(x.shape)}; expected [B, {channels}, T, H, W]")
     if y.ndim != 4 or len(y) != len(x) or y.shape[1] != 1:
         raise GulliverError(f"y has shape {tuple(y.shape)}; expected [{len(x)}, 1, L, channels]")
     if mask is not None:

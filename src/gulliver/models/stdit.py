@@ -220,7 +220,7 @@ class STDiT3(nn.Module):
         """
         needed("STDiT3", fps=fps, height=height, width=width)
         assert fps is not None, "checked"
-        check_inputs(x, y, mask, x_mask, self.in_channels, self.patch_size)
+        check_inputs(x, y, mask, x_mask, self.patch_size)
         self._check_given(x, cond, cond_mask, mask_index)
         dtype = self.x_embedder.proj.weight.dtype
         tokens, grid = self.x_embedder(x.to(dtype))
@@ -426,7 +426,7 @@ class STDiT(nn.Module):
         Raises:
             GulliverError: the clip has another size; shapes do not match; a caption has no tokens.
         """
-        check_inputs(x, y, mask, None, self.in_channels, self.patch_size)
+        check_inputs(x, y, mask, None, self.patch_size)
         if tuple(x.shape[2:]) != self.input_size:
             raise GulliverError(
                 f"x has {'x'.join(map(str, x.shape[2:]))} latents, but this STDiT only has "
@@ -556,7 +556,7 @@ class STDiT2(nn.Module):
         assert width is not None, "checked"
         assert ar is not None, "checked"
         assert fps is not None, "checked"
-        check_inputs(x, y, mask, x_mask, self.in_channels, self.patch_size)
+        check_inputs(x, y, mask, x_mask, self.patch_size)
         dtype = self.x_embedder.proj.weight.dtype
         tokens, grid = self.x_embedder(x.to(dtype))
         count = 1 if "first_clip_scale" in self.compat else len(x)

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from gulliver.comm.collectives import gather_objects
-from gulliver.comm.watchdog import sent_bytes
-from gulliver.comm.world import guard
+from gulliver.comm.watchdog import guard, sent_bytes
 from gulliver.errors import GulliverError
 from gulliver.memory.parts import Part, region_of
 from gulliver.memory.pending import add_writer

@@ -15,10 +15,9 @@ from torch import Tensor, nn
 
 from gulliver.comm.collectives import Group, all_gather, gather_objects
 from gulliver.errors import GulliverError
-from gulliver.memory.buffers import ShardPiece
+from gulliver.memory.buffers import Presence, ShardPiece
 from gulliver.memory.parts import Part, part_of, region_of, whole_shape
 from gulliver.memory.pending import before_any_write, before_write
-from gulliver.memory.prefetch import Presence
 from gulliver.parallel.optimizer import (
     Counter,
     Leaf,
@@ -283,7 +282,7 @@ SMALL, ALIKE = 2**16, 2**20
 class ZeroCheckpoint(OptimizerCheckpoint):
     """Saves and loads a ZeRO optimizer and its model, each rank its own shards."""
 
-    def __init__(self, optimizer: ZeroOptimizer, on_load: Callable[[], None]) -> None:
+    def __init__(self, optimizer: ZeroOptimizer, on_load: Callable[[], None] | None) -> None:
         super().__init__(optimizer)
         self._shards = optimizer.shards
         # Called before all values of the model are replaced.
@@ -388,7 +387,8 @@ class ZeroCheckpoint(OptimizerCheckpoint):
     def before_model_load(self) -> None:
         self._shards.gatherer.release_all()
         before_write(sharded.chunk.master_shard for sharded in self._shards.all_chunks)
-        self._on_load()
+        if self._on_load is not None:
+            self._on_load()
 
     def after_model_load(self) -> None:
         self._shards.publish()

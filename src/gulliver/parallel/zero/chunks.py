@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from gulliver.comm.collectives import Handle
 from gulliver.comm.watchdog import Purpose
 from gulliver.errors import GulliverError
-from gulliver.memory.buffers import ChunkLayout, ShardPiece, plan_chunks
+from gulliver.memory.buffers import ChunkLayout, Resident, ShardPiece, plan_chunks
 from gulliver.memory.chunk import Chunk, reduced_gradient
-from gulliver.memory.prefetch import Resident
 
 HALVES = (torch.bfloat16, torch.float16)
 

@@ -22,13 +22,13 @@ from gulliver._compat import (
     storage_users,
 )
 from gulliver.comm.collectives import Group, Handle, all_gather
-from gulliver.comm.watchdog import Purpose
-from gulliver.comm.world import guard
+from gulliver.comm.watchdog import Purpose, guard
 from gulliver.errors import GulliverError
+from gulliver.memory.buffers import Presence
 from gulliver.memory.chunk import Chunk
 from gulliver.memory.managed_chunk import ManagedChunk
 from gulliver.memory.pending import before_write, mark_pending, mark_ready
-from gulliver.memory.prefetch import Pass, Prefetcher, Presence
+from gulliver.memory.prefetch import Pass, Prefetcher
 from gulliver.parallel.zero.chunks import ShardedChunk, check_not_ahead
 from gulliver.precision.wire.formats import IDENTITY
 

@@ -12,11 +12,19 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, takewhile
 
-from gulliver.memory.buffers import GRADIENTS, OPTIMIZER_STATE, PARAMETERS, ByteCounter, moment_size
+from gulliver.memory.buffers import (
+    GRADIENTS,
+    OPTIMIZER_STATE,
+    PARAMETERS,
+    ByteCounter,
+    Presence,
+    Resident,
+    moment_size,
+)
 from gulliver.memory.manager import Manager
-from gulliver.memory.prefetch import Pass, Prefetcher, Presence, Resident
+from gulliver.memory.prefetch import Pass, Prefetcher
 from gulliver.parallel.zero.elementwise import state_sizes
 from gulliver.parallel.zero.reduce import IN_FLIGHT
 from gulliver.parallel.zero.state import ShardedState
@@ -112,7 +120,7 @@ def after_micro_batches(
     """Converts the bytes of a step with one backward to the bytes of a pipeline step."""
     # Micro-batches accumulate in full buffers in every stage, which are reduced when the schedule
     # ends; then shards in flight exist in addition, and in stage 3 the parameters in use.
-    if stage < 2 or parts == 1:
+    if parts == 1:
         return dict(found)
     trained = [chunk for chunk in chunks if chunk.trained]
     flying = sum(chunk.shard for chunk in trained[: IN_FLIGHT + 1])
@@ -131,7 +139,7 @@ def in_unequal_step(
     """Converts the bytes of an ordinary step to a step that reduces all gradients at its end."""
     # Then each rank has full gradients, whose reductions start together, and in stage 3 also full
     # parameters, which are released first under a limit.
-    if stage < 2 or parts == 1:
+    if parts == 1:
         return dict(found)
     trained = [chunk for chunk in chunks if chunk.trained]
     flying = sum(chunk.shard for chunk in trained[-IN_FLIGHT - 1 :])
@@ -223,7 +231,7 @@ class StepReplay(ABC):
     def _reduce(self, chunk: ImaginedChunk) -> None:
         self.sends(chunk)
         self.flying.append(chunk)
-        if self.stage >= 2 and len(self.flying) > self.in_flight:
+        if self.stage and len(self.flying) > self.in_flight:
             self.wait_reduction(self.flying[0])
 
     def wait_reduction(self, chunk: ImaginedChunk) -> None:
@@ -261,6 +269,7 @@ class _Counted(StepReplay):
         super().__init__(chunks, stage, ahead, IN_FLIGHT if parts > 1 else 0)
         self.counter = ByteCounter()
         self._parts, self._buffers, self._reduced = parts, dict[int, int](), dict[int, int]()
+        self._unread = _unread(chunks)
         self.counter.add(OPTIMIZER_STATE, sum(c.shard for c in chunks if c.copied))
         held = [c.shard * (not c.copied) if stage == 3 else c.whole for c in chunks]
         beside = [c.packed + c.shard * (not c.copied) for c in chunks if c.packed]
@@ -269,6 +278,11 @@ class _Counted(StepReplay):
     def _is_handed(self, chunk: ImaginedChunk) -> bool:
         """Whether the reduced gradient reuses the full buffer."""
         return self._parts == 1 and not chunk.size.copied
+
+    def passes(self, what: str, number: int) -> None:
+        backward = self.engine.current is Pass.BACKWARD
+        if not (what == "used" and backward and number in self._unread):
+            super().passes(what, number)
 
     def gathers(self, chunk: ImaginedChunk, fresh: bool) -> None:
         self.counter.add(PARAMETERS, chunk.size.whole if fresh else 0)
@@ -290,12 +304,25 @@ class _Counted(StepReplay):
         self._reduced[chunk.number] = chunk.size.shard
         if self._is_handed(chunk):
             self._buffers.pop(chunk.number, 0)
-        elif self.stage != 1:
+        else:
             self.counter.add(GRADIENTS, -self._buffers.pop(chunk.number, 0))
 
     def forget(self) -> None:
         self.counter.add(GRADIENTS, -sum(self._reduced.values()))
         self._reduced.clear()
+
+
+def _unread(chunks: Sequence[ChunkBytes]) -> set[int]:
+    """Returns the first chunks, up to the repeated blocks, which backward does not read.
+
+    Inputs need no gradient, so that neither embeddings nor a first layer use their weights.
+    """
+    names = [name for chunk in chunks for name in chunk.names]
+    first = names[0].rpartition(".")[0] if names else ""
+    entry = list(takewhile(lambda n: not any(map(str.isdigit, n.split("."))), names))
+    if len(entry) in (0, len(names)):
+        entry = [name for name in names if name.rpartition(".")[0] == first]
+    return {n for n, chunk in enumerate(chunks) if set(chunk.names) <= set(entry)}
 
 
 def ordinary_step(

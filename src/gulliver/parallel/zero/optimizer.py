@@ -38,7 +38,7 @@ from gulliver.parallel.zero.state import (
     train_unfrozen,
     watch_calls,
 )
-from gulliver.parallel.zero.step import InBackward, Updates
+from gulliver.parallel.zero.step import InBackward
 from gulliver.parallel.zero.tuner import BucketTuner
 
 
@@ -210,9 +210,10 @@ class ZeroOptimizer(BoostedOptimizer):
         self._tuned = 0
         self._deferred = self._accumulating = False
         self._used: set[str] | None = None
-        self._updates = Updates(self.shards)
-        self._begun = InBackward(self.shards, self._updates)
-        self.checkpoint = ZeroCheckpoint(self, on_load=self._begun.mend)  # type: ignore[override]
+        self._early = InBackward(self.shards) if chosen.step_in_backward else None
+        self._suspended = ""
+        mend = None if self._early is None else self._early.mend
+        self.checkpoint = ZeroCheckpoint(self, on_load=mend)  # type: ignore[override]
         self.gives_back = stage == 3
         fp16 = any(p.dtype is torch.float16 for p in self.names)
         self.scaler = LossScaler() if fp16 else None
@@ -295,11 +296,12 @@ class ZeroOptimizer(BoostedOptimizer):
         self,
     ) -> tuple[AbstractContextManager[None], Callable[[ShardedChunk], None] | None]:
         """Returns the context that updates chunks in backward, and its callback."""
-        self._begun.check_whole()
-        self._begun.refuse("backward was called")
-        if not self.steps_in_backward or self._accumulating:
+        if self._early is not None:
+            self._early.check_whole()
+        self._refuse("backward was called")
+        if self._early is None or not self.steps_in_backward or self._accumulating:
             return nullcontext(), None
-        return self._begun.backward(), self._begun.reduced
+        return self._early.backward(), self._early.reduced
 
     @contextmanager
     def saving(self) -> Iterator[None]:
@@ -324,10 +326,11 @@ class ZeroOptimizer(BoostedOptimizer):
             self._deferred, self._accumulating = before
 
     def _step(self) -> None:
-        self._begun.check_whole()
-        if self._begun.begun:
-            self._begun.finish(self._vote_and_flush(), self._finish_step)
-            return
+        if self._early is not None:
+            self._early.check_whole()
+            if self._early.begun:
+                self._early.finish(self._vote_and_flush(), self._finish_step)
+                return
         for sharded in self.all_chunks:
             sharded.chunk.check_parameters()
         self.gatherer.release_all()
@@ -339,17 +342,17 @@ class ZeroOptimizer(BoostedOptimizer):
             self.skipped += 1
             self._finish_step()
             return
-        self._updates.begin()
+        self.shards.begin_updates()
         try:
             with step_hooks(self.inner):
                 self.shards.take_writes()  # also writes by hooks before the step
                 # Waits for each chunk's gradients, steps it, and starts its gather.
                 for turn in self.shards.step_groups():
-                    self._updates.step(turn, used)
-                self._updates.end()
+                    self.shards.update(turn, used)
+                self.shards.end_updates()
                 self._finish_step()  # hooks after the step read and write the stepped values
         finally:
-            self._updates.end()
+            self.shards.end_updates()
 
     def _finish_step(self) -> None:
         self._used = None
@@ -386,8 +389,7 @@ class ZeroOptimizer(BoostedOptimizer):
     @contextmanager
     def suspended(self, why: str, left: str) -> Iterator[None]:
         """Rejects `step`, clipping and `zero_grad`; after an exception, also the next `step`."""
-        self.unfinished = why
-        self._begun.suspend(why)
+        self.unfinished = self._suspended = why
         try:
             yield
         except BaseException:  # leaving a loop closes its generator, which is not an Exception
@@ -396,11 +398,18 @@ class ZeroOptimizer(BoostedOptimizer):
         else:
             self.unfinished = ""
         finally:
-            self._begun.suspend("")
+            self._suspended = ""
+
+    def _refuse(self, what: str) -> None:
+        """Raises if the step is suspended, or chunks may have been updated in backward."""
+        if self._suspended:
+            raise GulliverError(self._suspended)
+        if self._early is not None:
+            self._early.refuse(what)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients; with ``set_to_none=False``, zeroes existing ones."""
-        self._begun.refuse("zero_grad was called")
+        self._refuse("zero_grad was called")
         self._used, self.unfinished = None, ""
         self._reducer.forget(set_to_none)
         if self.tuner is not None and set_to_none and self.gatherer.step > self._tuned:
@@ -408,7 +417,7 @@ class ZeroOptimizer(BoostedOptimizer):
             self.tuner.stepped()
 
     def _landed(self) -> list[ShardedChunk]:
-        self._begun.refuse("gradients were clipped or read")
+        self._refuse("gradients were clipped or read")
         self._vote_and_flush()
         self._reducer.wait_all_reductions()
         return self.chunks
@@ -453,7 +462,7 @@ class ZeroOptimizer(BoostedOptimizer):
 
     def full_gradients(self) -> dict[str, Tensor]:
         """Returns the existing mean gradients by name, unsharded (collective)."""
-        self._begun.refuse("gradients were read")
+        self._refuse("gradients were read")
         used = self._vote_and_flush()
         self._reducer.wait_all_reductions()
         found: dict[str, Tensor] = {}

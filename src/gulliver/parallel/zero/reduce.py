@@ -28,7 +28,7 @@ from gulliver.parallel.zero.tiers import gradient_was_set
 from gulliver.precision.wire.formats import IDENTITY
 
 IN_FLIGHT = 4
-"""Maximum reductions in flight in stages 2 and 3; bounds the full gradient buffers in memory."""
+"""Maximum reductions in flight from stage 1 on; bounds the full gradients in memory."""
 
 STEPS = Purpose("steps the optimizer, or reads its gradients", 1)
 """Purpose of the vote before a step, for the watchdog; codes of chunks begin at 256."""
@@ -344,12 +344,7 @@ class GradientReducer:
             sharded.move(Phase.EMPTY)
         sharded.chunk.gradients.clear()
         sharded.forget_gradient()
-        if not self._keeps_buffer(sharded):
-            sharded.chunk.gradients.free()
-
-    def _keeps_buffer(self, sharded: ShardedChunk) -> bool:
-        """Whether a chunk's buffer stays for the gradients of the next step."""
-        return self.stage == 1 and not (sharded.chunk.gradients.direct or sharded.reduced_in_place)
+        sharded.chunk.gradients.free()
 
     def _before_gradient(self, name: str) -> None:
         sharded = self._chunk_of[name]
@@ -419,9 +414,9 @@ class GradientReducer:
         sharded.incoming, sharded.reduction = self.sender.send(sharded)
         sharded.move(Phase.REDUCING)
         self._flying.append(sharded)
-        # From stage 2 on the buffer is freed when its reduction ends. A few in flight hide each
-        # other's latency; more would only keep more full buffers alive.
-        if self.stage >= 2 and len(self._flying) > self._in_flight:
+        # From stage 1 on gradients are freed when their reduction ends. A few in flight hide each
+        # other's latency; more would only keep more of them alive.
+        if self.stage and len(self._flying) > self._in_flight:
             self.wait_reduction(self._flying[0])
         if not self.overlap:
             self.wait_all_reductions()
@@ -447,8 +442,7 @@ class GradientReducer:
         # Before memory is requested below, which may wait for other reductions.
         self._flying.remove(sharded)
         incoming, sharded.reduction, sharded.incoming = sharded.incoming, None, None
-        if not self._keeps_buffer(sharded):
-            gradients.free()
+        gradients.free()
         if self._scale != 1.0:
             incoming /= self._scale
         if sharded.gradient_shard is None:
@@ -524,7 +518,10 @@ class GradientSender:
 
     def is_direct(self, chunk: Chunk) -> bool:
         """Whether other ranks can read a chunk's gradients where backward puts them."""
-        if isinstance(chunk, ManagedChunk) or self.wires.reduce is not IDENTITY:
+        # At stage 0 the result is whole: a buffer of the gradients becomes it, so that both are
+        # never there.
+        whole = chunk.layout.parts == 1
+        if whole or isinstance(chunk, ManagedChunk) or self.wires.reduce is not IDENTITY:
             return False
         team = host_team(self.group) if group_size(self.group) > 1 else None
         return team is not None and team.takes(chunk.master_shard, chunk.members[0], "mean")
@@ -535,12 +532,9 @@ class GradientSender:
         if chunk.gradients.direct:
             team = host_team(self.group)  # not stored: it ends with the world
             assert team is not None, "gradients are direct only where ranks read each other"
-            gradients, layout = chunk.gradients, chunk.layout
-            placed, gradients.placed = gradients.placed, {}
+            layout, placed = chunk.layout, chunk.gradients.lend()
             found = [(s.start, placed.get(s.name), s.end) for s in layout.by_address]
-            if sharded.reduced_in_place:
-                gradients.free()
-            incoming = gradients.take_reduced()
+            incoming = chunk.gradients.take_reduced()
             terms = Terms(found, layout.size, chunk.dtype)
             return incoming, Handle(team.reduce_terms(incoming, terms, why))
         assert chunk.gradients.buffer is not None

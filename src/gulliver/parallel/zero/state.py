@@ -31,6 +31,7 @@ from gulliver._compat import (
     outside_transforms,
     replace_compiled_call,
     replace_recomputed,
+    step_without_hooks,
     untransformed,
     without_torch_functions,
 )
@@ -42,7 +43,13 @@ from gulliver.memory.buffers import BufferPool, ChunkLayout, ShardPiece
 from gulliver.memory.chunk import Chunk
 from gulliver.memory.managed_chunk import ManagedBufferPool, ManagedChunk
 from gulliver.memory.manager import Manager
-from gulliver.memory.pending import PendingParameter, any_read_lock, hide_from_compilers
+from gulliver.memory.pending import (
+    ASKS,
+    PendingParameter,
+    any_read_lock,
+    before_write,
+    hide_from_compilers,
+)
 from gulliver.options import Options
 from gulliver.parallel.zero.chunks import ShardedChunk, TensorSize, chunk_layouts, shard_dtype
 from gulliver.parallel.zero.elementwise import check_trainable
@@ -94,6 +101,20 @@ class ShardingOptions(Options):
     wires: ZeroWires = field(default_factory=ZeroWires)
 
 
+# [Note: the pipeline of a step] With stages 1 and 2 chunks are updated one at a time, in the order
+# of use: the rank waits for a chunk's reduction, steps it in place, starts its gather, and
+# continues with the next. So the link carries the first chunks' parameters while the others are
+# updated, and the next forward begins while most are in flight. Only clipping needs all gradients
+# first, and one number per rank. With stages 0 and 3 no gather follows an update, and the chunk
+# that is used first is reduced last, so a single optimizer call for all chunks is no later, and
+# cheaper. With memory tiers chunks are also stepped one at a time, because there is no room for the
+# state of all chunks in the fast tier.
+#
+# [Note: order of updates] Backward completes the last chunk first, so updates in that order could
+# begin earlier. But gathers would have the same order, and the parameters that the next forward
+# waits for first would be sent last. In the order of use the forward's first chunk is sent first;
+# the price is that the first update waits for the reduction that was issued last. For updates
+# during backward, see `step.py`.
 class ShardedState:
     """Chunks of a model's parameters, sharded over a process group."""
 
@@ -160,6 +181,10 @@ class ShardedState:
             tight=self.states.tiered,
         )
         self.reducer = GradientReducer(stage, group, options.overlap, options.wires)
+        # Whether the optimizer may be stepped now; users may not step it directly.
+        self._updating = False
+        setattr(inner, ASKS, self.changed)
+        inner.register_step_pre_hook(self._refuse_step)
         self.adopt(
             [self._placed(*found) for found in self.ordered(options.order, options.chunk_bytes)]
         )
@@ -330,6 +355,53 @@ class ShardedState:
         together = not apart and host_team(self.group) is not None
         length = -(-len(numbers) // HOST_CALLS) if together and numbers else 1
         return [numbers[n : n + length] for n in range(0, len(numbers), length)]
+
+    def _refuse_step(self, *_: Any) -> None:
+        """Rejects `step` of the user's optimizer, which would silently do nothing."""
+        if not self._updating:
+            raise GulliverError("step the optimizer that boost returned, not the original one")
+
+    def begin_updates(self) -> None:
+        self._updating = True
+
+    def update(self, numbers: Sequence[int], used: set[str], gather: bool = True) -> None:
+        """Updates chunks, whose gradients are complete, in one optimizer step.
+
+        Args:
+            numbers: indices of the chunks.
+            used: names of parameters that have a gradient on any rank.
+            gather: start gathering the updated parameters (stages below 3).
+        """
+        chunks = [self.chunks[number] for number in numbers]
+        for sharded in chunks:
+            self.reducer.wait_reduction(sharded)
+        if self.states.tiered and chunks and chunks[0].gradient_shard is None:
+            return  # no need to load it
+        # With tiers this is one chunk. A pipeline stage without trained parameters has none, but
+        # its optimizer is also stepped.
+        with self.states.opened(chunks[0]) if chunks else nullcontext():
+            for sharded in chunks:
+                sharded.show_gradients(used)
+            self.groups.show_pieces(numbers)
+            before_write(self.states.written(chunks))
+            with self.states.making(chunks[0]) if chunks else nullcontext():
+                step_without_hooks(self.inner)
+                for sharded in chunks:
+                    if not self.states.by_chunk:  # others write in place
+                        sharded.take_assigned()
+                    self.states.place_new(sharded, used)
+        if gather and self.stage < 3:
+            for sharded in chunks:
+                self.gatherer.start(sharded)
+
+    def end_updates(self) -> None:
+        """Puts the model's parameters back into the groups, and hides the gradients."""
+        if not self._updating:
+            return
+        self._updating = False
+        self.groups.show_parameters()
+        for sharded in self.chunks:
+            sharded.hide_gradients()
 
     def changed(self) -> Iterator[Tensor]:
         """Yields tensors that steps write, for checkpoints; includes user tensors in the groups."""
