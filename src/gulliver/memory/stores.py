@@ -33,9 +33,11 @@ ROOM = 4
 # [Note: pages] A fresh page is filled with zeros and costs a fault on first access, which takes
 # longer than reading its content from a fast disk. Tensors have many sizes, so evicted and loaded
 # tensors seldom have the same size, and freeing one buffer and allocating another would cost a
-# fault for each page that moves. So a buffer has address space to grow, which costs nothing. A
-# buffer that replaces another keeps its pages, and surplus pages are returned to the system
-# immediately (MADV_DONTNEED), even if views of them are left.
+# fault for each page that moves.
+#
+# So a buffer has address space to grow, which costs nothing. A buffer that replaces another keeps
+# its pages, and surplus pages are returned to the system immediately (MADV_DONTNEED), even if views
+# of them are left.
 @dataclass(frozen=True)
 class _Room:
     """Address range of a buffer."""

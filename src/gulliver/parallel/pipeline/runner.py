@@ -31,6 +31,7 @@ Gradients = tuple[Tensor | None, ...]
 # Let C be the nodes of the autograd graph between the inputs and the outputs. The first part only
 # runs C. A weight is attached to C at some nodes, its *ends*; the gradient that enters an end is
 # recorded as it passes. The second part starts backward at the ends, with the recorded gradients.
+#
 # Weights that share ends are computed together. As one end may be upstream of another, the gradient
 # that would reach it from there is replaced by the recorded one, which already includes it. So each
 # path from the outputs to a weight counts once, also for shared weights, weights that are used
