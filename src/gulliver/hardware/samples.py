@@ -201,7 +201,7 @@ class SampleCosts:
     def batches(
         self, shape: SampleShape, degree: int, pac: bool = True, most: int = 4096
     ) -> BatchCosts:
-        """Costs of micro-batches of 1, 2, ... samples on a group of ranks, as far as they fit."""
+        """Costs of micro-batches of 1, 2, ... samples that fit on a group of ranks."""
         fit, model = self.fit, self.model
         tokens = shape.tokens / degree
         each = tokens * (fit.token_bytes + model.depth * fit.block_bytes)

@@ -268,7 +268,7 @@ class Engine(ABC):
     @property
     @abstractmethod
     def regions(self) -> list[tuple[int, int]]:
-        """The pool's memory as (address, bytes): one region at first, plus one per growth."""
+        """The pool's memory as (address, bytes): one region at first, one more per `grow`."""
 
     @property
     @abstractmethod

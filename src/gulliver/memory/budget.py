@@ -271,7 +271,7 @@ STEADY_SHARE = 4
 """Changes of the budget below margin / `STEADY_SHARE` are skipped; each needs a new schedule."""
 WINDOW = 8
 KEPT_SHARE, KEPT_BYTES = 0.4, 64 << 20
-"""Unmanaged memory added to keep freed memory, as a share; minimum unmanaged bytes to keep it."""
+"""If freed memory is kept: reserve as a share of unmanaged memory; minimum bytes of the latter."""
 FEW_WAITS, MANY_WAITS = 0.1, 0.25
 """Shares of step time spent waiting below which freed memory is kept, and above which it is not."""
 

@@ -112,7 +112,7 @@ def find_operators(
         axes: names and sizes of the mesh axes, slowest links first; None for one axis.
         memory: bytes per rank for state and activations; None for the device's memory.
         optimizer: optimizer whose state is counted; None for Adam.
-        states: number of states that the search keeps per kind.
+        states: maximum partial plans of each kind that the search keeps.
 
     Raises:
         GulliverError: the forward cannot be sharded exactly, or no plan fits in memory.

@@ -66,7 +66,7 @@ def fp8_plan(use_fp8: bool | str | Fp8Plan, emulation: bool) -> Fp8Plan | None:
 def with_fp8(
     plan: Plan, model: nn.Module, tensor: TensorPlan | None, cluster: Cluster | None
 ) -> tuple[Plan, dict[str, str]]:
-    """Adds the FP8 layers to a plan; also returns why others were left in high precision."""
+    """Adds the FP8 layers to a plan; also returns why other layers stay in high precision."""
     fp8 = plan.precision.fp8
     if fp8 is None:
         return plan, {}

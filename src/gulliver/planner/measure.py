@@ -361,7 +361,7 @@ Seconds = tuple[float, float]  # seconds of a forward pass and of its backward p
 
 
 class _Seen(Exception):
-    """Ends the forward pass once all blocks have been seen."""
+    """Raised to end the forward pass once all blocks have been seen."""
 
 
 class _Call(nn.Module):

@@ -151,7 +151,7 @@ def places(plan: Plan) -> dict[tuple[int, int], int]:
 def largest_residency(
     states: Sequence[StateBytes], tiers: Tiers, work: Work, policy: Policy = "planned"
 ) -> StateResidency:
-    """Residency on the rank that needs the most memory; errors name the minimum over all ranks."""
+    """Residency on the rank that needs the most memory; errors name the limit that suffices."""
     ordered = sorted(states, key=lambda state: -least_bytes(state, tiers))
     first, *_ = (find_residency(state, tiers, work, policy) for state in ordered)
     return first
@@ -331,7 +331,7 @@ def _chunk_bytes(
 
 
 def _shown_bytes(wires: ZeroWires, layout: ChunkLayout, dtype: torch.dtype) -> int:
-    """Bytes of the unpacked copy of a shard, needed if parameters travel in a packed format."""
+    """Bytes of the unpacked copy of a shard, which exists if parameters are sent packed."""
     packed = wires.of_parameters(layout.parts, layout.part_size, dtype) is not IDENTITY
     return layout.part_size * dtype.itemsize * packed
 

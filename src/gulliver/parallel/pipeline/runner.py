@@ -124,7 +124,7 @@ def _above(roots: Sequence[Node]) -> dict[Node, list[Node]]:
 def _climb(
     starts: Sequence[Node], above: dict[Node, list[Node]], until: set[Node]
 ) -> tuple[set[Node], set[Node]]:
-    """Returns the ancestors of `starts` below `until`, and the nodes of `until` reached."""
+    """Returns the ancestors of `starts` below `until`, and the reached nodes of `until`."""
     seen, met = {node for node in starts if node in above}, set()
     waiting = list(seen)
     while waiting:

@@ -109,7 +109,7 @@ def start_reduce(whole: Tensor, dim: int, lengths: Sequence[int], rank_group: Ra
 def ring_gather(
     own: Tensor, dim: int, lengths: Sequence[int], rank_group: RankGroup
 ) -> Iterator[tuple[int, Tensor]]:
-    """Yields each rank with its piece, this rank's first; one transfer is in flight."""
+    """Yields each rank with its piece, this rank's first; one transfer at a time is in flight."""
     # Every piece is forwarded to the next rank, so each link carries one piece at a time.
     place, piece = rank_group.rank, own.detach().contiguous()
     after, before = (rank_group.ranks[(place + step) % rank_group.size] for step in (1, -1))

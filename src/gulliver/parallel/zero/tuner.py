@@ -120,7 +120,7 @@ class BucketTuner:
         return self.stage is not TuningStage.DONE
 
     def stepped(self) -> None:
-        """Called between steps, when there are no gradients (collective)."""
+        """Times a step and may re-partition chunks; called between steps (collective)."""
         if self._recorder is not None:
             order = broadcast_object(self._recorder.order(self._names.values()))
             self._recorder.close()

@@ -46,7 +46,7 @@ from gulliver.plan.analysis.repeats import CallOutput, Repeats, Template, calls_
 # repeated call's backward is contiguous, without operators of other modules in between. Otherwise
 # the step must be traced without replays.
 def summed(model: nn.Module, recorder: Recorder, repeats: Repeats | None) -> Analysis | None:
-    """Adds up a step; None if the replayed calls' share is unknown."""
+    """Adds up the costs of a step; None if those of replayed calls are unknown."""
     templates = [t for t in repeats.templates if t.forwards] if repeats is not None else []
     operators, moments = recorder.operators, recorder.moments
     for template in templates:
