@@ -147,7 +147,7 @@ def check_process(owner: int) -> None:
     """Raises an error if an engine or ticket is used in a forked process."""
     if os.getpid() != owner:
         raise GulliverError(
-            "this I/O engine belongs to the parent process and its threads do not exist here; "
+            "this I/O engine belongs to the parent process, whose threads do not exist here; "
             "create another one after forking"
         )
 
@@ -359,7 +359,7 @@ class Engine(ABC):
         """
         self._check_process()
         if nbytes > page.nbytes:
-            raise GulliverError(f"{nbytes} bytes exceed the page of {page.nbytes}")
+            raise GulliverError(f"{nbytes} bytes exceed the page of {page.nbytes} bytes")
         request = Request("page", file, offset, page.address, nbytes, priority, page=page)
         return self._submit(request)
 

@@ -80,7 +80,7 @@ def batch_from(plan: Plan) -> Batch:
             made = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
         except (ValueError, AttributeError, TypeError) as error:
             told = plan.describe_field(join("operators.batch", name))
-            raise GulliverError(f"{told}: write dtype and sizes, such as int64 8 x 128") from error
+            raise GulliverError(f"{told} needs dtype and sizes, such as int64 8 x 128") from error
         if name.isdigit():
             args.append(made)
         else:
@@ -297,7 +297,7 @@ class _Compiler:
         )
         some = "; ".join(", ".join(way) for way in list(shardings)[:6])
         raise GulliverError(
-            f"{choice.operator} does not support this layout: {lines}; possible: {some}"
+            f"{choice.operator} does not support this layout: {lines}; supported are {some}"
         )
 
     def _fates(self) -> tuple[dict[int, int], frozenset[int]]:

@@ -223,8 +223,9 @@ def _encode(metas: Sequence[Meta]) -> Tensor:
     for meta in metas:
         if len(meta.shape) > DIMS or meta.dtype not in _DTYPES:
             raise GulliverError(
-                f"a tensor of {meta.dtype} and {len(meta.shape)} dims cannot cross stages; use "
-                f"up to {DIMS} dims of {', '.join(str(d).removeprefix('torch.') for d in _DTYPES)}"
+                f"a tensor of {meta.dtype} with {len(meta.shape)} dims cannot cross stages; use at "
+                f"most {DIMS} dims, and one of "
+                f"{', '.join(str(d).removeprefix('torch.') for d in _DTYPES)}"
             )
         numbers += [_DTYPES.index(meta.dtype), int(meta.requires_grad), len(meta.shape)]
         numbers += meta.shape
