@@ -257,7 +257,7 @@ def _check(
             if after < before / 2:
                 raise GulliverError(
                     f"the table contradicts itself: {long!r} has more tokens than {short!r} but "
-                    f"takes less ({after:.3g}, not {before:.3g} s on {degree} ranks); measure it again"
+                    f"takes less ({after:.3g}, not {before:.3g} s on {degree} ranks); measure again"
                 )
 
 
