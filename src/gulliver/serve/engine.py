@@ -201,7 +201,7 @@ class Engine:
         if any(answer.longest > facts.longest for answer in running):
             raise GulliverError(
                 f"a request may have up to {max(answer.longest for answer in running)} tokens, and "
-                f"this runner takes {facts.longest}"
+                f"this runner takes {facts.longest} at most"
             )
         self.runner = runner
         self._in_flight.clear()

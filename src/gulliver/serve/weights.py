@@ -576,7 +576,7 @@ def dtype_name(dtype: str | torch.dtype | None) -> str | None:
 
 
 def check_options(folder: Path, dtype: str | None, quantize: str | None) -> None:
-    """Rejects folders without a supported model, and formats that it does not support."""
+    """Rejects folders without a supported model, and unsupported values of the other options."""
     check_folder(folder)
     for name, value, known in (("dtype", dtype, DTYPES), ("quantize", quantize, MODES)):
         if value is not None and value not in known:

@@ -119,7 +119,8 @@ def check_planner(config: Any) -> None:
         )
     if planner.intra and planner.degree is not None:
         raise GulliverError(
-            f"--planner.degree {planner.degree} applies to all groups; add --planner.no-intra"
+            f"--planner.degree {planner.degree} fixes the degree of all groups; add "
+            "--planner.no-intra"
         )
     if not planner.intra and planner.degree is None:
         raise GulliverError("--planner.no-intra needs --planner.degree, the degree of all groups")
