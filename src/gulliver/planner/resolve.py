@@ -179,8 +179,8 @@ def plan_tensors(plan: Plan, model: nn.Module) -> TensorPlan | None:
     except GulliverError as error:
         path = next((path for path in edited if path in str(error)), next(iter(edited)))
         raise GulliverError(
-            f"{plan.describe_field('mesh.axes.tensor')} and {join('tensor.modules', path)}: "
-            f"{edited[path]!r}{lines[path]}: {error}"
+            f"{plan.describe_field('mesh.axes.tensor')} is not possible with "
+            f"{join('tensor.modules', path)}={edited[path]!r}{lines[path]}: {error}"
         ) from error
     styles = styles_of(found)
     for path, style in edited.items():

@@ -364,7 +364,7 @@ PUNCTUATION = ".,;:!?\"'()"
 
 
 def words_of(prompt: str) -> list[str]:
-    """Returns lower-case words without leading and trailing punctuation."""
+    """Splits a prompt into lower-case words without leading and trailing punctuation."""
     words = [word.strip(PUNCTUATION) for word in prompt.lower().split()]
     words = [word for word in words if word]
     if not words:

@@ -169,7 +169,7 @@ def _possible(scorer: Scorer) -> tuple[list[Axes], dict[str, str]]:
     possible = [axes for axes, why in refusals.items() if not why]
     refused = {axes_text(axes): why for axes, why in refusals.items() if why}
     if not possible:
-        why = next(iter(refused.values()), f"{scorer.batch} samples cannot be dealt to them")
+        why = next(iter(refused.values()), f"{scorer.batch} samples cannot be divided over them")
         raise GulliverError(f"no mesh of {ranks} ranks can run this model: {why}")
     return possible, refused
 
