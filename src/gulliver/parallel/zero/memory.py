@@ -65,10 +65,9 @@ def predicted(shards: ShardedState, pipelined: bool = False) -> dict[str, int]:
     events = list(ordinary_step(chunks, uses))
     options = shards.stage, shards.parts, shards.options.ahead, _state_bytes(shards)
     found = held_bytes(chunks, *options, events)
-    if pipelined and shards.manager is None:
-        found = after_micro_batches(found, chunks, *options[:3])
-    if shards.options.unequal:
-        found = in_unequal_step(found, chunks, *options[:2], shards.manager is not None)
+    if (pipelined and shards.manager is None) or shards.options.unequal:
+        gathered = len(chunks) if shards.options.unequal else shards.options.ahead + 2
+        found = reduced_at_end(found, chunks, shards.stage, shards.parts, gathered)
     return found if shards.manager is None else _within(found, shards.manager)
 
 
@@ -114,40 +113,30 @@ def held_bytes(
     return replay.counter.fullest
 
 
-def after_micro_batches(
-    found: Mapping[str, int], chunks: Sequence[ChunkBytes], stage: int, parts: int, ahead: int
+def reduced_at_end(
+    found: Mapping[str, int], chunks: Sequence[ChunkBytes], stage: int, parts: int, gathered: int
 ) -> dict[str, int]:
-    """Converts the bytes of a step with one backward to the bytes of a pipeline step."""
-    # Micro-batches add up in whole buffers, whatever the stage, which are reduced when the schedule
-    # has ended: then shards that travel are there besides, and at stage 3 the parameters in use.
-    if parts == 1:
-        return dict(found)
-    trained = [chunk for chunk in chunks if chunk.trained]
-    flying = sum(chunk.shard for chunk in trained[: IN_FLIGHT + 1])
-    whole = sum(chunk.whole for chunk in trained) + flying
-    changed = {**found, GRADIENTS: max(found[GRADIENTS], whole)}
-    if stage == 3:  # the chunk in use, the one before it, and those gathered ahead
-        few = (sum(c.whole for c in chunks[n : n + ahead + 2]) for n in range(len(chunks)))
-        shards = sum(c.shard for c in chunks if not c.copied)
-        changed[PARAMETERS] = max(found[PARAMETERS], shards + max(few, default=0))
-    return changed
+    """Converts the bytes of an ordinary step to a step that reduces all gradients at its end.
 
-
-def in_unequal_step(
-    found: Mapping[str, int], chunks: Sequence[ChunkBytes], stage: int, parts: int, limited: bool
-) -> dict[str, int]:
-    """Converts the bytes of an ordinary step to a step that reduces all gradients at its end."""
-    # Then gradients lie whole on each rank and begin to travel together, and of stage 3 parameters
-    # lie whole there, too. Under a limit these go first.
+    Args:
+        found: bytes by kind in an ordinary step.
+        chunks: chunks in the order of use.
+        stage: ZeRO stage.
+        parts: number of shards of a chunk.
+        gathered: number of consecutive chunks of parameters that stage 3 holds together.
+    """
+    # Whatever the stage, gradients of micro-batches, and of steps of unequal work, add up in whole
+    # buffers. When they are reduced, shards that travel are there besides.
     if parts == 1:
         return dict(found)
     trained = [chunk for chunk in chunks if chunk.trained]
     flying = sum(chunk.shard for chunk in trained[-IN_FLIGHT - 1 :])
-    whole = sum(chunk.whole for chunk in trained)
-    changed = {**found, GRADIENTS: whole + (0 if limited else flying)}
+    whole = sum(chunk.whole for chunk in trained) + flying
+    changed = {**found, GRADIENTS: max(found[GRADIENTS], whole)}
     if stage == 3:
-        homes = sum(chunk.shard for chunk in chunks if not chunk.copied)
-        changed[PARAMETERS] = homes + sum(chunk.whole for chunk in chunks)
+        together = (sum(c.whole for c in chunks[n : n + gathered]) for n in range(len(chunks)))
+        shards = sum(c.shard for c in chunks if not c.copied)
+        changed[PARAMETERS] = max(found[PARAMETERS], shards + max(together, default=0))
     return changed
 
 
