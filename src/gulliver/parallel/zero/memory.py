@@ -333,16 +333,17 @@ def ordinary_step(
     begun: set[int] = set()
     for uses, members in backward_uses(names, again):
         yield from (("used", homes[name]) for name in uses)
-        for place, name in members:
-            number = homes[name]
-            if place != first[name]:
-                continue  # autograd adds up what all uses make, and hands it over once
-            missing[number].discard(name)
+        # Autograd adds up what all uses make, and hands it over once; those of a module come
+        # together, in whatever order.
+        ended = [name for place, name in members if place == first[name]]
+        for number in dict.fromkeys(homes[name] for name in ended):
             if chunks[number].trained and number not in begun:
                 begun.add(number)
                 yield "collecting", number
-            while following and not missing[following[0]]:
-                yield "reduced", following.popleft()
+        for name in ended:
+            missing[homes[name]].discard(name)
+        while following and not missing[following[0]]:
+            yield "reduced", following.popleft()
     yield "backward ended", -1
     yield "released", -1
     yield "prefetched", -1
