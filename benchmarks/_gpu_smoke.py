@@ -47,23 +47,17 @@ def zero(run: GpuRun) -> None:
 
 
 def loader(run: GpuRun) -> None:
-    """The pinned arena, and copies ahead of use on a stream of their own."""
+    """Copies ahead of use on a stream of their own."""
     from gulliver.data import DataLoader
 
     data = [torch.full((3, 8, 32, 32), float(number)) for number in range(64)]
-    # Without a device the batches lie in the arena's memory, page-aligned.
-    ways: dict[str, Any] = {"pin_memory": True} if run.dry else {"device": run.device}
-    found = DataLoader(data, 4, warm_up=[torch.empty(4, 3, 8, 32, 32, device="meta")], **ways)
+    found = DataLoader(data, 4, device=run.device)
     wrong = 0.0
     for number, batch in enumerate(found):
         assert batch.device.type == run.device.type
         wanted = torch.arange(4.0).add(4 * number).view(4, 1, 1, 1, 1)
         wrong = max(wrong, float((batch.cpu() - wanted).abs().max()))
     run.check("batches", wrong, 0.0)
-    arena = found.statistics().arena
-    assert arena is not None
-    run.figure("pinned", arena.is_pinned)
-    run.check("tensors outside of the arena", float(arena.plain + arena.grown), 0.0)
 
 
 def gemini(run: GpuRun) -> None:

@@ -1,7 +1,12 @@
-// The packer of data-centric steps for Python: gulliver.solve._packer. It does what
-// tests/data_centric/step_packer.py does, its oracle, line for line and in the same order of sums: answers are
-// equal to the bit. The oracle says why; this says where it differs. Calls take microseconds and
-// keep the GIL, which guards what packings remember.
+// The packer of data-centric steps for Python: gulliver.solve._packer. Step times are found by
+// bisection between the lower bound and the best time so far; where the answer stays far above the
+// bound, other degrees are tried at shorter and shorter times. Calls take microseconds and keep the
+// GIL, which guards what packings remember.
+//
+// [Note: pruning] Most of a group's visits to shapes would find that one more sample does not fit.
+// So the least first end up to each place of the order is kept: the first place where it is within
+// the remaining room is found by bisection, and nothing before it can fit. A time is given up as
+// soon as the free ranks cannot hold the rest even at its best rate. Neither changes an answer.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -208,6 +213,7 @@ class Packing {
     }
   }
 
+  // Fills groups up to a time, the shapes of the widest groups and the largest first.
   std::optional<Packed> packed(double limit, std::vector<int>& degrees, double lost, bool partly,
                                std::optional<int> most) {
     if (!choose(limit, degrees, lost, partly, most)) return std::nullopt;
@@ -284,6 +290,7 @@ class Packing {
   }
 
  private:
+  // Chooses the degree of every shape; returns whether all have one.
   bool choose(double limit, std::vector<int>& degrees, double lost, bool partly,
               std::optional<int> most) const {
     for (std::size_t shape = 0; shape < counts_.size(); ++shape) {
@@ -302,6 +309,7 @@ class Packing {
     return true;
   }
 
+  // Degree of the fewest rank seconds, 0 for none; idle time of groups counts by `lost`.
   int chosen(std::size_t shape, Count count, double limit, int ranks, double lost) const {
     const Shape& known = *shapes_[shape];
     double least = kInfinity;
@@ -349,6 +357,7 @@ class Packing {
     return *order_;
   }
 
+  // Bisects for the least time for which the ranks suffice.
   double bisected(double bound, const Tries& tries, std::optional<Packed>& best) {
     double low = bound, high = 0.0, limit = tries.first * bound, longest = kInfinity;
     std::vector<int> degrees(counts_.size());
@@ -374,6 +383,7 @@ class Packing {
     return longest;
   }
 
+  // Tries shorter and shorter times with other degrees, until the ranks do not suffice.
   double shortened(double bound, const Tries& tries, Packed& best, double longest, double lost,
                    int most) {
     std::vector<int> degrees(counts_.size());
@@ -395,6 +405,7 @@ class Packing {
     return longest;
   }
 
+  // All samples in one group of the degree that ends soonest, if a degree is common to all.
   std::optional<Packed> together() const {
     std::optional<std::pair<double, int>> least;
     for (const int degree : shapes_.empty() ? std::vector<int>{} : shapes_[0]->degrees) {

@@ -214,13 +214,6 @@ MUTANTS = (
         "(epoch, number) if number + 1 < len(order)",
         ("bucket_sampler", "loader"),
     ),
-    Mutant(
-        "loader: memory that comes back overlaps what is lent",
-        "data/arena.py",
-        "                start += size\n",
-        "                start += need\n",
-        ("loader",),
-    ),
 )
 
 

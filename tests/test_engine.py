@@ -208,20 +208,6 @@ def test_offsets_beyond_4_gib(make: Make, tmp_path: Path) -> None:
     assert np.array_equal(source, target)
 
 
-@pytest.mark.full
-@pytest.mark.slow
-def test_one_request_of_more_than_2_gib(tmp_path: Path) -> None:
-    # Linux moves 2,147,479,552 bytes in one call. Untouched memory costs nothing to read from.
-    nbytes = 2**31 + 4096 + 3
-    source = np.zeros(nbytes, np.uint8)
-    with default_engine() as engine:
-        file = engine.create(tmp_path / "large", nbytes)
-        engine.write(file, 0, source.ctypes.data, nbytes).wait()
-        assert engine.counters.written == nbytes
-        engine.close_file(file)
-        assert (tmp_path / "large").stat().st_size == nbytes
-
-
 def test_empty_writes_succeed(make: Make, tmp_path: Path) -> None:
     engine = make()
     file = engine.create(tmp_path / "empty", 0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 from collections.abc import Iterator
 
@@ -47,19 +46,6 @@ def _fail_before_all_have_joined(world: World) -> None:
     raise KeyError(f"rank {world.rank}")
 
 
-def _return_a_lambda(world: World) -> object:
-    return lambda: None
-
-
-class _Unpicklable(Exception):
-    def __init__(self, first: int, second: int) -> None:
-        super().__init__("two numbers were wrong")
-
-
-def _raise_unpicklable(world: World) -> None:
-    raise _Unpicklable(1, 2)
-
-
 def _hang_here(world: World) -> None:
     if world.rank == 1:
         time.sleep(1000)
@@ -72,12 +58,6 @@ def _die(world: World) -> None:
     dist.barrier()
 
 
-def test_results_come_in_the_order_of_ranks_from_fresh_worlds(pool: Pool) -> None:
-    for size in (1, 2, 4, 3):
-        expected = [2.0 * sum(range(size))] * size
-        assert pool.run(_sum_of_ranks, size, 2.0) == expected
-
-
 def test_every_call_has_its_world_and_its_seed(pool: Pool) -> None:
     first = pool.run(_seen, 2)
     assert first == pool.run(_seen, 2)
@@ -87,34 +67,6 @@ def test_every_call_has_its_world_and_its_seed(pool: Pool) -> None:
     ]
     ((world, grouped, _),) = pool.run(_seen, 1)
     assert (world.size, grouped) == (1, False)
-
-
-def test_collective_tests_reuse_the_same_processes(pool: Pool) -> None:
-    pool.run(_sum_of_ranks, 4, 1.0)
-    before = pool.pids()
-    assert all(pool.run(_sum_of_ranks, 2, float(n)) == [n, n] for n in range(10))
-    assert pool.pids() == before
-
-
-class Interrupted(Exception):
-    pass
-
-
-def test_a_call_that_was_interrupted_leaves_no_answers_to_the_next(own_pool: Pool) -> None:
-    def interrupt(number: int, frame: object) -> None:
-        raise Interrupted
-
-    own_pool.run(_sum_of_ranks, 2, 1.0)  # so that what is interrupted is the wait
-    before = signal.signal(signal.SIGUSR2, interrupt)
-    try:
-        # To the thread that waits: another one's signal would not wake it.
-        waiting = threading.get_ident()
-        threading.Timer(0.1, signal.pthread_kill, (waiting, signal.SIGUSR2)).start()
-        with pytest.raises(Interrupted):
-            own_pool.run(_hang_here, 2)
-    finally:
-        signal.signal(signal.SIGUSR2, before)
-    assert own_pool.run(_sum_of_ranks, 2, 3.0) == [3.0, 3.0]
 
 
 def test_an_exception_arrives_with_its_remote_traceback(pool: Pool) -> None:
@@ -132,15 +84,6 @@ def test_the_cause_is_raised_and_not_the_connections_that_broke(pool: Pool) -> N
             pool.run(_fail_on, 3, n % 3)
         with pytest.raises(KeyError):
             pool.run(_fail_before_all_have_joined, 3)
-
-
-def test_unpicklable_values_are_reported(pool: Pool) -> None:
-    before = pool.run(_seen, 2)
-    with pytest.raises(Exception, match="lambda"):
-        pool.run(_return_a_lambda, 2)
-    with pytest.raises(RuntimeError, match="_Unpicklable: two numbers were wrong"):
-        pool.run(_raise_unpicklable, 2)
-    assert pool.run(_seen, 2) == before
 
 
 def test_hanging_call_fails_with_stacks_and_pool_survives(own_pool: Pool) -> None:

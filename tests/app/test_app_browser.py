@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import resource
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -143,32 +141,6 @@ def test_prompt_makes_playable_clip_and_seed_changes_it(
 
 
 @pytest.mark.full
-def test_two_users_at_once_get_their_own_clips(tab: Tab, browser: Any, page: Page) -> None:
-    other = Tab(browser, page)
-    tab.fill(prompt="the digit 1 moving up", steps=30)
-    other.fill(prompt="the digit 2 moving down", steps=3)
-    tab.make()
-    other.make()
-    for one, words in ((other, "the digit 2 moving down"), (tab, "the digit 1 moving up")):
-        one.told("Generated in")
-        one.playing()
-        assert one.tab.inner_text("#facts").startswith(words)
-    other.context.close()
-
-
-@pytest.mark.full
-def test_page_reports_killed_worker_and_recovers(tab: Tab, page: Page) -> None:
-    tab.fill(steps=5000)
-    tab.make()
-    tab.told("Step ")
-    os.kill(page.service.pid or 0, signal.SIGKILL)
-    assert "SIGKILL" in tab.told("was killed")
-    tab.tab.wait_for_function("document.querySelector('#notice').innerText.includes('SIGKILL')")
-    tab.fill(steps=3)
-    tab.made()
-
-
-@pytest.mark.full
 def test_stop_and_a_closed_tab_end_sampling(tab: Tab, browser: Any, page: Page) -> None:
     tab.fill(steps=50_000)
     tab.make()
@@ -184,26 +156,6 @@ def test_stop_and_a_closed_tab_end_sampling(tab: Tab, browser: Any, page: Page) 
     tab.told("Waiting: 1 clip is made before")
     leaving.context.close()
     tab.told("Generated in")
-
-
-@pytest.mark.full
-def test_page_rejects_bad_settings_and_restores_those_of_a_clip(tab: Tab) -> None:
-    tab.fill(prompt="<b>the digit</b> 4 moving left", frames=6)
-    tab.make()
-    assert "6 frames do not fit the autoencoder" in tab.told("do not fit")
-    tab.fill(frames=5, steps=3, seed=77)
-    tab.made()
-    tab.fill(seed=78, prompt="the digit 5 moving up")
-    tab.tab.click("button[role=tab]:has-text('Gallery')")
-    tab.tab.click("#gallery button.thumbnail-item >> nth=0")
-    tab.tab.wait_for_function("document.querySelector('#chosen').innerText.includes('seed 77')")
-    assert "gulliver generate --run" in tab.tab.inner_text("#chosen")
-    tab.tab.click("#again")
-    tab.tab.wait_for_selector("#make", state="visible")
-    assert tab.tab.input_value("#seed input") == "77"
-    assert tab.tab.input_value("#prompt input, #prompt textarea") == (
-        "<b>the digit</b> 4 moving left"
-    )
 
 
 @pytest.mark.full

@@ -66,40 +66,6 @@ def test_a_table_is_filtered_without_torch(tmp_path: Path) -> None:
     assert ended.returncode == 0, ended.stderr
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("generate --prompt x --fps 0", "--fps is 0.0"),
-        ("generate --prompt x --condition-frames 5", "--condition-frames"),
-        ("generate --prompt x --loops 2", "2 loops"),
-        ("generate --prompt x --negative-prompt y --guidance 1", "guidance 1"),
-        ("generate --prompt x --mask-strategy 0", "reference 0"),
-        ("generate --prompt x --guidance-image 2", "image guidance 2"),
-        (
-            "generate --prompt x --guidance-image 2 --guidance-ranks 2",
-            "--guidance-ranks 2",
-        ),
-        ("train --data.frame-interval 2", "--data.frame-interval is 2"),
-        ("generate --prompt x --resolution 60000", "7.5e+11"),
-        ("train --flow.masks image_head:0.6 extend:0.6", "1.2"),
-        ("train --flow.masks image_head:0.6 randon:0.1", "'randon'"),
-        ("train --flow.shift-by-size --flow.shift-rule 1.2", "shift"),
-        ("train --data.shapes 13x32x32 13x32x32:2", "13x32x32"),
-    ],
-)
-def test_invalid_numbers_are_one_line_errors(
-    arguments: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as stop:
-        main(arguments.split())
-    assert stop.value.code == 2
-    (line,) = capsys.readouterr().err.strip().splitlines()
-    assert message in line
-    assert list(tmp_path.iterdir()) == []
-
-
 def _parsed(name: str, *arguments: str) -> Any:
     return parse(_found(PLACES[name].split()[0]), list(arguments), name)
 

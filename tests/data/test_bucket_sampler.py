@@ -110,17 +110,3 @@ def test_a_position_in_other_data_is_refused(change: dict) -> None:
     state = BucketSampler(**usual).state_dict()
     with pytest.raises(GulliverError, match="other data, batch sizes or another seed"):
         BucketSampler(**{**usual, **change}).load_state_dict(state)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (([None, None], 2), "no sample fits any bucket"),
-        (([BUCKETS[0]], {BUCKETS[1]: 2}), "bucket 1x8x8 has no batch size"),
-        (([BUCKETS[0]], 0), "at least 1"),
-        (([BUCKETS[0]], 1, 2, 2), "rank 2 is out of range for 2"),
-    ],
-)
-def test_invalid_samplers_are_rejected(arguments: tuple, message: str) -> None:
-    with pytest.raises(GulliverError, match=message):
-        BucketSampler(*arguments)

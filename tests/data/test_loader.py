@@ -1,8 +1,7 @@
-"""The arena that lends host memory, and the loader that resumes exactly and feeds a device."""
+"""The loader that resumes exactly and feeds a device."""
 
 from __future__ import annotations
 
-import gc
 import json
 import logging
 import multiprocessing
@@ -12,34 +11,21 @@ import weakref
 from collections import OrderedDict, defaultdict, namedtuple
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils import data as torch_data
 
-from gulliver.data import Bucket, BucketSampler, DataLoader, PinnedArena
-from gulliver.data import arena as arena_module
+from gulliver.data import Bucket, BucketSampler, DataLoader, transfer
 from gulliver.data import loader as loader_module
 from gulliver.errors import GulliverError
-from gulliver.solve.extents import PAGE, Extents, size_class
 
 RESOLUTIONS = ((144, 256), (240, 426), (360, 640), (480, 854), (720, 1280))
 LENGTHS = (1, 17, 33, 51)
-DTYPES = [
-    torch.float32,
-    torch.bfloat16,
-    torch.float8_e4m3fn,
-    torch.int64,
-    torch.bool,
-    torch.complex64,
-]
 
 
 class FakeEvent:
@@ -70,262 +56,6 @@ def mixed_table(scale: int = 8) -> list[dict[str, Tensor]]:
         for height, width in RESOLUTIONS
         for frames in LENGTHS
     ]
-
-
-# --- placing blocks ---
-
-
-@given(st.integers(1, 2**40))
-def test_a_size_class_wastes_less_than_an_eighth_and_a_page(size: int) -> None:
-    block = size_class(size)
-    assert block % PAGE == 0
-    assert size <= block < size * 9 / 8 + PAGE
-    assert size_class(block) == block
-
-
-@settings(max_examples=150, deadline=None)
-@given(
-    st.lists(st.integers(1, 12), min_size=1, max_size=4),
-    st.lists(st.tuples(st.booleans(), st.integers(0, 2**16)), max_size=120),
-)
-def test_extents_allocate_like_cell_model(slabs: list[int], moves: list[tuple[bool, int]]) -> None:
-    extents, cells = Extents(), {n: [False] * size for n, size in enumerate(slabs)}
-    for number, size in enumerate(slabs):
-        extents.add(number, size)
-    living: list[tuple[int, int, int]] = []
-
-    def holes() -> list[tuple[int, int, int]]:
-        found = []
-        for number, row in cells.items():
-            start = None
-            for place, taken in enumerate([*row, True]):
-                if not taken and start is None:
-                    start = place
-                if taken and start is not None:
-                    found.append((place - start, number, start))
-                    start = None
-        return sorted(found)
-
-    for gives, draw in moves:
-        if gives and living:
-            slab, start, size = living.pop(draw % len(living))
-            extents.give(slab, start, size)
-            cells[slab][start : start + size] = [False] * size
-        else:
-            size = draw % 12 + 1
-            best = next((hole for hole in holes() if hole[0] >= size), None)
-            found = extents.take(size)
-            assert found == (None if best is None else best[1:])
-            if found is not None:
-                slab, start = found
-                assert not any(cells[slab][start : start + size])
-                cells[slab][start : start + size] = [True] * size
-                living.append((slab, start, size))
-    for block in living:
-        extents.give(*block)
-    assert extents.free == sum(slabs)
-    assert all(map(extents.is_empty, range(len(slabs))))
-
-
-# --- the arena ---
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    st.integers(8, 64),
-    st.lists(
-        st.tuples(st.sampled_from("abdeh"), st.integers(0, 2**16), st.integers(1, 40_000)),
-        max_size=60,
-    ),
-)
-def test_arena_invariants_hold_for_any_event_order(
-    pages: int, moves: list[tuple[str, int, int]]
-) -> None:
-    limit = pages * PAGE
-    arena = PinnedArena(limit)
-    living: list[tuple[Tensor, int]] = []
-    events: list[FakeEvent] = []
-    for number, (move, draw, size) in enumerate(moves):
-        if move in "ab":
-            # Another byte for each, so that an overlap is seen.
-            mark = number % 251
-            parts = [size] if move == "a" else [size, size // 3 + 1]
-            copies = arena.copy_all(
-                [torch.full((part,), mark, dtype=torch.uint8) for part in parts]
-            )
-            living += [(copy, mark) for copy in copies]
-            del copies
-        elif move == "d" and living:
-            living.pop(draw % len(living))
-        elif move == "h" and living:
-            # Copied to a device: our own reference goes, the event keeps the memory.
-            events.append(FakeEvent())
-            arena.hold([living.pop(draw % len(living))[0]], events[-1])
-        elif move == "e" and events:
-            events[draw % len(events)].done = True
-        assert all((tensor == mark).all() for tensor, mark in living)
-        found = arena.statistics()
-        assert found.in_use <= found.high_water <= found.capacity <= limit
-        assert found.in_use < found.asked * 9 / 8 + PAGE * (len(living) + len(events)) + 1
-    spans = sorted((t.data_ptr(), t.data_ptr() + t.numel()) for t, _ in living)
-    assert all(end <= start for (_, end), (start, _) in pairwise(spans))
-    for event in events:
-        event.done = True
-    living.clear()
-    found = arena.statistics()
-    assert (found.in_use, found.asked) == (0, 0)
-    assert found.hits + found.misses == sum({"a": 1, "b": 2}.get(m, 0) for m, *_ in moves)
-
-
-def test_a_mixed_stream_never_misses_after_warm_up_whatever_is_kept_and_dropped() -> None:
-    table, in_flight = mixed_table(), 4
-    arena = PinnedArena(2**28)
-    arena.warm_up(table, in_flight)
-    taken = arena.statistics().slabs_taken
-    draw = random.Random(0)
-    alive: list[Any] = []
-    for step in range(400):
-        shapes = table[draw.randrange(len(table))]
-        batch = dict(zip(shapes, arena.empty_all(list(shapes.values())), strict=True))
-        batch["video"].view(-1)[0] = step
-        alive.append(batch)
-        if len(alive) == in_flight:
-            # Any of them goes; of another only a part, in the next round the rest.
-            alive.pop(draw.randrange(len(alive)))
-            alive[0].pop(draw.choice(list(alive[0])), None)
-            alive = [kept for kept in alive if kept]
-    found = arena.statistics()
-    assert found.hit_rate == 1.0
-    assert found.hits == 3 * 400
-    assert found.slabs_taken == taken == in_flight
-    largest = max(sum(size_class(t.nbytes) for t in batch.values()) for batch in table)
-    assert found.capacity == in_flight * largest
-    del batch, alive
-    assert arena.statistics().in_use == 0
-
-
-def test_a_view_keeps_its_block_and_the_last_one_frees_it() -> None:
-    arena = PinnedArena(2**20)
-    tensor = arena.copy(torch.arange(100.0))
-    view, storage = tensor.view(10, 10)[2:4, ::3].t(), None
-    array = tensor[50:60].numpy()
-    del tensor
-    assert arena.statistics().in_use == PAGE
-    others = [arena.copy(torch.zeros(100)) for _ in range(20)]
-    assert view.flatten().tolist() == [20, 30, 23, 33, 26, 36, 29, 39]
-    storage = view.untyped_storage()
-    del view, others
-    assert arena.statistics().in_use == PAGE
-    assert array.tolist() == list(range(50, 60))
-    del storage
-    assert arena.statistics().in_use == PAGE
-    del array
-    assert arena.statistics().in_use == 0
-
-
-def test_copies_of_an_arena_tensor_do_not_keep_its_block() -> None:
-    import copy
-    import pickle
-
-    arena = PinnedArena(2**20)
-    tensor = arena.copy(torch.arange(64))
-    copies = [copy.deepcopy(tensor), pickle.loads(pickle.dumps(tensor)), tensor.clone()]
-    del tensor
-    assert arena.statistics().in_use == 0
-    arena.copy(torch.zeros(64, dtype=torch.int64))
-    assert all(c.tolist() == list(range(64)) for c in copies)
-
-
-def test_memory_outlives_the_arena_that_lent_it() -> None:
-    arena = PinnedArena(2**20)
-    tensor, event = arena.copy(torch.arange(50)), FakeEvent()
-    arena.hold([arena.copy(torch.ones(3))], event)
-    gone = weakref.ref(arena)
-    del arena
-    gc.collect()
-    assert gone() is None
-    assert event.done, "a copy under way is waited for"
-    assert tensor.tolist() == list(range(50))
-
-
-def test_beyond_the_limit_memory_is_plain_and_counted() -> None:
-    arena = PinnedArena(4 * PAGE)
-    kept = [arena.copy(torch.full((PAGE,), n, dtype=torch.uint8)) for n in range(6)]
-    found = arena.statistics()
-    assert (found.grown, found.plain, found.hits) == (4, 2, 0)
-    assert found.capacity == 4 * PAGE
-    assert [t[0].item() for t in kept] == list(range(6))
-    del kept
-    assert arena.statistics().in_use == 0
-    # Small slabs give way to one that is large enough.
-    big = arena.copy(torch.ones(3 * PAGE, dtype=torch.uint8))
-    found = arena.statistics()
-    assert (found.plain, found.grown) == (2, 5)
-    assert found.capacity <= 4 * PAGE
-    del big
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_copies_equal_their_tensors_bit_for_bit(dtype: torch.dtype) -> None:
-    arena = PinnedArena(2**22)
-    raw = torch.randint(0, 2, (3, 4, 5, 6), dtype=torch.uint8).to(dtype)
-    sources = [
-        raw,
-        raw.to(memory_format=torch.channels_last),
-        raw.permute(3, 1, 0, 2),
-        raw[:, 1:3, ::2],
-        raw[:1].expand(3, 4, 5, 6),
-        raw[0, 0, 0, 0],
-        raw[:0],
-        raw.conj() if dtype.is_complex else raw[1],
-    ]
-    for source, copy in zip(sources, arena.copy_all(sources), strict=True):
-        assert torch.equal(copy.contiguous().view(-1), source.contiguous().view(-1))
-        assert (copy.shape, copy.dtype) == (source.shape, source.dtype)
-        assert copy.data_ptr() != source.data_ptr() or not source.numel()
-        assert copy.data_ptr() % PAGE == 0
-    assert arena.copy(sources[1]).is_contiguous(memory_format=torch.channels_last)
-
-
-def test_non_host_tensors_bypass_arena() -> None:
-    class Own(Tensor):
-        pass
-
-    arena = PinnedArena(2**20)
-    others = [torch.eye(3).to_sparse(), torch.ones(3).as_subclass(Own), meta(3)]
-    assert all(a is b for a, b in zip(arena.copy_all(others), others, strict=True))
-    assert arena.statistics().capacity == 0
-
-
-def test_threads_share_an_arena() -> None:
-    arena = PinnedArena(2**22)
-    wrong: list[int] = []
-
-    def work(mark: int) -> None:
-        draw, kept = random.Random(mark), []
-        for _ in range(300):
-            kept.append(arena.copy(torch.full((draw.randrange(1, 9000),), mark)))
-            if len(kept) > 5:
-                kept.pop(draw.randrange(len(kept)))
-            wrong.extend(1 for tensor in kept if not (tensor == mark).all())
-
-    threads = [threading.Thread(target=work, args=(mark,)) for mark in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
-    assert arena.statistics().in_use == 0
-
-
-def test_arena_misuse_raises() -> None:
-    with pytest.raises(GulliverError, match="less than a page"):
-        PinnedArena(100)
-    with pytest.raises(GulliverError, match=r"3 batches of 8192 bytes need 24576 .* is 16384"):
-        PinnedArena(4 * PAGE).warm_up([torch.ones(PAGE + 1, dtype=torch.uint8)], 3)
-    if not torch.cuda.is_available():
-        with pytest.raises(GulliverError, match="needs CUDA"):
-            PinnedArena(pin=True)
 
 
 # --- data ---
@@ -450,8 +180,14 @@ def nested(samples: list[Tensor]) -> Any:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("pin", [False, True])
-def test_batches_equal_those_of_torch(workers: int, pin: bool) -> None:
+@pytest.mark.parametrize("rebuilt", [False, True])
+def test_batches_equal_those_of_torch(
+    workers: int, rebuilt: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if rebuilt:
+        monkeypatch.setattr(loader_module, "copy_stream", lambda device, ahead: FakeLane())
+        monkeypatch.setattr(transfer, "_locked", lambda leaf: leaf)
+
     def options() -> dict[str, Any]:
         return {
             "batch_size": 4,
@@ -461,11 +197,8 @@ def test_batches_equal_those_of_torch(workers: int, pin: bool) -> None:
             "generator": torch.Generator().manual_seed(7),
         }
 
-    arena = _unlocked() if pin else None
-    ours, theirs = (
-        DataLoader(Numbers(), arena=arena, **options()),
-        torch_data.DataLoader(Numbers(), **options()),
-    )
+    ours = DataLoader(Numbers(), **options())
+    theirs = torch_data.DataLoader(Numbers(), **options())
     assert len(ours) == len(theirs) == 6
     for _ in range(2):
         found, expected = list(ours), list(theirs)
@@ -473,10 +206,6 @@ def test_batches_equal_those_of_torch(workers: int, pin: bool) -> None:
         for one, other in zip(found, expected, strict=True):
             assert [type(v) for v in one.values()] == [type(v) for v in other.values()]
             assert one["default"].default_factory is list
-    if arena is not None:
-        del found, one
-        assert arena.statistics().in_use == 0
-        assert arena.statistics().plain == 0
 
 
 @pytest.mark.parametrize(
@@ -512,19 +241,6 @@ def test_a_loader_leaves_the_generators_of_training_alone() -> None:
             list(DataLoader(Numbers(), 4, sampler=torch_data.RandomSampler(Numbers())))
         draws.append((torch.rand(3).tolist(), np.random.rand(), random.random()))
     assert draws[0] == draws[1]
-
-
-def test_objects_that_lock_their_own_memory_are_left_to_it() -> None:
-    class Locked:
-        def pin_memory(self) -> Locked:
-            raise AssertionError("nothing is page-locked here")
-
-    batch = next(iter(DataLoader(Numbers(), 2, arena=_unlocked(), collate_fn=lambda _: [Locked()])))
-    assert isinstance(batch[0], Locked)
-
-
-def _unlocked() -> PinnedArena:
-    return PinnedArena(2**22, pin=False)
 
 
 # --- resuming ---
@@ -670,8 +386,6 @@ def test_an_epoch_that_was_set_is_kept_when_resuming_into_it() -> None:
     resumed.set_epoch(5)
     assert list(map(flat, resumed)) == fifth[2:]
     assert resumed.epoch == 6
-    with pytest.raises(GulliverError, match=r"epoch.*-1"):
-        resumed.set_epoch(-1)
     resumed.set_epoch(5)
     assert list(map(flat, resumed)) == fifth
 
@@ -738,24 +452,6 @@ def test_a_position_without_that_of_its_sampler_is_refused_at_once() -> None:
             loader.load_state_dict({**loader.state_dict(), "inner": inner})
     with pytest.raises(GulliverError, match="not the state of a bucket sampler"):
         sampler.load_state_dict(None)  # type: ignore[arg-type]
-
-
-def test_malformed_position_is_rejected() -> None:
-    data = Numbers()
-    buckets = BucketSampler([Bucket(1, 8, 8)] * 23, 4)
-    loaders = [DataLoader(data, 4, shuffle=True), DataLoader(data, batch_sampler=buckets), buckets]
-    for loader in loaders:
-        state = loader.state_dict()
-        for changed in (
-            {"done": -1}, {"done": 10**6}, {"done": True}, {"done": 1.5}, {"done": "1"},
-            {"epoch": -1}, {"epoch": None},
-        ):  # fmt: skip
-            with pytest.raises(GulliverError, match="the saved position"):
-                loader.load_state_dict(state | changed)
-    stream = DataLoader(Lines(), 4)
-    stream.load_state_dict(stream.state_dict() | {"done": 10**6})
-    with pytest.raises(GulliverError, match=r"\b1000000\b.*\b6\b"):
-        next(iter(stream))
 
 
 def test_the_generator_of_another_rank_is_refused() -> None:
@@ -864,7 +560,8 @@ def test_collate_and_transfer_errors_are_raised() -> None:
             super().__init__()
             self.append(torch.ones(2))
 
-    loader = DataLoader(Numbers(), 4, arena=_unlocked(), collate_fn=lambda _: Unbuildable())
+    loader = DataLoader(Numbers(), 4, collate_fn=lambda _: Unbuildable())
+    loader._mover = transfer.Mover(FakeLane())
     with pytest.raises(RuntimeError, match="not to be built"):
         list(loader)
 
@@ -876,17 +573,14 @@ def _ended(threads: set[threading.Thread]) -> None:
 
 
 @pytest.mark.parametrize("persistent", [False, True])
-def test_leaving_a_loop_early_ends_the_thread_and_gives_the_memory_back(persistent: bool) -> None:
-    before, arena = set(threading.enumerate()), _unlocked()
-    loader = DataLoader(
-        Numbers(64), 2, num_workers=2, persistent_workers=persistent, arena=arena, shuffle=True
-    )
+def test_leaving_a_loop_early_ends_the_thread(persistent: bool) -> None:
+    before = set(threading.enumerate())
+    loader = DataLoader(Numbers(64), 2, num_workers=2, persistent_workers=persistent, shuffle=True)
     for batch in loader:
         assert batch.shape == (2, 2)
         break
     del batch
     _ended(before)
-    assert arena.statistics().in_use == 0
     # An epoch of its own follows, as with torch's.
     assert loader.state_dict()["done"] == 1
     assert sorted(i for b in loader for i in b[:, 0].tolist()) == list(range(64))
@@ -896,7 +590,6 @@ def test_leaving_a_loop_early_ends_the_thread_and_gives_the_memory_back(persiste
     del iterator
     assert gone() is None
     _ended(before)
-    assert arena.statistics().in_use == 0
 
 
 def test_a_newer_iteration_ends_the_older_one() -> None:
@@ -912,24 +605,6 @@ def test_an_iterator_at_its_end_stays_there() -> None:
     iterator = iter(DataLoader(Numbers(3), 4, num_workers=1))
     assert len(list(iterator)) == 1
     assert next(iterator, None) is None
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"ahed": 2}, "unexpected keyword argument 'ahed'"),
-        ({"ahead": 0}, "ahead=0"),
-        ({"seed": -1}, "-1"),
-        ({"rank": 3, "world_size": 2}, "rank 3 is out of range for 2"),
-        ({"arena": PinnedArena(PAGE, pin=False), "warm_up": [meta(PAGE)]}, "raise it"),
-        ({"shuffle": True, "sampler": [1]}, "mutually exclusive"),
-    ],
-    ids=lambda value: ", ".join(value) if isinstance(value, dict) else "",
-)
-def test_bad_arguments_end_with_one_line(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(GulliverError, match=message) as caught:
-        DataLoader(Numbers(), **options)
-    assert "\n" not in str(caught.value)
 
 
 def test_batches_out_of_order_have_no_position() -> None:
@@ -954,42 +629,10 @@ class Clips(torch_data.Dataset):
         return {k: torch.full(t.shape, index % 2, dtype=t.dtype) for k, t in like.items()}
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_loader_never_misses_after_warm_up(workers: int) -> None:
-    table = mixed_table(scale=24)
-    loader = DataLoader(
-        Clips(table, 120),
-        None,
-        num_workers=workers,
-        ahead=3,
-        arena=PinnedArena(2**26, pin=False),
-        warm_up=table,
-    )
-    assert loader.arena is not None
-    for number, batch in enumerate(loader):
-        assert batch["video"][0, 0, 0, 0, 0] == number % 2
-        assert batch["video"].data_ptr() % PAGE == 0
-    found = loader.statistics()
-    assert found.arena is not None
-    assert found.batches == 120
-    assert (found.arena.hit_rate, found.arena.hits, found.arena.slabs_taken) == (1.0, 360, 5)
-    assert "100.00% of 360 tensors" in str(found)
-
-
 def test_batches_for_the_host_pass_through_untouched() -> None:
     loader = DataLoader(Numbers(), 4, device="cpu", num_workers=1)
-    assert loader.arena is None
     assert [b[:, 0].tolist() for b in loader][:2] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert loader.statistics().arena is None
-
-
-def test_without_an_arena_locking_is_left_to_torch() -> None:
-    class Lockable:
-        def pin_memory(self) -> str:
-            return "locked"
-
-    moved = arena_module.Mover(None, None, locks=True).move({"a": [Lockable(), 3]})
-    assert moved.batch == {"a": ["locked", 3]}
+    assert "6 batches" in str(loader.statistics())
 
 
 class FakeLane:
@@ -1020,19 +663,16 @@ class FakeLane:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_memory_is_not_lent_again_before_the_device_has_read_it(
+def test_batches_are_received_in_order_once_their_copies_are_complete(
     workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake = FakeLane()
     monkeypatch.setattr(loader_module, "copy_stream", lambda device, ahead: fake)
-    example = [torch.empty(4, 2, dtype=torch.int64)]
-    loader = DataLoader(Numbers(64), 4, arena=_unlocked(), warm_up=example, num_workers=workers)
+    monkeypatch.setattr(transfer, "_locked", lambda leaf: leaf)
+    loader = DataLoader(Numbers(64), 4, num_workers=workers)
     expected = [b.tolist() for b in torch_data.DataLoader(Numbers(64), 4)]
     assert [batch.tolist() for batch in loader] == expected
     assert len(fake.received) == len(set(fake.received)) == 16
-    found = loader.statistics().arena
-    assert found is not None
-    assert (found.hit_rate, found.in_use) == (1.0, 0)
 
 
 def test_the_copy_is_ordered_on_its_stream_and_before_its_use(
@@ -1078,8 +718,8 @@ def test_the_copy_is_ordered_on_its_stream_and_before_its_use(
         device=lambda device: Stream("device"),
         current_stream=lambda device: main,
     )
-    monkeypatch.setattr(arena_module.torch, "cuda", fake)
-    copy_stream = arena_module.CudaCopyStream(torch.device("cuda", 0), depth=1)
+    monkeypatch.setattr(transfer.torch, "cuda", fake)
+    copy_stream = transfer.CudaCopyStream(torch.device("cuda", 0), depth=1)
     sent, event = copy_stream.send([Travelling()])
     copy_stream.receive(sent, event)
     once = ["in device", "in side", "copy", "recorded on side", "out of side", "out of device"]
@@ -1093,24 +733,14 @@ def test_the_copy_is_ordered_on_its_stream_and_before_its_use(
 @pytest.mark.parametrize("workers", [0, 2])
 def test_batches_arrive_on_a_gpu_as_they_were(workers: int) -> None:
     table = mixed_table(scale=16)
-    loader = DataLoader(
-        Clips(table, 200), None, device="cuda", num_workers=workers, warm_up=table, seed=1
-    )
+    loader = DataLoader(Clips(table, 200), None, device="cuda", num_workers=workers, seed=1)
     expected = DataLoader(Clips(table, 200), None, seed=1)
     for found, other in zip(loader, expected, strict=True):
         assert all(tensor.is_cuda for tensor in found.values())
         assert all(torch.equal(found[name].cpu(), other[name]) for name in other)
-    torch.cuda.synchronize()
-    arena = loader.statistics().arena
-    assert arena is not None
-    assert (arena.is_pinned, arena.hit_rate, arena.in_use) == (True, 1.0, 0)
-    assert PinnedArena(2**20).copy(torch.ones(5)).is_pinned()
 
 
 @pytest.mark.gpu
 def test_pin_memory_without_device_is_torchs() -> None:
     loader = DataLoader(Numbers(), 4, pin_memory=True, num_workers=1)
-    assert loader.arena is None
     assert all(batch.is_pinned() for batch in loader)
-    with pytest.raises(GulliverError, match=r"arena.*device"):
-        DataLoader(Numbers(), 4, arena=PinnedArena(2**20))

@@ -78,18 +78,6 @@ def test_gradients_at_the_least_limit_are_those_of_one_process(
     assert not list(tmp_path.iterdir()), "nothing is left on the disk"
 
 
-@pytest.mark.full
-@pytest.mark.deadline(600)
-@pytest.mark.parametrize("case", FULL, ids=str)
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_gradients_of_any_setting_at_the_least_limit_are_those_of_one_process(
-    pool: Pool, tmp_path: Path, ranks: int, case: Case
-) -> None:
-    if ranks % (case.tensor * case.stages):
-        pytest.skip("the ranks inside of one divide all of them")
-    _assert_exact(pool.run(_limited_cases, ranks, [case], str(tmp_path), deadline_s=300), [case])
-
-
 @pytest.mark.deadline(120)
 def test_limited_run_resumes_with_other_ranks(pool: Pool, tmp_path: Path) -> None:
     saved, disk = tmp_path / "saved", str(tmp_path)

@@ -119,13 +119,6 @@ def test_plan_invariants_hold(case: dict[str, Any]) -> None:
     checked(case)
 
 
-@pytest.mark.full
-@given(cases())
-@settings(max_examples=2000, deadline=None)
-def test_plan_invariants_hold_for_thousands_of_epochs(case: dict[str, Any]) -> None:
-    checked(case)
-
-
 @given(cases(), st.integers(0, 8), st.integers(0, 8), st.integers(1, 6), st.integers(1, 6))
 @settings(max_examples=15, deadline=None)
 def test_a_run_resumes_anywhere_on_other_ranks(

@@ -116,33 +116,6 @@ def test_captions_beside_pictures_are_taken(tmp_path: Path, base: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
-    [
-        ({"class_word": "", "prior_pictures": 3}, "needs --class-word"),
-        ({"prompt": "a photo of a dog"}, "does not name the subject; include {token}"),
-        ({"token": "two words"}, "is not a single word"),
-        ({"method": "full", "lora_rank": 8}, "--lora-rank is 8: it only applies to adapters"),
-        ({"plugin": "zero3", "memory": "1GiB"}, "leave --plugin at auto"),
-        ({"precision": "bf16", "plugin": "ddp"}, "use --plugin zero1"),
-        ({"resolution": 18}, "must be a multiple of 4"),
-        ({"lora_targets": ("to_kk",)}, "no such layer"),
-        ({"learn_token": True, "token": "a"}, "--token a is already a word of the base"),
-        ({"memory": "1KiB", "disk": "/tmp:1GiB"}, "the smallest limit that works is"),
-    ],
-    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
-)
-def test_options_that_do_not_go_together_are_refused_before_anything_is_written(
-    tmp_path: Path, base: Path, changes: dict[str, Any], told: str
-) -> None:
-    subject = save_subject(tmp_path / "subject", 1)
-    with pytest.raises(GulliverError) as error:
-        dreambooth(_config(base, subject, tmp_path / "out", **changes))
-    assert told in str(error.value)
-    assert "\n" not in str(error.value)
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
     ("part", "values", "told"),
     [
         ("model_index.json", {"_class_name": "KandinskyPipeline"}, "is a KandinskyPipeline"),

@@ -265,21 +265,6 @@ def test_public_weights_train_on_clips_without_learn_token(
     assert not torch.equal(made, plain)
 
 
-def test_an_adapter_for_other_layers_is_refused_by_their_name(run: Path, tmp_path: Path) -> None:
-    from gulliver.checkpoint.files import write_json, write_tensors
-
-    name = "base_model.model.spatial_blocks.0.attn.proj"
-    shapes = {f"{name}.lora_A.weight": (2, 64), f"{name}.lora_B.weight": (64, 2)}
-    write_tensors(
-        tmp_path / "adapter_model.safetensors", {k: torch.zeros(v) for k, v in shapes.items()}
-    )
-    write_json(tmp_path / "adapter_config.json", {"r": 2, "lora_alpha": 2})
-    with pytest.raises(GulliverError, match=r"spatial_blocks\.0\.attn\.proj of shape \(64, 64\)"):
-        load_adapter(open_run(run), tmp_path)
-    with pytest.raises(GulliverError, match="not written by"):
-        load_adapter(open_run(run), tmp_path / "none")
-
-
 def test_a_picture_moves_as_a_clip_does() -> None:
     still = torch.full((3, 1, 16, 20), -1.0)
     still[:, :, 6:9, 8:12] = 1.0

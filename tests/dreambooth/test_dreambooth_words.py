@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from gulliver.checkpoint.files import write_tensors
 from gulliver.dreambooth import DreamboothConfig
 from gulliver.dreambooth.config import check_dreambooth
 from gulliver.dreambooth.diffusers_base import DiffusersBase
-from gulliver.dreambooth.pictures import read_picture, read_pictures
+from gulliver.dreambooth.pictures import read_picture
 from gulliver.dreambooth.trainer import dreambooth
 from gulliver.dreambooth.words import check_texts
 from gulliver.errors import GulliverError
@@ -128,37 +127,6 @@ def test_braces_that_are_left_in_prompts_are_refused(
     with pytest.raises(GulliverError) as error:
         check_dreambooth(_config(base, tmp_path, **changes))
     assert told in str(error.value)
-
-
-def test_captions_with_braces_are_refused_by_the_name_of_the_file(
-    base: Path, tmp_path: Path
-) -> None:
-    config = _config(base, tmp_path)
-    assert config.subject is not None
-    for text, told in (
-        ("{token} {unknown}", r"0\.png.* 0\.txt contains \{unknown\}"),
-        ("{token} {left|right}", r"0\.txt contains \{left\|right\}"),
-        ("{token} {class}", r"0\.txt contains \{class\}.*--class-word"),
-    ):
-        (config.subject / "0.txt").write_text(text)
-        with pytest.raises(GulliverError, match=told):
-            read_pictures(config, print)
-
-
-def test_skipped_files_and_shared_captions_are_reported(base: Path, tmp_path: Path) -> None:
-    config, said = _config(base, tmp_path), list[str]()
-    folder = config.subject
-    assert folder is not None
-    shutil.copyfile(folder / "0.png", folder / "0.webp")
-    (folder / "0.txt").write_text("{token}")
-    for name in ("clip.mp4", "more.heic", "orphan.txt", ".hidden"):
-        (folder / name).write_bytes(b"x")
-    (folder / "sub").mkdir()
-    read_pictures(config, said.append)
-    assert [line.partition(" (")[0] for line in said] == [
-        "ignored: clip.mp4, more.heic, orphan.txt, sub/",
-        "0.txt is the caption of 0.png and 0.webp",
-    ]
 
 
 def test_pictures_of_floats_are_scaled_by_their_range_or_refused(tmp_path: Path) -> None:

@@ -48,23 +48,6 @@ def _same(one: Any, other: Any) -> bool:
     return torch.equal(one, other) if isinstance(one, Tensor) else one == other
 
 
-@pytest.mark.parametrize("name", ["sgd", "adagrad"])
-def test_large_batches_with_many_duplicates_are_exact(name: str) -> None:
-    draw = torch.Generator().manual_seed(0)
-    first = torch.randn(3000, 16, generator=draw)
-    whole = nn.EmbeddingBag(3000, 16, mode="sum", sparse=True, _weight=first.clone())
-    reference = OPTIMIZERS[name](whole.parameters())
-    table, optimizer = cached("sum", name, first, 2999)
-    for _ in range(4):
-        ids = (torch.rand(40_000, generator=draw) ** 3 * 3000).long().view(-1, 4)
-        gradient = torch.randn(len(ids), 16, generator=draw)
-        for module, stepper in ((whole, reference), (table, optimizer)):
-            stepper.zero_grad()
-            module(ids).backward(gradient)
-            stepper.step()
-    assert torch.equal(table.state_dict()["weight"], whole.weight)
-
-
 def test_padding_last_offsets_and_gradients_of_weights_are_torch_s() -> None:
     first = torch.randn(30, 8)
     options: dict[str, Any] = {"mode": "sum", "include_last_offset": True, "padding_idx": -3}
@@ -108,23 +91,6 @@ def test_rows_are_kept_within_a_norm_as_torch_does() -> None:
         with torch.no_grad():
             assert torch.equal(table(ids), whole(ids))
     assert torch.equal(table.state_dict()["weight"], whole.weight)
-
-
-@pytest.mark.parametrize("padding", [None, 3])
-def test_weighted_bags_have_torchs_bits_with_a_padding_index_that_no_bag_has(
-    padding: int | None,
-) -> None:
-    first = torch.randn(60, 8)
-    exact = nn.EmbeddingBag(60, 8, mode="sum", padding_idx=padding, _weight=first.clone())
-    cached = CachedEmbeddingBag(
-        60, 8, mode="sum", padding_idx=padding, _weight=first.clone(), cache=40
-    )
-    for seed in range(30):
-        draw = torch.Generator().manual_seed(seed)
-        ids, weights = torch.randint(4, 60, (40,), generator=draw), torch.randn(40, generator=draw)
-        with torch.no_grad():
-            found = [table(ids, torch.arange(0, 40, 4), weights) for table in (exact, cached)]
-        assert torch.equal(*found)
 
 
 def test_batches_without_a_row_pass_the_look_ahead() -> None:
@@ -269,23 +235,6 @@ def test_bad_ids_are_named_by_table(case: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-OFFSETS: dict[str, tuple[list[int] | None, bool, str]] = {
-    "falling": ([0, 2, 1], False, "offset 2 does: 1 follows 2"),
-    "too far": ([0, 9], False, "last offset is 9; it must be at most 4"),
-    "last": ([0, 3], True, "it must be 4, the number of ids"),
-}
-
-
-@pytest.mark.parametrize("case", list(OFFSETS))
-def test_bad_offsets_are_refused(case: str) -> None:
-    offsets, last, message = OFFSETS[case]
-    table = CachedEmbeddingBag(10, 4, cache=5, include_last_offset=last, name="user")
-    given = None if offsets is None else torch.tensor(offsets)
-    with torch.no_grad(), pytest.raises(GulliverError, match=message):
-        table(torch.tensor([1, 2, 3, 4]), given)
-    assert table.counts.batches == 0
-
-
 def _step(table: CachedEmbeddingBag, optimizer: Any, ids: Tensor) -> None:
     table(ids).sum().backward()
     optimizer.step()
@@ -332,19 +281,3 @@ def test_inexact_options_are_rejected() -> None:
         optimizer.step(lambda: 0.0)
     with pytest.raises(GulliverError, match="cannot change its device"):
         table.double()
-
-
-ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
-    "weight": ({"_weight": torch.ones(3, 4)}, r"_weight has shape \(3, 4\), .* \(10, 4\)"),
-    "slots": ({"cache": 11}, "use 1 to 10"),
-    "padding": ({"padding_idx": 10}, "0 to 9"),
-    "padding below": ({"padding_idx": -11}, "-1 to -10"),
-    "disk": ({"disk": "/nowhere/at/all"}, "does not exist"),
-}
-
-
-@pytest.mark.parametrize("case", list(ARGUMENTS))
-def test_invalid_table_arguments_are_rejected(case: str) -> None:
-    options, message = ARGUMENTS[case]
-    with pytest.raises(GulliverError, match=message):
-        CachedEmbeddingBag(10, 4, **options)

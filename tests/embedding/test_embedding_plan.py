@@ -127,22 +127,6 @@ def test_seconds_of_a_lookup_are_those_of_its_bytes() -> None:
     assert found["exchange"] == pytest.approx(2 * (link.alpha_s + 4e6 / link.bandwidth))
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"optimizer": "adam"}, "optimizer 'adam'"),
-        ({"cache": 0.0}, "hit_rate"),
-        ({"tables": {}}, "no tables"),
-        ({"tables": {"x": 0}}, "'x' has 0 rows"),
-        ({"tables": {"x": 9, "y": 9}, "cache": 0.1}, "1 slots for 2 tables.* cache=0.111"),
-    ],
-)
-def test_infeasible_table_jobs_are_rejected(changed: dict[str, object], message: str) -> None:
-    given = {"tables": {"a": 10}, "dim": 4, **changed}
-    with pytest.raises(GulliverError, match=message):
-        plan_tables(TablesJob(**given), named_cluster("h100x1"))  # type: ignore[arg-type]
-
-
 def test_ids_have_a_row_of_their_own_when_they_have_come_often_enough() -> None:
     draw = np.random.default_rng(0)
     ids, counts, known = DynamicIds(4000, admit_after=3), dict[int, int](), dict[int, int]()

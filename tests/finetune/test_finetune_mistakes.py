@@ -19,7 +19,6 @@ from gulliver.finetune import check_finetune, finetune, make_example
 from gulliver.finetune.prepare import FinetuneRun
 from gulliver.finetune.result import NO_BETTER
 from gulliver.finetune.step import FinetuneStep
-from gulliver.jobs.display import tensorboard
 from gulliver.memory import activation_peak
 from gulliver.memory.symbolic import follow_step
 from tests.covering import some
@@ -32,35 +31,6 @@ Example = tuple[Path, Path]
 @pytest.fixture(scope="module")
 def example(tmp_path_factory: pytest.TempPathFactory) -> Example:
     return make_example(tmp_path_factory.mktemp("finetune") / "example", rows=40)
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("a.csv", "prompt,completion\na,b\n".encode("utf-16"), "a.csv is UTF-16"),
-        ("a.jsonl", '{"text": "a"}\n'.encode("utf-16"), "a.jsonl is UTF-16"),
-        (
-            "a.csv",
-            "prompt,completion\né,b\n".encode("latin1"),
-            r"a\.csv: invalid UTF-8.*save the table",
-        ),
-        ("a.json", b'[{"text": "a"}, {"te', r"a\.json is not a JSON list"),
-        ("a.json", b'[{"text": "\xff"}]', r"a.json: invalid UTF-8: 0xff at byte 11"),
-        (
-            "a.jsonl",
-            b'{\n"text": "a"\n}',
-            r"3 rows are bad, and the first is .*a.jsonl:1: invalid JSON",
-        ),
-        ("a.txt", b"a\0b", r"1 rows are bad, and the first is .*a.txt: NUL byte: at byte 1"),
-    ],
-    ids=str,
-)
-def test_a_file_that_cannot_be_read_is_named_with_what_is_wrong(
-    tmp_path: Path, name: str, content: bytes, message: str
-) -> None:
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(GulliverError, match=message):
-        read(tmp_path / name)
 
 
 def test_row_with_duplicate_keys_is_bad(tmp_path: Path) -> None:
@@ -177,17 +147,6 @@ def test_untraceable_model_gives_reason_without_traceback() -> None:
     assert not logger.disabled
 
 
-def test_small_disk_and_stage_samples_are_reported_early(
-    tmp_path: Path, example: Example, capsys: pytest.CaptureFixture
-) -> None:
-    config = small(example, tmp_path / "run", memory="300MiB", disk=f"{tmp_path}:64KiB")
-    with pytest.raises(GulliverError, match=r"disk=.* give it \S+iB"):
-        finetune(config)
-    assert list(tmp_path.iterdir()) == []
-    finetune(small(example, tmp_path / "run", dry_run=True, pp=2, ranks=2))
-    assert "--samples and --prompt are ignored" in capsys.readouterr().err
-
-
 def test_adapter_continues_unchanged(tmp_path: Path, example: Example) -> None:
     config = small(example, tmp_path / "run", method="lora", steps=1, lora_rank=2, samples=0)
     adapter = finetune(config).result
@@ -202,16 +161,3 @@ def test_adapter_continues_unchanged(tmp_path: Path, example: Example) -> None:
     finetune(again)
     assert f"those of {adapter}" in (again.out / "README.md").read_text()
     assert FinetuneRun(again.out).log.read()
-
-
-def test_a_full_disk_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    writer = pytest.importorskip("torch.utils.tensorboard").SummaryWriter
-    closed: list[bool] = []
-    monkeypatch.setattr(writer, "close", lambda self: closed.append(True))
-    with tensorboard(tmp_path, 0, True) as scalar:
-        scalar("a", 1.0, 1)
-    assert closed == [True]
-    monkeypatch.setattr("gulliver.io.files._free", lambda _: 512)
-    with tensorboard(tmp_path, 0, True) as scalar:
-        scalar("a", 1.0, 1)
-    assert closed == [True]

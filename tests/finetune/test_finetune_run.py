@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -215,25 +214,6 @@ def test_the_best_evaluation_is_kept_and_ends_the_run_in_time(
     assert "step-00000001" in (config.out / "README.md").read_text()
     resumed = finetune(replace(config, resume=True))
     assert (resumed.finished, resumed.step) == (True, 3)
-
-
-def test_signal_stops_run_after_step_resumably(
-    tmp_path: Path, example: Example, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    learn, calls = FinetuneStep.learn, []
-
-    def learnt(self: FinetuneStep, batches: Any) -> torch.Tensor:
-        calls.append(1)
-        if len(calls) == 2:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return learn(self, batches)
-
-    monkeypatch.setattr(FinetuneStep, "learn", learnt)
-    config = small(example, tmp_path / "run", save_every=100, samples=0)
-    outcome = finetune(config)
-    assert (outcome.finished, outcome.step, outcome.result) == (False, 2, None)
-    resumed = finetune(replace(config, resume=True))
-    assert (resumed.finished, resumed.step, len(calls)) == (True, STEPS, STEPS)
 
 
 def test_finished_run_is_extended_by_more_steps(tmp_path: Path, example: Example) -> None:

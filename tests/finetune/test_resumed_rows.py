@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ pytest.importorskip("av")
 
 from gulliver.dreambooth.trainer import dreambooth
 from gulliver.errors import GulliverError
-from gulliver.finetune import finetune, make_example
 from gulliver.models import VideoAutoencoder
 from gulliver.video import DataConfig, TrainAutoencoderConfig, TrainConfig, run_autoencoder
 from gulliver.video.autoencoder_config import AutoencoderDataConfig
@@ -24,7 +22,6 @@ from gulliver.video.planned_training import train
 from gulliver.video.preparation.encoding import encode
 from gulliver.video.public_models import save_autoencoder
 from gulliver.video.run import Run
-from tests.finetune.finetune_runs import small as small_finetune
 from tests.video.test_data import write_table, write_video
 
 SHAPES = ("5x16x16",)
@@ -96,26 +93,6 @@ def test_tables_with_other_rows_are_refused(films: Path, tmp_path: Path, begin: 
             begin(films, tmp_path / "run", change)
     begin(films, tmp_path / "run", "same")  # put back
     assert Run(tmp_path / "run").log.read()[-1]["step"] == 1
-
-
-def texts(path: Path, change: str, rows: list[Any]) -> None:
-    rows = list(rows)
-    if change == "reordered":
-        rows[1], rows[2] = rows[2], rows[1]
-    if change == "replaced":
-        rows[1] = rows[0]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-def test_texts_of_finetuning_with_other_rows_are_refused(tmp_path: Path) -> None:
-    model, data = make_example(tmp_path / "example", rows=40)
-    rows = [json.loads(line) for line in data.read_text().splitlines()]
-    config = small_finetune((model, data), tmp_path / "run", steps=1, samples=0)
-    finetune(config)
-    for change in ("reordered", "replaced"):
-        texts(data, change, rows)
-        with pytest.raises(GulliverError, match="data"):
-            finetune(replace(config, steps=2, resume=True))
 
 
 def test_subjects_with_other_pictures_are_refused(tmp_path: Path) -> None:

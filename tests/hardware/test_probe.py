@@ -23,7 +23,7 @@ from gulliver.hardware import Cluster, current_cluster, described
 from gulliver.hardware import links as _links
 from gulliver.hardware import probe as _probe
 from gulliver.hardware.cluster import Axis, Curve, Disk, Link
-from gulliver.hardware.costs import collective_seconds, point_to_point_seconds
+from gulliver.hardware.costs import point_to_point_seconds
 from gulliver.hardware.links import (
     fit_line,
     group_into_nodes,
@@ -313,23 +313,6 @@ def test_ranks_measure_links_and_collectives_into_one_file(pool: Pool, tmp_path:
     assert cluster.disk is not None
     assert cluster.date
     assert cluster.versions["torch"] == torch.__version__
-
-
-def _command_over_nodes(world: World, out: Path, folder: Path) -> int:
-    with patch.object(command, "probe_links", lambda progress: network([0, 1, 0, 1])):
-        return _command(world, out, folder)
-
-
-@pytest.mark.full
-def test_over_nodes_each_axis_is_measured_and_all_ranks_at_once(pool: Pool, tmp_path: Path) -> None:
-    assert pool.run(_command_over_nodes, 4, tmp_path / "c.yaml", tmp_path) == [0, 0, 0, 0]
-    cluster = Cluster.load(tmp_path / "c.yaml")
-    assert [(axis.name, axis.size) for axis in cluster.axes] == [("node", 2), ("local", 2)]
-    assert cluster.rank_order == (0, 2, 1, 3)
-    assert [[m.ranks for m in axis.link.along] for axis in cluster.axes] == [[2, 4], [2]]
-    flat = [(4, cluster.links()[0][1])]
-    predicted = collective_seconds(flat, "all_gather", 1 << 12)
-    assert predicted == cluster.axes[0].link.along[1].collectives["all_gather"].at(1 << 12)
 
 
 def test_ranks_refuse_together_what_rank_0_cannot_write(pool: Pool, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gulliver.booster import limited as _limited
 from gulliver.comm import World
@@ -168,10 +168,3 @@ def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     if one.keys() != other.keys():
         return float("inf")
     return max(float((one[n].double() - other[n].double()).abs().max()) for n in one)
-
-
-def last_logits(model: nn.Module) -> Tensor:
-    """Logits of the first texts."""
-    model.eval()
-    with torch.no_grad():
-        return model(input_ids=torch.stack([row["input_ids"] for row in texts(2)])).logits

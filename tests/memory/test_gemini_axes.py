@@ -48,14 +48,6 @@ TWO = {
     "pipeline, two stages each": {**STAGES, "pp_style": "interleaved", "num_model_chunks": 2},
 }
 USUAL = ["tensor", "Ulysses", "pipeline"]
-FOUR = {
-    "tensor x data": TENSOR,
-    "Ulysses x data": ULYSSES,
-    "pipeline x data": STAGES,
-    "pipeline x data, recomputed": {**STAGES, "checkpoint_activations": True},
-    "tensor x pipeline": {**TENSOR, **STAGES},
-    "tensor x ring": {**TENSOR, **RING},
-}
 EVERYTHING = {"evaluate": True, "max_norm": 0.05, "passes": 2}
 
 
@@ -170,11 +162,6 @@ def test_a_cut_model_trains_at_its_least_limit_as_without_one(
 ) -> None:
     grids = {name: TWO[name] for name in names}
     _assert_exact(pool.run(_cases, 2, grids, str(tmp_path)), grids)
-
-
-@pytest.mark.full
-def test_with_data_ranks_or_another_axis_beside_it(pool: Pool, tmp_path: Path) -> None:
-    _assert_exact(pool.run(_cases, 4, FOUR, str(tmp_path)), FOUR)
 
 
 def _boosted(sizes: dict[str, Any] | None, disk: str) -> tuple[Booster, Any, Any]:

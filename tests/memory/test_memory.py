@@ -66,12 +66,6 @@ def test_a_chunk_is_closed_only_when_the_next_tensor_does_not_fit(
         assert before.slots[-1].end + after.slots[0].numel > capacity
 
 
-@pytest.mark.parametrize("wrong", [(0, 1, 1), (1, 0, 1), (1, 1, 0)])
-def test_sizes_that_are_not_positive_are_refused(wrong: tuple[int, int, int]) -> None:
-    with pytest.raises(GulliverError, match="positive"):
-        plan_chunks([("a", 1)], *wrong)
-
-
 def _chunk() -> tuple[nn.Module, Chunk]:
     torch.manual_seed(0)
     model = nn.Linear(5, 3)

@@ -16,7 +16,7 @@ from tests.memory.limited_models import LimitCase, random_case
 from tests.patience import patient
 
 ROOT = Path(__file__).parents[2]
-CASES, FULL_CASES, CASES_OF_A_PROCESS = 1, 2000, 100
+CASES = 1
 
 
 def cannot_limit() -> str:
@@ -75,16 +75,6 @@ def test_models_within_their_limit_train_as_without_one_and_a_model_that_ignores
     check(cases, ran, kills=1)
     assert ran.code == -9
     assert ran.last.startswith('{"begins"')
-
-
-@needs_groups
-@pytest.mark.full
-@pytest.mark.deadline(4 * 3600)
-def test_thousands_of_models_within_their_limits_are_never_killed(tmp_path: Path) -> None:
-    for start in range(CASES, FULL_CASES, CASES_OF_A_PROCESS):
-        end = min(start + CASES_OF_A_PROCESS, FULL_CASES)
-        cases = [random_case(seed) for seed in range(start, end)]
-        check(cases, run_limited(cases, tmp_path))
 
 
 @needs_groups

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from gulliver.errors import GulliverError
@@ -19,6 +21,7 @@ from gulliver.io import IoError, default_engine
 from gulliver.io.python_engine import PythonEngine
 from gulliver.memory.host import HostStore
 from gulliver.memory.stores import DiskStore, page_aligned
+from gulliver.solve.extents import Extents
 
 PAGE = 4096
 
@@ -242,3 +245,46 @@ def test_copies_of_a_gpu_are_ordered_by_streams():
         assert int(data.min()) == int(data.max()) == value
     assert torch.equal(store.mapped(offset, 2**24), data.cpu())
     store.close()
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.integers(1, 12), min_size=1, max_size=4),
+    st.lists(st.tuples(st.booleans(), st.integers(0, 2**16)), max_size=120),
+)
+def test_extents_allocate_like_cell_model(slabs: list[int], moves: list[tuple[bool, int]]) -> None:
+    extents, cells = Extents(), {n: [False] * size for n, size in enumerate(slabs)}
+    for number, size in enumerate(slabs):
+        extents.add(number, size)
+    living: list[tuple[int, int, int]] = []
+
+    def holes() -> list[tuple[int, int, int]]:
+        found = []
+        for number, row in cells.items():
+            start = None
+            for place, taken in enumerate([*row, True]):
+                if not taken and start is None:
+                    start = place
+                if taken and start is not None:
+                    found.append((place - start, number, start))
+                    start = None
+        return sorted(found)
+
+    for gives, draw in moves:
+        if gives and living:
+            slab, start, size = living.pop(draw % len(living))
+            extents.give(slab, start, size)
+            cells[slab][start : start + size] = [False] * size
+        else:
+            size = draw % 12 + 1
+            best = next((hole for hole in holes() if hole[0] >= size), None)
+            found = extents.take(size)
+            assert found == (None if best is None else best[1:])
+            if found is not None:
+                slab, start = found
+                assert not any(cells[slab][start : start + size])
+                cells[slab][start : start + size] = [True] * size
+                living.append((slab, start, size))
+    for block in living:
+        extents.give(*block)
+    assert all(extents.take(size) is not None for size in sorted(slabs, reverse=True))

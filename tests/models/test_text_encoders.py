@@ -123,10 +123,6 @@ def test_captions_are_encoded_once_and_kept_by_fingerprint(tmp_path: Path) -> No
         file.write_bytes(file.read_bytes()[:20])
     with pytest.raises(GulliverError, match="delete this file"):
         words.encode(["a cat"])
-    for file in (tmp_path / "kept").iterdir():
-        write_tensors(file, {"mask": torch.ones(2)})
-    with pytest.raises(GulliverError, match="is not an encoded caption"):
-        words.encode(["a cat"])
 
 
 def test_mismatched_encoders_are_rejected(tmp_path: Path) -> None:
@@ -135,23 +131,15 @@ def test_mismatched_encoders_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(GulliverError, match=r"7 tokens exceed this model's limit of 4"):
         encoder.encode(CAPTIONS)
     assert T5TextEncoder(tmp_path / "t5", 4, cut=True).encode(CAPTIONS).mask.shape == (3, 4)
-    with pytest.raises(GulliverError, match="no caption"):
-        encoder.encode([])
     with pytest.raises(GulliverError, match="width 16, but the model needs 4096"):
         check_encoder(encoder, 4096, 300)
     with pytest.raises(GulliverError, match="pass max_length=3"):
         check_encoder(encoder, 16, 3)
     save_clip(tmp_path / "clip")
-    for length in (0, -3, 1.5):
-        for folder in ("t5", "clip"):
-            with pytest.raises(GulliverError, match=f"max_length={length} must"):
-                load_text_encoder(tmp_path / folder, length)  # type: ignore[arg-type]
     with pytest.raises(GulliverError, match="max_length=9 exceeds this CLIP's limit of 8 tokens"):
         load_text_encoder(tmp_path / "clip", 9)
     clip = load_text_encoder(tmp_path / "clip")
     assert clip.max_length == 8
-    with pytest.raises(GulliverError, match="TextPair takes the T5 first, then a CLIP"):
-        TextPair(clip, encoder)  # type: ignore[arg-type]
     with pytest.raises(GulliverError, match=r"no config\.json"):
         load_text_encoder(tmp_path / "none")
     (tmp_path / "other").mkdir()

@@ -200,18 +200,6 @@ def test_the_peak_of_two_layers_is_as_computed_by_hand() -> None:
     assert 5 * one <= found.bytes <= 6 * one + 4 * width * (width + 2)
 
 
-def test_recompute_keeps_the_inputs_of_blocks_and_one_block_at_a_time() -> None:
-    batch = (torch.randint(64, (4, 32)),)
-    plain, again = (activation_peak(Gpt(layers=6, again=a), batch) for a in (False, True))
-    assert plain.bytes is not None
-    assert again.bytes is not None
-    assert again.bytes < plain.bytes / 2
-    assert again.kept["blocks.2"].saved == 0
-    assert {point.phase for point in again.curve} == {"forward", "recompute", "backward"}
-    assert {point.phase for point in plain.curve} == {"forward", "backward"}
-    assert max(point.peak for point in again.curve) == again.bytes
-
-
 def test_predicting_leaves_nothing_behind() -> None:
     torch.manual_seed(1)
     model = Cached()
@@ -236,18 +224,6 @@ def test_predicting_leaves_nothing_behind() -> None:
     assert not called
     assert activation_peak(model, batch, hooks=True).bytes
     assert called
-
-
-def test_a_model_on_meta_and_a_compiled_one_are_predicted_like_a_real_one() -> None:
-    tokens = _tokens()
-    real = activation_peak(Gpt(), (tokens,))
-    with torch.device("meta"):
-        meta = Gpt()
-    assert activation_peak(meta, (tokens,)).bytes == real.bytes
-    compiled = Gpt()
-    for block in compiled.blocks:
-        block.compile()
-    assert activation_peak(compiled, (tokens,)) == real
 
 
 class Branching(nn.Module):
@@ -369,15 +345,6 @@ def test_the_gauge_of_the_process_sees_what_a_manager_holds() -> None:
     manager.close()
 
 
-def test_the_gauge_of_the_process_sees_memory_that_is_touched() -> None:
-    gauge = ProcessGauge()
-    before = gauge.used()
-    memory = torch.ones(16 * MIB)
-    assert 63 * MIB < gauge.used() - before < 80 * MIB
-    del memory
-    gauge.close()
-
-
 SIZES = st.integers(0, 400 * MIB)
 
 
@@ -407,18 +374,6 @@ def test_a_budget_leaves_room_for_what_was_seen_and_is_never_below_the_minimum(
             assert rule.budget == max(room, minimum)
     assert rules[0].changes == rules[1].changes
     assert all(change.before != change.after for change in rules[0].changes)
-
-
-@given(SIZES)
-def test_a_budget_settles_where_steps_are_alike(peak: int) -> None:
-    rule = BudgetRule(500 * MIB)
-    rule.begin(None)
-    for _ in range(60):
-        rule.end_step(peak)
-    assert abs(rule.budget - (500 * MIB - rule.margin - peak)) <= rule.margin // 4
-    changes = len(rule.changes)
-    rule.end_step(peak)
-    assert len(rule.changes) == changes
 
 
 @given(st.integers(200 * MIB, 4000 * MIB), st.data())
@@ -563,27 +518,6 @@ def test_freed_memory_is_kept_where_steps_hardly_wait_and_it_fits() -> None:
     assert kept.keeps is False, "given up for good"
 
 
-@pytest.mark.parametrize("allowed", [True, False])
-def test_keep_freed_is_logged_and_respects_options(
-    allowed: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO", "gulliver")
-    tape, ledger = Tape(), Ledger()
-    footprint = Footprint(lambda: 0, interval=3600, gauge=tape)
-    controller = BudgetController(1000 * MIB, ledger, footprint, keeps=allowed)
-    tape.value = 200 * MIB
-    controller.end_step(0.0)
-    assert controller.rule.keeps is (True if allowed else None)
-    assert bool(caplog.messages) is allowed
-    tape.value = 995 * MIB
-    footprint.now()
-    controller.check("backward a")
-    if allowed:
-        assert controller.rule.keeps is False
-        assert "limit" in caplog.messages[-1]
-    controller.close()
-
-
 FAULTS = """
 import resource
 import torch
@@ -602,20 +536,6 @@ kept = faults()
 freed.keep(False)
 print(back, kept)
 """
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="needs glibc")
-def test_kept_memory_is_not_cleared_again() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", FAULTS],
-        capture_output=True,
-        text=True,
-        timeout=patient(60),
-        check=True,
-    )
-    back, kept = map(int, done.stdout.split())
-    assert back > 20 * 2 * 1000
-    assert kept < back // 100
 
 
 MALLOC = """

@@ -49,12 +49,6 @@ def test_pruning_keeps_plans_with_low_peak() -> None:
     assert sorted(boxed(kinds, peak, priced, 3)) == [0, 1, 2]
 
 
-@pytest.mark.full
-@pytest.mark.deadline(600)
-def test_joint_search_is_optimal_in_larger_cases() -> None:
-    assert sum(joint_case(seed) for seed in range(3000)) > 1500
-
-
 def _layer(name: str, wide: float) -> Operator:
     """Two ways: whole on each device, or sharded, which communicates."""
     whole = Strategy("whole", 2.0, 4.0, state=8, saved=8, backward_bytes=2)

@@ -112,39 +112,6 @@ def test_any_picks_have_the_loss_and_gradients_of_one_process(
     _check_picks(pool, kind, MESHES[ranks][-1:], range(1, 2))
 
 
-def _hugging_face(world: World, plan: Plan, masked: Plan) -> tuple[str, float]:
-    try:
-        model, batch = build("hf_llama")
-        del batch["attention_mask"]
-        Booster(plan=plan, verbose=False).boost(model, None)[0](**batch)
-        said = "ran"
-    except GulliverError as error:
-        said = str(error)
-    return said, _runs(world, [("hf_llama", masked)])[0]
-
-
-@pytest.mark.full
-def test_a_llama_of_hugging_face_runs_with_a_mask_and_is_refused_without(pool: Pool) -> None:
-    model, batch = build("hf_llama")
-    masked = random_plan("hf_llama", {"data": 2}, 1, FATES)
-    del batch["attention_mask"]
-    plan = find_operators(model, batch, cluster_of(2), {"data": 2}, states=1)
-    for said, error in pool.run(_hugging_face, 2, plan, masked):
-        # It asks whether it is traced, and makes its mask in another way then.
-        assert "attention_mask" in said
-        assert error < 1e-5, error  # norms compute in float32, whatever the model has
-
-
-@pytest.mark.full
-@pytest.mark.deadline(300)
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("kind", ["mlp", "llama", "gpt2"])
-def test_many_picks_have_the_loss_and_gradients_of_one_process(
-    pool: Pool, kind: str, ranks: int
-) -> None:
-    _check_picks(pool, kind, MESHES[ranks], range(6))
-
-
 def found_plan(kind: str, axes: dict[str, int], above: float) -> tuple[Plan, int]:
     """What the joint search finds for a budget above the least, and that least."""
     model, batch = build(kind)

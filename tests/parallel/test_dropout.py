@@ -146,14 +146,6 @@ CASES: list[tuple[dict[str, Any], tuple[Any, ...]]] = [
     ({"sp_size": 2, **RING, **AGAIN}, ("gpt2", "sdpa", False)),
     ({"sp_size": 2, **ULYSSES}, ("vit", "sdpa", False)),
 ]
-FULL = [
-    ({**plugin, **again}, (family,))
-    for plugin in (TENSOR, SPLIT, STAGES)
-    for again in ({}, AGAIN)
-    for family in ("llama", "gpt2", "opt", "bloom", "t5", "bert", "whisper")
-    if not (again and "tp_size" in plugin and family in ("opt", "whisper", "bloom"))  # refused
-    and not (plugin == SPLIT and family == "opt")  # its rows are refused while it runs
-]
 GRIDS = [
     ({**TENSOR, **STAGES, **AGAIN}, ("gpt2",)),
     ({**STAGES, "sp_size": 2, **RING}, ("gpt2", "sdpa", False)),
@@ -183,12 +175,6 @@ def test_ranks_that_share_a_model_drop_what_one_process_drops(pool: Pool) -> Non
 
 def test_stages_of_shared_tensors_and_sequences_drop_what_one_process_drops(pool: Pool) -> None:
     _compare(pool, 4, GRIDS)
-
-
-@pytest.mark.full
-@pytest.mark.deadline(300)
-def test_every_family_drops_what_one_process_drops(pool: Pool) -> None:
-    _compare(pool, 2, FULL)
 
 
 class Odd(nn.Module):

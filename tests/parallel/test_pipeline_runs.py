@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -38,7 +37,6 @@ from tests.parallel.pipelines import (
     plain,
     reference,
 )
-from tests.patience import patient
 from tests.pool import Pool
 from tests.programs import Program, rank_environment, text
 
@@ -413,22 +411,6 @@ except GulliverError as error:
     print(error, file=sys.stderr, flush=True)
     sys.exit(3)
 """
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_rank_that_dies_or_hangs_in_mid_schedule_is_named(how: signal.Signals) -> None:
-    processes = _start(3)
-    try:
-        processes[2].send_signal(how)
-        for process in processes[:2]:
-            _, errors = process.communicate(timeout=patient(40))
-            assert process.returncode in (1, 3)
-            assert "rank 2 was lost" in errors
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
 
 
 def _start(size: int) -> list[Program]:

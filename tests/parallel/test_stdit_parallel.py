@@ -207,17 +207,6 @@ def test_output_and_every_gradient_are_those_of_one_process(
         assert max(result)[0] <= BARS[torch.float64], result
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("name", some(["swap 3", "ring 2 x 2"], ["ring 2 x 2"]))
-def test_in_float32_up_to_rounding_and_with_recomputed_blocks(pool: Pool, name: str) -> None:
-    plan, mode, scheme = MODES[name]
-    for dtype in BARS:
-        # What it is compared with is rounded, too.
-        bar = 2 * BARS[dtype]
-        for result in pool.run(_compared, plan.degree, plan, mode, scheme, dtype, True):
-            assert max(result)[0] <= bar, result
-
-
 def _with_captions_dropped(world: World) -> float:
     alone = build(class_dropout_prob=0.5).train()
     wired = copy.deepcopy(alone)

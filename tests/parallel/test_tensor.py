@@ -471,14 +471,6 @@ def test_other_models_are_cut_by_their_own_plan(pool: Pool, kind: str, mode: Any
     assert max(pool.run(_own_plan, 3, kind, mode)) <= EXACT
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("family", ["qwen2", "whisper"])
-@pytest.mark.parametrize("mode", MODES)
-def test_models_in_float32(pool: Pool, family: str, mode: Any) -> None:
-    for errors in pool.run(errors_of, 2, family, mode, torch.float32):
-        assert max(errors.values()) <= BARS[torch.float32], errors
-
-
 @pytest.mark.parametrize("family", ["llama", "opt", "t5", "vit"])
 @pytest.mark.parametrize("mode", ["split_gather", "ring"])
 def test_blocks_may_be_computed_again(pool: Pool, family: str, mode: str) -> None:

@@ -10,7 +10,6 @@ from torch import nn
 
 from gulliver.booster import (
     Booster,
-    GeminiPlugin,
     HybridParallelPlugin,
     LowLevelZeroPlugin,
     TorchDDPPlugin,
@@ -299,43 +298,6 @@ def test_a_format_stays_off_where_it_would_not_pay_and_the_plan_says_why() -> No
     plain = LowLevelZeroPlugin(stage=3).make_plan(model, optimizer, _links(1e12))
     assert plan.predicted.sent < 0.8 * plain.predicted.sent
     assert Plan.from_yaml(plan.to_yaml()) == plan
-
-
-def test_contradictory_options_are_rejected() -> None:
-    def plan_of(plugin: Any, ranks: int, **options: Any) -> None:
-        found = plugin(**options)
-        from gulliver.plan.checks import check_plan
-
-        check_plan(found.wires.asked(found.choices(ranks)), ranks)
-
-    for right, plugin, ranks, options in (
-        (
-            "did you mean 'reduce'",
-            LowLevelZeroPlugin,
-            2,
-            {"communication_dtype": {"reduse": "fp8"}},
-        ),
-        ("did you mean 'fp8'", LowLevelZeroPlugin, 2, {"communication_dtype": "fp9"}),
-        ("needs a communication_dtype", TorchDDPPlugin, 2, {"error_feedback": True}),
-        ("only ZeRO stages 1 to 3", TorchDDPPlugin, 2, {"communication_dtype": {"gather": "fp8"}}),
-        ("one rank", LowLevelZeroPlugin, 2, {"communication_dtype": {"tensor": "fp8"}}),
-        (
-            "tensor",
-            GeminiPlugin,
-            2,
-            {"memory_limit": "1GiB", "communication_dtype": {"tensor": "fp8"}},
-        ),
-        (
-            "no packing error",
-            HybridParallelPlugin,
-            2,
-            {"tp_size": 2, "communication_dtype": {"tensor": "fp8"}, "error_feedback": True},
-        ),
-    ):
-        with pytest.raises(GulliverError, match=right):
-            plan_of(plugin, ranks, **options)
-    alone = LowLevelZeroPlugin(communication_dtype="fp8", error_feedback=True)
-    assert alone.wires.asked(alone.choices(1)).wire.formats["reduce"] == "identity"
 
 
 def test_packing_is_in_the_predicted_step_and_memory_counts_what_packed_changes_need() -> None:

@@ -96,16 +96,6 @@ def several(world: World, cases: list[tuple[int, str, bool, Any, int]]) -> list[
     return [trained(world, *case) for case in cases]
 
 
-WAYS = (
-    "blocks before",
-    "wrapped blocks before",
-    "model before",
-    "model after",
-    "blocks after",
-    "forward after",
-)
-
-
 @pytest.mark.deadline(300)
 def test_what_is_compiled_before_or_after_boost_trains_as_torch_does(pool: Pool) -> None:
     cases = [
@@ -113,14 +103,4 @@ def test_what_is_compiled_before_or_after_boost_trains_as_torch_does(pool: Pool)
         (3, "model after", True, 0.0005, 2),
     ]
     for worst in pool.run(several, 2, cases, deadline_s=150):
-        assert worst == pytest.approx([0.0] * len(cases), abs=1e-12)
-
-
-@pytest.mark.full
-@pytest.mark.deadline(900)
-@pytest.mark.parametrize("how", WAYS)
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_every_way_to_compile_trains_as_torch_does(pool: Pool, stage: int, how: str) -> None:
-    cases = [(stage, how, again, size, 14) for again in (False, True) for size in (0.0005, "auto")]
-    for worst in pool.run(several, 2, cases, deadline_s=400):
         assert worst == pytest.approx([0.0] * len(cases), abs=1e-12)

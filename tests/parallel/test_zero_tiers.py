@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -41,7 +40,6 @@ from tests.tiers import (
     steps,
 )
 
-MOVED = "bytes_in", "bytes_out"
 SHARES = (0.15, 0.3, 0.6, 1.0)
 
 
@@ -152,15 +150,6 @@ def test_sixteen_bits_and_clipping_are_the_same_as_without_tiers(dtype: torch.dt
         assert not differing(found, expected), early
 
 
-def test_a_norm_is_clipped_to_as_without_tiers() -> None:
-    for early in (False, True):
-        found = _trained(max_norm=0.05, step_in_backward=early)
-        reference = model_of()
-        optimizer = boosted(reference, max_norm=0.05)
-        steps(reference, optimizer)
-        assert not differing(found, result(reference, optimizer))
-
-
 def test_gradients_are_read_clipped_zeroed_and_added_up_in_tiers() -> None:
     def run(optimizer: ZeroOptimizer) -> dict[str, Tensor]:
         seen = {}
@@ -178,53 +167,6 @@ def test_gradients_are_read_clipped_zeroed_and_added_up_in_tiers() -> None:
     model = model_of()
     with manager_of(model, 0.25) as manager:
         assert not differing(run(boosted(model, manager=manager)), expected)
-
-
-def test_gradients_that_a_loop_clips_by_norm_are_read_as_without_tiers_before_and_after() -> None:
-    def run(optimizer: ZeroOptimizer) -> dict[str, Tensor]:
-        seen = {}
-
-        def read(when: str) -> None:
-            found = optimizer.full_gradients()
-            seen.update({f"{name} {when}": g.clone() for name, g in found.items()})
-
-        for number in range(4):
-            backward(optimizer, loss_of(model, number))
-            seen[f"norm {number}"] = optimizer.clip_grad_by_norm(0.05)
-            if number == 1:
-                read("clipped")
-            if number == 2:
-                seen["again"] = optimizer.clip_grad_by_norm(0.02)
-            optimizer.step()
-            read(f"stepped {number}")
-            if number != 2:  # one more backward adds to what was clipped
-                optimizer.zero_grad()
-        return seen | result(model, optimizer)
-
-    model = model_of()
-    expected = run(boosted(model))
-    model = model_of()
-    with manager_of(model, 0.25) as manager:
-        assert not differing(run(boosted(model, manager=manager)), expected)
-
-
-def test_a_step_with_clipped_gradients_moves_what_it_moves_without() -> None:
-    def moved(norm: float | None) -> int:
-        model, stats = model_of(), list[int]()
-        with manager_of(model, 0.25) as manager:
-            optimizer = boosted(model, manager=manager)
-            for number in range(8):
-                backward(optimizer, loss_of(model, number))
-                if norm is not None:
-                    optimizer.clip_grad_by_norm(norm)
-                optimizer.step()
-                optimizer.zero_grad()
-                stats.append(sum(manager.stats()[name] for name in MOVED))
-        return stats[-1] - stats[3]
-
-    # Batches leave other parameters out, so schedules differ a little; to bring gradients for the
-    # norm and to write them scaled would be half as much again.
-    assert max(moved(0.05), moved(math.inf)) < 1.03 * moved(None)
 
 
 def test_parameters_may_be_read_and_written_whenever() -> None:

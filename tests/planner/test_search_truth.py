@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.memory_truth import CASES, Case, peaks, predicted
+from benchmarks.memory_truth import Case, peaks, predicted
 
 from gulliver.booster import HybridParallelPlugin, LowLevelZeroPlugin
 from gulliver.comm import World
 from gulliver.hardware import Cluster
 from gulliver.hardware.probe import named_cluster
-from gulliver.planner.search.facts import Axes, Grid, axes_of, grids_of
-from gulliver.planner.search.grids import modes_of, search_grids
-from gulliver.planner.search.score import Scored, Scorer
+from gulliver.planner.search.facts import Axes, Grid
+from gulliver.planner.search.grids import search_grids
+from gulliver.planner.search.score import Scorer
 from tests.pool import Pool
 
 SAMPLES, LENGTH, RANKS = 8, 64, 8
@@ -58,47 +58,6 @@ def cluster() -> Cluster:
 def scorer() -> Scorer:
     found = search_grids(llama(), adam(llama()), batch(), cluster(), SAMPLES)
     return Scorer(found.facts, cluster(), SAMPLES, "cuda", 1.0)
-
-
-@cache
-def every_grid() -> dict[Axes, list[Scored]]:
-    """All grids of all meshes with nothing recomputed."""
-    own = scorer()
-    meshes = axes_of(RANKS, SAMPLES, len(own.facts.blocks), modes_of(own.facts))
-    return {
-        axes: [own.score(grid) for grid in grids_of(axes, SAMPLES, len(own.facts.blocks))]
-        for axes in meshes
-        if not own.why_unsupported(axes)
-    }
-
-
-def searched(limit: int) -> list[float]:
-    found = search_grids(
-        llama(), adam(llama()), batch(), cluster(), SAMPLES, memory=limit, facts=scorer().facts
-    )
-    return [scored.seconds.step for scored in found.best]
-
-
-# `test_search.py` has a smaller case of these two.
-@pytest.mark.full
-def test_no_grid_is_faster_than_the_bound_of_its_mesh() -> None:
-    for axes, found in every_grid().items():
-        bound = scorer().bound(axes)
-        for scored in found:
-            assert bound <= scored.seconds.step * (1 + 1e-9), scored.grid
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("share", [0.3, 1.1])
-def test_the_search_finds_what_all_grids_have(share: float) -> None:
-    held = sorted(scored.bytes for found in every_grid().values() for scored in found)
-    limit = int(held[len(held) // 2] * share)
-    of_meshes = []
-    for found in every_grid().values():
-        fitting = (scorer().least(scored.grid, limit) for scored in found)
-        of_meshes += [min((s.seconds.step for s in fitting if s is not None), default=None)]
-    best = sorted(seconds for seconds in of_meshes if seconds is not None)[:10]
-    assert searched(limit) == pytest.approx(best)
 
 
 PLANNED = {
@@ -168,10 +127,3 @@ def held_to(pool: Pool, ranks: int, cases: tuple[Case, ...]) -> None:
 @pytest.mark.deadline(150)
 def test_search_predicts_bytes_of_a_run(pool: Pool) -> None:
     held_to(pool, 2, USUAL)
-
-
-@pytest.mark.full
-@pytest.mark.deadline(900)
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_search_predicts_bytes_of_every_run(pool: Pool, ranks: int) -> None:
-    held_to(pool, ranks, tuple(case for case in CASES if case.ranks == ranks))

@@ -39,47 +39,6 @@ def test_measured_points_become_costs(tmp_path: Path) -> None:
     assert found.scaling.throughput(8, 64) == pytest.approx(costs.throughput(8, 64))
 
 
-@pytest.mark.parametrize(
-    ("changed", "told"),
-    [
-        ({"arrival": -1}, "job 'a': arrival is -1.0"),
-        ({"samples": "many"}, "samples is 'many', but must be of type float"),
-        ({"samples": float("nan")}, "samples is nan"),
-        ({"slots": 1.5}, "slots is 1.5, but must be of type int"),
-        ({"slot": 1}, "unknown column 'slot': did you mean 'slots'"),
-        ({"batch": None}, "batch is missing"),
-        ({"least_batch": 64}, "batch 32 is outside of 64 to 32"),
-        ({"most_slots": 1}, "requests 2 slots but can use at most 1"),
-        ({"sample_seconds": 0}, "a step takes no time"),
-        ({"arrival": 9, "deadline": 5}, "deadline is 5.0"),
-        ({"announced": "perhaps"}, "announced is 'perhaps', but must be of type bool"),
-        ({"measured": [], "sample_seconds": None}, "job 'a': there are no measured points"),
-    ],
-)
-def test_bad_jobs_are_refused_in_one_line(tmp_path: Path, changed: dict, told: str) -> None:
-    (tmp_path / "t.json").write_text(json.dumps([ROW | changed]))
-    with pytest.raises(GulliverError) as error:
-        read_trace(tmp_path / "t.json")
-    assert told in str(error.value)
-    assert "\n" not in str(error.value)
-
-
-def test_bad_files_are_refused(tmp_path: Path) -> None:
-    for name, text, told in (
-        ("a.json", "{", "cannot be read"),
-        ("b.json", "3", "has no list of jobs"),
-        ("c.json", "[]", "has no jobs"),
-        ("d.csv", "name,arival\na,0\n", "unknown column 'arival': did you mean 'arrival'"),
-        ("e.csv", "name,arrival\na,0\n", "samples is missing"),
-        ("f.txt", "", "use .csv or .json"),
-    ):
-        (tmp_path / name).write_text(text)
-        with pytest.raises(GulliverError, match=told):
-            read_trace(tmp_path / name)
-    with pytest.raises(GulliverError, match="cannot be read"):
-        read_trace(tmp_path / "none.csv")
-
-
 def test_jobs_that_the_cluster_can_never_run_are_refused() -> None:
     large = Job("a", 0.0, 100.0, 32, 8, Scaling(0.01))
     small = Job("a", 0.0, 100.0, 32, 1, Scaling(0.01))

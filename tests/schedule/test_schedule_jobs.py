@@ -185,27 +185,6 @@ def test_ray_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> 
         _ray.RayNodes(None, 2, "")
 
 
-def test_ray_s_token_is_shown_to_addresses_of_this_machine_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from gulliver.schedule.live import nodes as _ray
-
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv(_ray.AUTH_MODE, "")
-    monkeypatch.delenv(_ray.AUTH_MODE)
-    _ray.show_token("127.0.0.1:6379")  # there is none
-    assert _ray.AUTH_MODE not in os.environ
-    (tmp_path / ".ray").mkdir()
-    (tmp_path / ".ray" / "auth_token").write_text("a secret")
-    _ray.show_token("192.0.2.77:6379")
-    assert _ray.AUTH_MODE not in os.environ
-    _ray.show_token("127.0.0.1:6379")
-    assert os.environ[_ray.AUTH_MODE] == "token"
-    monkeypatch.setenv(_ray.AUTH_MODE, "disabled")
-    _ray.show_token("127.0.0.1:6379")
-    assert os.environ[_ray.AUTH_MODE] == "disabled"
-
-
 @pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.deadline(400)

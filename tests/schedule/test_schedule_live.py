@@ -22,7 +22,6 @@ from gulliver.schedule.live.history import (
     take_up,
     write_history,
 )
-from gulliver.schedule.live.options import Submission
 from gulliver.schedule.live.tracking import Phase
 from gulliver.schedule.live.training import share_of
 from gulliver.schedule.policies import POLICIES
@@ -290,26 +289,6 @@ def test_jobs_that_the_cluster_can_never_run_are_refused_by_name(tmp_path: Path)
     assert "tenant 'y'" in refused["stranger"]
     with pytest.raises(GulliverError, match=r"'large'.* 8 slots"):
         live_why(history_of(cluster), "large")
-
-
-@pytest.mark.parametrize(
-    ("changed", "told"),
-    [
-        ({"name": "a/b"}, "job name 'a/b'"),
-        ({"script": "none.py"}, "does not exist"),
-        ({"samples": None}, "set samples, or epoch"),
-        ({"batch": 0}, "batch_size is 0"),
-        ({"least_batch": 32}, "batch 16 is outside of 32 to 16"),
-        ({"slots": 20}, "requests 20 slots but can use at most 16"),
-        ({"tries": 0}, "tries is 0"),
-    ],
-)
-def test_bad_submissions_are_refused_in_one_line(tmp_path: Path, changed: dict, told: str) -> None:
-    cluster = FakeCluster(tmp_path)
-    values = {"name": "a", "script": str(cluster.script), "batch": 16, "samples": 100.0}
-    with pytest.raises(GulliverError, match=told) as error:
-        cluster.spool.submit(Submission(**(values | changed)))
-    assert "\n" not in str(error.value)
 
 
 def test_two_jobs_of_one_name_are_refused(tmp_path: Path) -> None:

@@ -26,7 +26,6 @@ from gulliver.video.media import (
     SheetRow,
     contact_sheet,
     fit,
-    loss_curve,
     read_frames,
     to_frames,
     write_clip,
@@ -162,26 +161,6 @@ def test_written_clips_read_back(tmp_path: Path, suffix: str) -> None:
     expected = torch.from_numpy(to_frames(clip, 3)).permute(3, 0, 1, 2).float() / 127.5 - 1
     assert (found - expected).abs().mean() < {".png": 1e-6, ".gif": 0.02, ".mp4": 0.03}[suffix]
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
-
-
-def test_planted_links_are_replaced_not_followed(tmp_path: Path) -> None:
-    victim = tmp_path / "victim"
-    victim.write_text("precious")
-    out = tmp_path / "out"
-    out.mkdir()
-    names = ["x.gif", ".x.partial.gif", "x.mp4", ".x.partial.mp4", "x.png", ".x.partial.png"]
-    names += ["sheet.gif", ".sheet.partial.gif", "sheet.png", "loss.png", "a.safetensors"]
-    for name in names:
-        (out / name).symlink_to(victim)
-    clip = torch.zeros(3, 1, 16, 16)
-    for suffix in (".gif", ".mp4", ".png"):
-        write_clip(out / f"x{suffix}", clip, fps=8)
-    contact_sheet(out / "sheet.gif", [SheetRow("title", [clip], ["a"])], 8)
-    loss_curve(out / "loss.png", [1, 2], [0.5, 0.4], [1.0, 1.0])
-    save_autoencoder(out / "a.safetensors", VideoAutoencoder(width=8))
-    assert victim.read_text() == "precious"
-    written = {p.name for p in out.iterdir() if not p.is_symlink()}
-    assert written == {name for name in names if not name.startswith(".")}
 
 
 def test_odd_sizes_are_padded_for_video_and_wrong_outputs_refused(tmp_path: Path) -> None:
@@ -332,28 +311,6 @@ def test_generate_has_an_option_for_every_request_field(
         )
     assert stop.value.code == 0, capsys.readouterr().err
     assert read_frames(tmp_path / "y.mp4").shape[1] == 13 + 2 * 4
-
-
-def test_step_cache_reports_savings_and_psnr(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    from gulliver.cli.dispatch import main
-
-    def called(*options: str) -> str:
-        base = ["--run", str(run), "--prompt", "the digit 3", "--frames", "9", "--steps", "6"]
-        with pytest.raises(SystemExit):
-            main(["generate", *base, "--out", str(tmp_path / "x.gif"), *options])
-        return capsys.readouterr().err
-
-    # All but the first step re-use the five blocks behind the first.
-    told = called("--cache", "first-block:1000", "--cache-check")
-    assert "calls saved: blocks 25 of 30" in told
-    longer = called("--cache", "first-block:1000", "--extend", str(tmp_path / "x.gif"), "--loops=2")
-    assert "calls saved: blocks 50 of 60" in longer
-    assert re.search(r"PSNR to the clip without cache: \d+\.\d dB +the digit 3", told)
-    assert "inf dB" in called("--cache", "first-block:0", "--cache-check")
-    assert "--step-cache" in called("--cache-check")
-    assert "unknown cache 'first'" in called("--cache", "first")
 
 
 def _rank_of_a_command(world: World, arguments: list[str]) -> int:

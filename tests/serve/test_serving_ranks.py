@@ -15,16 +15,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from gulliver.errors import GulliverError
-from gulliver.precision.int8.replace import replace_module
-from gulliver.quantize import save_quantized
-from gulliver.serve import Batch, Engine, EngineOptions, LocalRunner, SamplingParams, Span
+from gulliver.serve import Batch, Engine, EngineOptions, SamplingParams, Span
 from gulliver.serve.batch import RunnerLost
 from gulliver.serve.ranks.controller import RanksRunner
 from gulliver.serve.ranks.stage import Layout, RankSizes, plan_ranks
 from gulliver.serve.ranks.worker import RankMessage, work
 from gulliver.serve.weights import SERVED
 from tests.pool import Pool
-from tests.serve.serving_models import Slots, filled, next_token, prompts
+from tests.serve.serving_models import Slots, next_token, prompts
 from tests.serve.serving_ranks import COUNT, Case, answers, reference, save, texts
 
 CLOSE = 1e-5
@@ -77,39 +75,6 @@ def test_every_family_is_exact_over_ranks_or_refused(
             assert "tensor" in str(error) or "pipeline" in str(error)  # noqa: PT017
             continue
         held(pool, tmp_path, (case,))
-
-
-def in_one_process(folder: Path, quantize: str | None) -> list[list[int]]:
-    """Greedy answers of a folder's model without ranks."""
-    runner = LocalRunner(filled(folder, quantize), cache_tokens=512)
-    engine = Engine(runner, options=EngineOptions(24, 4, True))
-    asked = SamplingParams(max_tokens=COUNT, temperature=0)
-    made: dict[int, list[int]] = {engine.add(text, asked): [] for text in texts()}
-    while engine.busy:
-        for event in engine.step():
-            made[event.request] += [token.id for token in event.tokens]
-    return list(made.values())
-
-
-@pytest.mark.full
-@pytest.mark.deadline(600)
-def test_int8_and_streamed_weights_over_ranks_are_those_of_one_process(
-    pool: Pool, tmp_path: Path
-) -> None:
-    save(tmp_path, ["llama", "mixtral"])
-    model = replace_module(filled(tmp_path / "llama"), "int8")
-    save_quantized(model, tmp_path / "quantised")
-    cases = (
-        Case("llama", 2, 1, quantize="int8_dynamic"),
-        Case("mixtral", 2, 1, quantize="int8_dynamic"),
-        Case("mixtral", 1, 2, quantize="int8_dynamic"),
-        Case("quantised", 1, 2),
-        Case("llama", 2, 1, memory=120_000),
-        Case("mixtral", 1, 2, memory=400_000, quantize="int8_dynamic"),
-    )
-    made = pool.run(answers, 3, str(tmp_path), cases, deadline_s=300)[-1]
-    for case, (tokens, *_) in zip(cases, made, strict=True):
-        assert tokens == in_one_process(tmp_path / case.kind, case.quantize), case
 
 
 def test_heads_that_cannot_be_dealt_are_refused_by_name(tmp_path: Path) -> None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import copy
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gulliver.serve import LLM, Engine, EngineOptions, LocalRunner, SamplingParams
+from gulliver.serve import Engine, EngineOptions, LocalRunner, SamplingParams
 from gulliver.serve.batch import RunnerLost
 from gulliver.serve.speculative import SpeculationOptions, Speculator
 from gulliver.serve.speculative.glide import GlideDraft
@@ -19,10 +17,8 @@ from gulliver.serve.speculative.small_model import SmallModel
 from tests.pool import Pool
 from tests.serve.serving_models import Slots, next_token, one_by_one, prompts, tiny
 from tests.serve.serving_ranks import COUNT, Case, answers, reference, save
-from tests.serve.test_serving import small
 from tests.serve.test_serving_offload import limited
 from tests.serve.test_speculation_glide import glide
-from tests.texts import tokenizer_of
 
 ALWAYS = SpeculationOptions(depth=3, fixed=True)
 LONG = 24
@@ -162,25 +158,3 @@ def test_drafts_are_verified_with_several_batches_in_flight(depth: int) -> None:
             history.append(token)
     assert engine.counts()["drafted_tokens"] > 0
     assert slots.most <= 24, "a batch has no more tokens than it may"
-
-
-@pytest.mark.full
-@pytest.mark.deadline(600)
-@pytest.mark.parametrize("ways", [(1, 2), (2, 1)])
-def test_drafts_go_on_after_a_rank_was_killed(tmp_path: Path, ways: tuple[int, int]) -> None:
-    small().save_pretrained(tmp_path)
-    tokenizer_of().save_pretrained(tmp_path)
-    tensor, pipeline = ways
-    asked = SamplingParams(max_tokens=LONG, temperature=0, ignore_eos=True)
-    given: Any = {"tensor": tensor, "pipeline": pipeline, "speculation": tmp_path}
-    text = tokenizer_of()("the quick fox")["input_ids"]
-    want = one_by_one(small(), text, LONG)[0]
-    with LLM(tmp_path, cache_tokens=512, **given) as llm:
-        found: list[int] = []
-        for event in llm.stream(text, asked):
-            found += [token.id for token in event.tokens]
-            if event.tokens and llm.engine.counts()["restarts"] == 0 and len(found) >= 5:
-                runner: Any = llm.engine.runner
-                os.kill(runner._crew.pids[-1], signal.SIGKILL)
-        assert found == want
-        assert llm.engine.counts()["restarts"] == 1

@@ -224,32 +224,6 @@ def test_sampled_answers_have_the_distribution_of_enumeration(kind: str, count: 
     assert spec.stats.accepted > count / 20
 
 
-@pytest.mark.full
-def test_100000_draws_have_the_distribution_of_enumeration_and_meet_those_of_a_draft() -> None:
-    count = 100_000
-    answers_: list[tuple[int, ...]] = [()] * count
-    drafted: dict[int, int] = {}
-    for place in range(3):
-        fronts: dict[tuple[int, ...], list[int]] = {}
-        for seed, answer in enumerate(answers_):
-            fronts.setdefault(answer, []).append(seed)
-        for front, seeds in fronts.items():
-            rows = [DrawRow(SAMPLING, seed, 0, place) for seed in seeds]
-            logits = LOGITS[front].expand(len(seeds), 6)
-            for seed, token in zip(seeds, draw(logits, rows), strict=True):
-                assert token is not None
-                answers_[seed] = (*front, token.id)
-            if place == 0:
-                drawn = draw(logits + 0.5 * torch.linspace(-1, 1, 6), rows)
-                drafted = {s: t.id for s, t in zip(seeds, drawn, strict=True) if t is not None}
-    check_enumerated(Counter(answers_))
-    # They meet as often as promised, and more often than the likeliest token would.
-    distance = float((chances(()) - chances((), 0.5)).abs().sum()) / 2
-    met = sum(answers_[seed][0] == token for seed, token in drafted.items()) / count
-    assert (1 - distance) / (1 + distance) - 0.01 < met <= 1 - distance + 0.01
-    assert met > float(chances(()).max())
-
-
 def test_many_tokens_are_drawn_as_few_are() -> None:
     """More than have noise of their own: the rest are drawn together, then one of them."""
     from scipy.stats import chisquare

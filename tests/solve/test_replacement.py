@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 import pytest
 
-from gulliver.errors import GulliverError
 from gulliver.solve import Event
 from gulliver.solve.cycle import STATES, Cycle, Gap, plan_residency
 from gulliver.solve.replacement import InsufficientMemory, Move, Replacement
@@ -248,24 +247,6 @@ def test_unfinished_step_is_ended(monkeypatch):
         core.use(0)
         core.done(0)
     assert core.cycle is not None
-
-
-def test_bad_calls_are_refused_and_change_nothing():
-    core = Replacement(4 * PAGE)
-    core.add("a", "block 1", 3 * PAGE, True)
-    core.add("b", "block 2", 3 * PAGE, False)
-    core.use("a")
-    with pytest.raises(GulliverError, match=f"block 2 .* {6 * PAGE}"):
-        core.use("b")
-    with pytest.raises(GulliverError, match="block 2 "):
-        core.done("b")
-    with pytest.raises(GulliverError, match="block 1 "):
-        core.discard("a")
-    with pytest.raises(GulliverError, match=str(3 * PAGE)):
-        core.set_budget(2 * PAGE)
-    with pytest.raises(GulliverError, match="did you mean 'planned'"):
-        Replacement(1, policy="plan")  # type: ignore[arg-type]
-    assert (core.used, core.pinned, core.budget) == (3 * PAGE, 3 * PAGE, 4 * PAGE)
 
 
 def test_out_of_budget_error_clears_after_catch() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 from collections.abc import Callable
 from dataclasses import replace
@@ -29,7 +28,6 @@ from gulliver.video import (
     TrainAutoencoderConfig,
     load_autoencoder,
     run_autoencoder,
-    train_autoencoder,
 )
 from gulliver.video.autoencoder_config import (
     AutoencoderDataConfig,
@@ -39,7 +37,6 @@ from gulliver.video.autoencoder_config import (
 from gulliver.video.autoencoders import AutoencoderTrainer
 from gulliver.video.autoencoders.clips import make_sources
 from gulliver.video.autoencoders.losses import PatchDiscriminator
-from gulliver.video.config import AutoencoderConfig
 from gulliver.video.digits import MovingDigits
 from gulliver.video.media import read_frames, write_clip
 from gulliver.video.public_models import autoencoder_figures
@@ -171,43 +168,6 @@ def test_whole_streamed_and_shared_steps_have_the_curve_of_plain_torch(
     ]
     for way in pool.run(_curves, 2, ways)[0]:
         assert_same_curve(way, wanted)
-
-
-def test_training_inside_a_run_is_this_loop_with_its_defaults(tmp_path: Path) -> None:
-    """The losses of the demonstration's autoencoder, from plain torch."""
-    shapes = {Bucket(5, 16, 16): 1.0, Bucket(1, 16, 16): 1.0}
-    dataset = MovingDigits("train", 40, shapes=shapes)
-    world = World(0, 1, 0, torch.device("cpu"))
-    config = AutoencoderConfig(steps=8, batch_size=6)
-    _, figures = train_autoencoder(config, dataset, world, 5, tmp_path)
-    losses = [line["loss"] for line in Run(tmp_path).log.read()]
-    assert figures["clips"] == "held-out handwriting"
-    assert 0 < figures["ssim"] < 1
-    torch.manual_seed(5)
-    model = VideoAutoencoder()
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=config.learning_rate, weight_decay=0.01, betas=(0.9, 0.98)
-    )
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, config.learning_rate, total_steps=9, pct_start=0.1
-    )
-    sampler = BucketSampler([dataset.bucket_of(i) for i in range(40)], 6, seed=5)
-    wanted: list[float] = []
-    while len(wanted) < 8:
-        for step in list(sampler)[: 8 - len(wanted)]:
-            video = dataset.batch(step.indices)
-            latents = model.encode_raw(video)
-            seed = derive(5, step.epoch, step.number)
-            noise = torch.randn(latents.shape, generator=torch.Generator().manual_seed(seed))
-            decoded = model.decode_raw(latents + 0.15 * noise)
-            loss = F.mse_loss(decoded, video) + 1e-4 * latents.square().mean()
-            optimizer.zero_grad()
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-            optimizer.step()
-            schedule.step()
-            wanted.append(float(loss.detach()))
-    assert losses == pytest.approx(wanted, rel=1e-4)
 
 
 def test_a_stopped_and_resumed_run_ends_with_the_same_bytes(
@@ -352,36 +312,6 @@ def test_the_command_trains_and_its_result_is_taken_by_a_run(
     with pytest.raises(SystemExit) as stopped:
         main(["train", "--out", str(tmp_path / "run"), "--data.shapes", "5x32x32", *given.split()])
     assert stopped.value.code == 0
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ("--loss.adversarial 1 --loss.adversarial-start 10", "end of the run at step 10"),
-        ("--loss.perceptual nowhere:vgg", "No module named 'nowhere'"),
-        ("--data.shapes 5x8x8", r"SSIM window of 11x11 pixels.*at least 16"),
-        ("--model.size huge", "unknown autoencoder size 'huge'"),
-        ("--segment-frames 6", "multiple of 4, such as 8"),
-        ("--segment-frames 8 --share-ranks 2", "exclude each other"),
-        ("--ranks 3 --share-ranks 2", "must be a multiple of --share-ranks 2"),
-        ("--resume-step 3", "--resume-step 3 needs --resume"),
-        ("--loss.kl 0.1", r"--loss.kl is 0.1: .*\(--model.posterior\)"),
-        ("--loss.no-adaptive", "--loss.no-adaptive: there is no discriminator"),
-        ("--data.scores 1.2 --data.table x", "--data.scores is 1.2"),
-        ("--data.held-out-frames 0.1", "--data.held-out-frames is 0.1"),
-        ("--model.init x --model.latent-channels 5", "is 5: --model.init determines it"),
-    ],
-)
-def test_invalid_options_are_early_one_line_errors(
-    options: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main(["train-autoencoder", "--out", str(tmp_path / "x"), "--steps", "10", *options.split()])
-    # A module that is missing is no mistake of the arguments alone.
-    assert stopped.value.code == (1 if "nowhere" in options else 2)
-    (line,) = capsys.readouterr().err.strip().splitlines()
-    assert line.startswith("gulliver: ")
-    assert re.search(message, line), line
 
 
 def test_nothing_held_out_and_other_ranks_are_refused(films: Path, tmp_path: Path) -> None:

@@ -368,21 +368,6 @@ def test_training_and_invalid_cache_options_are_rejected() -> None:
         cache_blocks(one, "first-block")
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("first", "unknown cache 'first'.*first-block"),
-        ("first-block:much", "first-block:much"),
-        ("first-block:-1", "threshold is -1"),
-        ("broadcast:2", "broadcast:2"),
-        ("broadcast:2,4,6@900-100", "lower one first"),
-    ],
-)
-def test_unknown_strategy_is_rejected(text: str, message: str) -> None:
-    with pytest.raises(GulliverError, match=message):
-        read_strategy(text)
-
-
 def test_strategies_are_read_as_they_are_written() -> None:
     assert read_strategy("none") is None
     assert read_strategy("broadcast:2,4,6,3@100-800") == Broadcast(2, 4, 6, 3, (100.0, 800.0))

@@ -20,7 +20,7 @@ from gulliver.errors import GulliverError
 from gulliver.video.config import CutSettings
 from gulliver.video.preparation import Table, cut
 from gulliver.video.preparation.cutting import cut_source, make_plan, pieces
-from gulliver.video.preparation.scenes import SourceScenes, slots, survey
+from gulliver.video.preparation.scenes import SourceScenes, survey
 from gulliver.video.preparation.work import in_processes
 from tests.video.cut_work import odd_work
 from tests.video.messy_clips import LOSSLESS, Mess, messy_clips, write_film
@@ -189,14 +189,6 @@ def test_long_scenes_are_divided_evenly() -> None:
     assert pieces(40, 1, 40) == [0, 40]
 
 
-def test_times_that_are_rounded_move_no_frame() -> None:
-    exact = np.arange(91) / 30
-    rounded = SourceScenes((0,), ((2, 2),), exact.round(2), Fraction(30), False)
-    assert slots(rounded, 0, 90, Fraction(30)).tolist() == list(range(90))
-    assert slots(rounded, 0, 90, Fraction(15)).tolist() == list(range(0, 90, 2))
-    assert slots(rounded, 10, 90, Fraction(60)).tolist() == [n // 2 for n in range(20, 180)]
-
-
 # --- tables --------------------------------------------------------------------------------------
 
 
@@ -235,41 +227,6 @@ def test_every_row_ends_in_clips_or_in_the_list_with_its_reason(mess: Mess, tmp_
             assert row["resolution"] == row["height"] * row["width"]
             assert (tmp_path / row["source"]).samefile(mess.folder / clip.path)
     assert report.sources == len(of_source)
-
-
-def test_a_source_that_is_named_twice_and_columns_of_its_own(mess: Mess, tmp_path: Path) -> None:
-    clip = mess.of_kind("joined")[0]
-    (tmp_path / "a.mp4").write_bytes((mess.folder / clip.path).read_bytes())
-    (tmp_path / "in.csv").write_text(
-        "path,text,licence,aes,num_frames\n"
-        f"a.mp4,one,CC0,5.5,{clip.frames + 50}\n./a.mp4,two,,,\nb.mp4,three,,,\n"
-    )
-    report = cut(Table.read(tmp_path / "in.csv"), tmp_path / "out" / "cut.csv", None, 1)
-    rows = report.table.data.to_pylist()
-    assert len(rows) == len(clip.cuts) + 1
-    assert {(row["text"], row["licence"], row["aes"]) for row in rows} == {("one", "CC0", None)}
-    reasons = {(one.path, one.first): one.reason for one in report.left_out}
-    assert "states" in reasons["a.mp4", clip.frames]
-    assert "a.mp4" in reasons["./a.mp4", None]
-    assert reasons["b.mp4", None] == "does not exist"
-
-
-def test_existing_clips_are_reused_for_same_settings(mess: Mess, tmp_path: Path) -> None:
-    folder, path = tmp_path / "clips", tmp_path / "a [x].mp4"
-    path.write_bytes((mess.folder / next(c.path for c in mess.whole if c.cuts)).read_bytes())
-    first = cut_source(path, folder, CutSettings())
-    names = [one[0] for one in first.values["cuts"]]
-    before = contents(folder)
-    (folder / names[-1]).unlink()
-    (folder / names[0]).write_bytes(b"kept")
-    assert cut_source(path, folder, CutSettings()) == first
-    assert contents(folder) == {**before, names[0]: b"kept"}
-    whole = cut_source(path, folder, CutSettings(detector="none"))
-    assert [one[0] for one in whole.values["cuts"]] == list(contents(folder))
-    os.utime(path, ns=(1, 1))
-    (folder / names[0]).write_bytes(b"of another file")
-    cut_source(path, folder, CutSettings(detector="none"))
-    assert len(contents(folder)[names[0]]) > 100
 
 
 def test_a_killed_job_goes_on_and_makes_the_same_bytes(mess: Mess, tmp_path: Path) -> None:
@@ -323,13 +280,3 @@ def test_a_file_that_crashes_its_process_costs_that_file_only() -> None:
     assert os.getpid() not in {outcome.values["process"] for outcome in found.values()}
     with pytest.raises(GulliverError, match="no space"):
         list(in_processes(odd_work, [("a", Path("a")), ("full", Path("full"))], 2))
-
-
-def test_contradictory_cut_options_are_rejected(mess: Mess, tmp_path: Path) -> None:
-    with pytest.raises(GulliverError, match="is the input table"):
-        run(mess, mess.table)
-    with pytest.raises(GulliverError, match="less than --min-seconds"):
-        run(mess, tmp_path / "o.csv", CutSettings(min_seconds=2, max_seconds=1))
-    with pytest.raises(GulliverError, match="no effect"):
-        run(mess, tmp_path / "o.csv", CutSettings(detector="none", threshold=3.0))
-    assert not list(tmp_path.iterdir())

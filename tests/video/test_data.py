@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from gulliver.comm import World
 from gulliver.data import Bucket
 from gulliver.data.clips import BrokenClip, Clip, ClipDataset, WindowedDataset, collate
 from gulliver.data.table import ClipTable, Probe, choose_bucket, decode, probe_file, resize_and_crop
@@ -19,7 +18,6 @@ from gulliver.video import DIRECTIONS
 from gulliver.video import digits as _digits
 from gulliver.video.digits import MovingDigits
 from gulliver.video.text_encoders import WordEncoder
-from tests.pool import Pool
 
 SHAPES = {
     Bucket(13, 32, 32): 2.0,
@@ -99,19 +97,6 @@ def test_excluded_sentences_never_occur_and_all_others_do() -> None:
     data = MovingDigits("train", 3000, exclude=exclude)
     seen = {data.labels(index) for index in range(3000)}
     assert seen == {(d, w) for d in range(10) for w in range(4)} - set(exclude)
-
-
-@pytest.mark.parametrize(
-    ("bucket", "message"),
-    [
-        (Bucket(12, 32, 32), "4 k \\+ 1"),
-        (Bucket(13, 30, 32), "multiples of 8, such as 32x32"),
-        (Bucket(13, 8, 32), "13x8x32"),
-    ],
-)
-def test_shapes_that_no_digit_fits_are_refused(bucket: Bucket, message: str) -> None:
-    with pytest.raises(GulliverError, match=message):
-        MovingDigits(shapes={bucket: 1.0})
 
 
 # --- real files -----------------------------------------------------------------------------------
@@ -295,14 +280,6 @@ def test_a_long_clip_shows_all_its_frames_over_time(tmp_path: Path) -> None:
     assert torch.equal(batch.videos[0], table.read(0, 5).video)  # type: ignore[union-attr]
 
 
-def test_windows_lie_among_the_frames_that_a_file_has(tmp_path: Path) -> None:
-    numbered_video(tmp_path / "short.mp4", 20)
-    row = {"path": "short.mp4", "text": "x", "num_frames": "400", "height": "16", "width": "16",
-           "fps": "24"}  # fmt: skip
-    table = ClipTable(write_table(tmp_path, [row]), [Bucket(17, 16, 16)])
-    assert not any(isinstance(table.read(0, seed), BrokenClip) for seed in range(0, 400, 37))
-
-
 def test_a_file_that_breaks_later_is_left_out_and_counted(folder: Path) -> None:
     rows = [{"path": name, "text": name} for name in ("long.mp4", "late.mp4")]
     write_video(folder / "late.mp4", 13, 32, 32)
@@ -425,16 +402,6 @@ def test_words_have_the_same_vectors_in_every_process_and_place_codes() -> None:
     angles = torch.arange(2)[:, None] * 10_000.0 ** -(torch.arange(8) / 8)
     places = torch.cat([angles.sin(), angles.cos()], dim=1)
     torch.testing.assert_close(y[0, 0, 1] - y[1, 0, 0], places[1] - places[0])
-
-
-def _sum_of_a_vector(world: World) -> tuple[float, int]:
-    return float(WordEncoder(16, 6).encode(["the"])[0].sum()), hash("the")
-
-
-def test_word_vectors_do_not_depend_on_the_process(pool: Pool) -> None:
-    ((found, hashed),) = pool.run(_sum_of_a_vector, 1)
-    assert hashed != hash("the"), "the worker is of another interpreter"
-    assert found == float(WordEncoder(16, 6).encode(["the"])[0].sum())
 
 
 def test_prompts_that_cannot_be_read_are_refused() -> None:

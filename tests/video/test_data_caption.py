@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-import json
 import sys
 from fractions import Fraction
 from html.parser import HTMLParser
@@ -18,10 +17,8 @@ pytest.importorskip("av")
 pytest.importorskip("pyarrow")
 
 from gulliver.cli.dispatch import main
-from gulliver.errors import GulliverError
 from gulliver.video.preparation import Table
 from gulliver.video.preparation.captions import caption
-from gulliver.video.preparation.pages import show
 from gulliver.video.preparation.table import read_broken, write_broken
 from tests.video.messy_clips import H264, footage, write_film
 
@@ -77,24 +74,6 @@ def test_command_captions_uncaptioned_clips(table: Table, command: str) -> None:
     caption(Table.read(table.path), command=command, again=True)
     assert calls(table) == [f"{name}.mp4" for name in "abcd"]
     assert Table.read(table.path).column("text")[3] == "a street, seen from d"
-
-
-def test_mistakes_end_in_one_line(
-    table: Table, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(GulliverError, match="neither or both of --command and --model"):
-        caption(table)
-    with pytest.raises(GulliverError, match="No closing quotation"):
-        caption(table, command="say 'it")
-    slow = caption(table, command=f"{sys.executable} -c 'import time; time.sleep(60)'", seconds=0.2)
-    assert "took more than 0.2 s" in slow.broken[0][1]
-    with pytest.raises(SystemExit) as ended:
-        main(["data", "caption", str(table.path), "--model", str(tmp_path)])
-    assert ended.value.code == 1
-    assert "is not a folder with a config.json" in capsys.readouterr().err
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["BertModel"]}))
-    with pytest.raises(GulliverError, match=r"--model .* BertModel"):
-        caption(table, model=tmp_path)
 
 
 @pytest.fixture
@@ -199,12 +178,3 @@ def test_the_page_has_every_clip_and_a_histogram_of_every_number(
     assert evil in page.texts
     assert "lost.mp4 " in page.texts
     assert "scan: is empty" in page.texts
-
-
-def test_a_page_of_a_part_takes_clips_from_all_of_the_table(table: Table, tmp_path: Path) -> None:
-    assert show(table, tmp_path / "x.html", most=2) == 2
-    page = _Page((tmp_path / "x.html").read_text())
-    assert {"a.mp4", "d.mp4"} <= set(page.texts)
-    assert "b.mp4" not in page.texts
-    with pytest.raises(GulliverError, match=r"must end in \.html"):
-        show(table, tmp_path / "x.pdf")

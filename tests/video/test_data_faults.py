@@ -16,7 +16,6 @@ pytest.importorskip("duckdb")
 pytest.importorskip("pyarrow")
 pytest.importorskip("scenedetect")
 
-from gulliver.cli.dispatch import main
 from gulliver.data.clips import upright_frames
 from gulliver.errors import GulliverError
 from gulliver.video.config import CutSettings
@@ -25,7 +24,6 @@ from gulliver.video.preparation import (
     Table,
     cut,
     cutting,
-    deduplicate,
     filter_table,
     scan,
     score,
@@ -34,7 +32,6 @@ from gulliver.video.preparation import (
 from gulliver.video.preparation.captions import caption
 from gulliver.video.preparation.filtering import filter_file
 from gulliver.video.preparation.scanning import read_facts
-from gulliver.video.preparation.table import read_broken
 from gulliver.video.preparation.work import held_table
 from tests.video.messy_clips import LOSSLESS, Coding, write_film
 
@@ -113,13 +110,6 @@ def test_nan_is_unknown(tmp_path: Path, condition: str) -> None:
     found = filter_table(table, condition)
     assert found.table.column("path") == ["b"], condition
     assert (found.dropped, found.unknown) == (0, 1)
-
-
-def test_a_table_without_rows_goes_through_dedup(tmp_path: Path) -> None:
-    (tmp_path / "t.csv").write_text("path,text\n")
-    found = deduplicate(Table.read(tmp_path / "t.csv"), tmp_path / "out.csv")
-    assert len(found.table) == 0
-    assert "path,text" in (tmp_path / "out.csv").read_text().replace('"', "")
 
 
 # --- one step at a time --------------------------------------------------------------------------
@@ -237,32 +227,6 @@ def test_folders_behind_links_are_looked_into_once_and_odd_names_are_listed(tmp_
         "pipe.mp4": "is not a regular file",
         r"'odd\nfolder/b.mkv'": "has a name that tables cannot hold; rename it",
     }
-
-
-def test_clips_that_could_not_be_scored_are_not_counted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_film(tmp_path / "a.mkv", moving(3), Fraction(10), LOSSLESS)
-    (tmp_path / "t.csv").write_text("path\na.mkv\ngone.mkv\n")
-    with pytest.raises(SystemExit):
-        main(["data", "score", str(tmp_path / "t.csv"), "--scorers", "motion"])
-    assert "1 of 2 clips scored" in capsys.readouterr().out
-    assert [row[0] for row in read_broken(tmp_path / "t.csv")] == ["gone.mkv"]
-
-
-def test_a_rate_that_training_refuses_is_left_empty_and_no_clip_is_too_long(
-    tmp_path: Path, threads: None
-) -> None:
-    times = [60_000 * n for n in range(4)]
-    write_film(tmp_path / "a.mkv", moving(4), Fraction(25), LOSSLESS, times=times)
-    table = scan(tmp_path, tmp_path / "t.csv").table
-    exact = {"codec": "ffv1", "detector": "none", "min_seconds": 0}
-    report = cut(table, tmp_path / "cut.csv", CutSettings(**exact), workers=1)
-    assert len(report.table) == 0
-    assert "each frame lasts 60 s, longer than --max-seconds 20" in report.left_out[0].reason
-    report = cut(table, tmp_path / "cut.csv", CutSettings(**exact, max_seconds=300), workers=1)
-    assert report.table.column("fps") == [None]
-    assert report.table.column("note") == ["has 0.0166667 frames per second"]
 
 
 # --- latents -------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import os
-import shutil
 import struct
 from collections import Counter
 from fractions import Fraction
@@ -23,8 +22,7 @@ from gulliver.cli.dispatch import main
 from gulliver.data import Bucket
 from gulliver.data.clips import Clip
 from gulliver.data.table import ClipTable
-from gulliver.errors import GulliverError
-from gulliver.video.preparation import Table, scan, scanning
+from gulliver.video.preparation import scan, scanning
 from gulliver.video.preparation.scanning import ScanResult, read_facts
 from gulliver.video.preparation.table import read_broken
 from tests.video.messy_clips import CODINGS, H264, LOSSLESS, Mess, messy_clips, write_film
@@ -236,25 +234,3 @@ def test_scan_command_reports_found_and_missing_files(
     (folder / "b.mp4").unlink()
     assert run(folder) == 0
     assert not (folder / "clips.broken.csv").exists()
-
-
-def test_two_scans_of_a_table_at_once_are_refused(tmp_path: Path) -> None:
-    fcntl = pytest.importorskip("fcntl")
-    write_film(tmp_path / "a.mkv", moving(3), Fraction(10), LOSSLESS)
-    with (tmp_path / ".clips.csv.lock").open("w") as other:
-        other.write("caption (process 7)")
-        other.flush()
-        fcntl.flock(other, fcntl.LOCK_EX)
-        with pytest.raises(GulliverError, match=r"caption \(process 7\) on"):
-            scan(tmp_path, tmp_path / "clips.csv")
-    assert len(scan(tmp_path, tmp_path / "clips.csv").table) == 1
-
-
-def test_a_table_of_a_moved_folder_still_leads_to_its_clips(tmp_path: Path) -> None:
-    (tmp_path / "a").mkdir()
-    write_film(tmp_path / "a" / "x.mkv", moving(3), Fraction(10), LOSSLESS)
-    scan(tmp_path / "a", tmp_path / "a" / "clips.parquet")
-    shutil.move(tmp_path / "a", tmp_path / "b")
-    ((name, path),) = Table.read(tmp_path / "b" / "clips.parquet").clips()
-    assert name == "x.mkv"
-    assert path.is_file()

@@ -13,7 +13,6 @@ pytest.importorskip("av")
 pytest.importorskip("pyarrow")
 
 from gulliver.cli.dispatch import main
-from gulliver.errors import GulliverError
 from gulliver.video.preparation import Samples, Table, score
 from gulliver.video.preparation.packets import take_samples
 from gulliver.video.preparation.scoring import IN_THE_BOX, text_boxes
@@ -203,24 +202,6 @@ def test_plugins_score_beside_those_in_the_box(table: Table) -> None:
     assert listed.keys() == {(n, "score") for n in ("b.mkv", "none.mkv", "text.mp4")}
     assert listed["b.mkv", "score"] == "moody: RuntimeError: not this one"
     assert listed["none.mkv", "score"] == "does not exist"
-
-
-@pytest.mark.usefixtures("plugins")
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("sharpnes", "unknown scorer 'sharpnes': did you mean 'sharpness'?"),
-        ("rad", "unknown scorer 'rad': did you mean 'red'?"),
-        ("missing", "scorer 'missing' of colours cannot be imported: AttributeError"),
-        ("motion", "scorer 'motion' of colours"),
-    ],
-)
-def test_unavailable_scorer_is_rejected_before_reading(
-    table: Table, name: str, message: str
-) -> None:
-    with pytest.raises(GulliverError, match=message):
-        score(table, ("brightness", name))
-    assert Table.read(table.path).names == ["path", "text"]
 
 
 @pytest.mark.usefixtures("plugins")

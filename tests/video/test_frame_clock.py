@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,12 +16,10 @@ from gulliver.data import Bucket
 from gulliver.data.clips import Clip, upright_frames
 from gulliver.data.table import ClipTable
 from gulliver.video.config import CutSettings
-from gulliver.video.preparation import Table, cut, scan
 from gulliver.video.preparation.cutting import cut_source, make_plan
 from gulliver.video.preparation.packets import take_samples
 from gulliver.video.preparation.scanning import read_facts
 from gulliver.video.preparation.scenes import SourceScenes, survey
-from gulliver.video.preparation.work import FileOutcome
 from tests.video.messy_clips import LOSSLESS, write_film
 from tests.video.numbered_clips import CODINGS, SIDE, Numbered, clip, numbered, numbers_of
 
@@ -144,26 +139,3 @@ def test_every_frame_of_any_times_is_shown_or_listed() -> None:
         left = {n for first, end, _ in plan.left for n in range(first, end)}
         assert seen | left == set(range(len(steps)))
         assert not seen & left
-
-
-def test_of_a_file_and_links_the_one_with_a_caption_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def in_this_process(work: Any, items: Any, _workers: int) -> Iterator[tuple[str, FileOutcome]]:
-        yield from ((name, work(path)) for name, path in items)
-
-    monkeypatch.setattr("gulliver.video.preparation.cutting.in_processes", in_this_process)
-    inner = tmp_path / "z"
-    inner.mkdir()
-    write_film(inner / "clip.mkv", numbered(20), Fraction(25), LOSSLESS)
-    write_film(inner / "other.mkv", numbered(21), Fraction(25), LOSSLESS)
-    (inner / "clip.txt").write_text("a caption of its own")
-    os.symlink(inner / "clip.mkv", tmp_path / "a.mkv")
-    os.symlink(inner / "other.mkv", tmp_path / "b.mkv")
-    table = scan(tmp_path, tmp_path / "all.csv").table
-    assert len(table) == 4
-    report = cut(Table.read(table.path), tmp_path / "out" / "cut.csv", WHOLE, 1)
-    rows = report.table.data.to_pylist()
-    assert {row["text"] for row in rows} == {"a caption of its own", "other"}
-    assert {os.path.basename(row["source"]) for row in rows} == {"clip.mkv", "other.mkv"}
-    assert sorted(one.path for one in report.left_out) == ["a.mkv", "b.mkv"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import random
@@ -157,33 +156,6 @@ def test_killed_at_any_moment_and_resumed_leaves_the_same_bytes(
     seed = random.Random().randint(0, 10**6)
     assert killed(config, kills, seed, ranks) == kills
     assert bytes_of(config.out) == bytes_of(kept), f"seed {seed}"
-
-
-def test_full_disk_is_one_line_error_and_keeps_progress(
-    parts: Path, kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import safetensors.torch
-
-    save, left = safetensors.torch.save_file, [4]
-
-    def full(tensors: Any, path: str, **more: Any) -> None:
-        left[0] -= 1
-        save(tensors, path, **more)
-        if left[0] < 0:
-            # Half of it is written when there is no more room.
-            os.truncate(path, os.path.getsize(path) // 2)
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(safetensors.torch, "save_file", full)
-    config = options(parts, tmp_path / "kept")
-    with pytest.raises(GulliverError, match=r"no space left .*; 8 of 27 windows .* kept"):
-        encode(config)
-    assert len(list((config.out / "shards").iterdir())) == 4
-    with pytest.raises(GulliverError, match=r"kept is not finished.* gulliver data encode"):
-        LatentCache(config.out)
-    monkeypatch.undo()
-    assert encode(config).made == 27 - 8
-    assert bytes_of(config.out) == bytes_of(kept)
 
 
 def test_latents_of_another_model_or_other_settings_are_not_mixed(

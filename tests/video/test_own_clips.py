@@ -21,7 +21,6 @@ pytest.importorskip("scenedetect")
 
 from gulliver.cli.dispatch import main
 from gulliver.comm import World
-from gulliver.errors import GulliverError
 from gulliver.jobs.log import Log
 from gulliver.video import DataConfig, Run, TrainConfig, VideoModel
 from gulliver.video.config import OptimizerConfig, SamplesConfig
@@ -124,24 +123,6 @@ def test_a_run_that_was_killed_while_it_sampled_makes_the_samples_when_it_is_res
     assert [line["step"] for line in log.read()] == [2, 3]
 
 
-def test_invalid_sample_options_are_rejected_before_training(
-    tmp_path: Path, autoencoder: Path
-) -> None:
-    long = tmp_path / "long.txt"
-    long.write_text("one two three four five six seven eight nine\n")
-    references = tmp_path / "references.txt"
-    references.write_text('a ball {"reference_path": "a.png"}\n')
-    for samples, message in (
-        (SamplesConfig(every=1, shape="5x16x17"), "--samples.shape 5x16x17 "),
-        (SamplesConfig(every=1, prompts=tmp_path / "none.txt"), "does not exist"),
-        (SamplesConfig(every=1, prompts=long), "9 words"),
-        (SamplesConfig(every=1, prompts=references), "uses references"),
-    ):
-        with pytest.raises(GulliverError, match=message):
-            train(sampled(tmp_path / "run", autoencoder, samples=samples))
-    assert not (tmp_path / "run" / "checkpoints").exists()
-
-
 def test_own_clips_tutorial_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -208,28 +189,3 @@ def test_own_clips_tutorial_runs(
     prompt = ["--prompt", samples[-1]["prompts"][0], "--frames", "5", "--resolution", "16"]
     call("generate", "--run", "run", *prompt, "--steps", "2", "--scale", "8", "--out", "x.mp4")
     assert Path("x.mp4").read_bytes() == files(Path("run"), 24)["000.mp4"]
-
-
-def test_a_table_whose_rows_changed_is_not_resumed(tmp_path: Path, autoencoder: Path) -> None:
-    image = pytest.importorskip("PIL.Image")
-    for number in range(9):
-        pixels = np.random.default_rng(number).integers(0, 255, (16, 16, 3), dtype=np.uint8)
-        image.fromarray(pixels).save(tmp_path / f"{number}.png")
-    path = tmp_path / "clips.csv"
-
-    def write(order: list[int], text: str = "thing") -> None:
-        rows = "".join(f"{number}.png,{text} {number}\n" for number in order)
-        path.write_text(f"path,text\n{rows}")
-
-    rows = list(range(8))
-    write(rows)
-    data = DataConfig(table=path, shapes=("1x16x16",), batch_size=4)
-    config = small(tmp_path / "run", autoencoder, steps=1, save_every=1, data=data)
-    train(config)
-    again = replace(config, resume=True)
-    for order, text in ((rows[::-1], "thing"), ([*rows[:7], 8], "thing"), (rows, "other")):
-        write(order, text)
-        with pytest.raises(GulliverError):
-            train(again)
-    write(rows)
-    assert train(again).finished

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import signal
 from collections.abc import Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,22 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from gulliver.comm import World
 from gulliver.errors import GulliverError
 from gulliver.hardware.samples import read_samples
-from gulliver.video import DataConfig, TrainConfig, load_autoencoder, training
+from gulliver.video import DataConfig, TrainConfig, training
 from gulliver.video import planned_training as runs
 from gulliver.video.batches import VideoBatch
-from gulliver.video.config import ModelConfig, PlannerConfig, ValidationConfig, check_config
+from gulliver.video.config import PlannerConfig, ValidationConfig
 from gulliver.video.planned_training import PlannedTrainer, budget_of, train
-from gulliver.video.run import Run, make_optimizer
-from gulliver.video.sources import check_start, make_dataset
-from tests.patience import patient
+from gulliver.video.run import Run
 from tests.pool import Pool
 from tests.video.test_video_hybrid import doubled
-from tests.video.test_video_training import autoencoder, cli, options_of, small, wait_for_step
+from tests.video.test_video_training import autoencoder, small
 
 __all__ = ["autoencoder"]  # a fixture
 
@@ -110,54 +105,6 @@ def alone(pool: Pool, tmp_path_factory: pytest.TempPathFactory, autoencoder: Pat
     return out
 
 
-def test_one_rank_trains_as_a_loop_over_single_clips(alone: Path, autoencoder: Path) -> None:
-    config = Run(alone).read_config()
-    with double(STEPS):
-        coder: Any = load_autoencoder(autoencoder)
-        model = training.build_model(config, coder)
-    trainer = object.__new__(PlannedTrainer)  # only what draws: nothing of how steps are run
-    dataset: Any = make_dataset(config.data, config.model.text_length)
-    trainer.config, trainer.flow = config, training.make_flow(config.flow, coder)
-    trainer.maker = training.BatchMaker(
-        dataset, None, coder, training.ready_texts(config, None, model, (), None), trainer.flow,  # type: ignore[arg-type]
-        config.flow, config.seed, torch.device("cpu"),
-    )  # fmt: skip
-    optimizer, schedule = make_optimizer(config, model)
-    coder.double()
-    for number, (samples, line) in enumerate(
-        zip(samples_of(alone), Run(alone).log.read(), strict=True)
-    ):
-        shown = 0.0
-        for index in samples:
-            clip, bucket = dataset[index], dataset.bucket_of(index)
-            latents = coder.encode(clip.video[None].double()).detach()
-            epoch = 0 if number < 3 else 1
-            shape = tuple(latents.shape[1:])
-            noise, level, drop, mask = trainer._draw(epoch, index, number, shape, bucket)
-            text = trainer.maker.text.encode([clip.caption])
-            told = {"fps": clip.fps, "height": bucket.height, "width": bucket.width}
-            mask = None if mask is None else mask[None]
-            inputs = {
-                **{n: torch.tensor([float(v)], dtype=torch.float64) for n, v in told.items()},
-                "y": text[0].double(),
-                "mask": text[1],
-                "drop_caption": torch.tensor([drop]),
-                "x_mask": mask,
-            }
-            loss = trainer.flow.loss(
-                model, latents, inputs, noise=noise[None].double(), timesteps=level.double(),
-                mask=mask,
-            ).sum() / len(samples)  # fmt: skip
-            loss.backward()
-            shown += float(loss.detach())
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-        assert line["loss"] == pytest.approx(shown, rel=1e-9)
-        assert line["grad_norm"] == pytest.approx(float(norm), rel=1e-9)
-
-
 def _assert_like(out: Path, alone: Path) -> None:
     """Holds curve, samples and validation of a run against those of one rank."""
     assert samples_of(out) == samples_of(alone)
@@ -168,17 +115,6 @@ def _assert_like(out: Path, alone: Path) -> None:
     (found,), (wanted,) = (Run(out).validation.read() for out in (out, alone))
     for bucket, losses in wanted["buckets"].items():
         assert found["buckets"][bucket] == pytest.approx(losses, rel=1e-9)
-
-
-@pytest.mark.full
-def test_groups_of_one_degree_train_the_model_of_one_rank(
-    pool: Pool, tmp_path: Path, autoencoder: Path, alone: Path
-) -> None:
-    costs = PlannerConfig(costs=alone / "costs.json", intra=False, degree=2)
-    held_out = ValidationConfig(every=STEPS, clips=2, levels=2)
-    config = uneven(tmp_path / "run", autoencoder, planner=costs, stage=2, validation=held_out)
-    pool.run(_train_double, 4, config)
-    _assert_like(config.out, alone)
 
 
 def test_a_stopped_run_goes_on_with_other_ranks_and_without_those_inside(
@@ -196,67 +132,6 @@ def test_a_stopped_run_goes_on_with_other_ranks_and_without_those_inside(
         part = replace(config, resume=last > 1, **inside)
         pool.run(_train_double, ranks, part, last)
     _assert_like(config.out, alone)
-
-
-@pytest.mark.full
-def test_a_killed_run_goes_on_with_other_ranks(tmp_path: Path, autoencoder: Path) -> None:
-    """By SIGKILL, 4 ranks as 2 x 2 tensor ranks, then 2, then 3: the curve of one process."""
-    whole = replace(uneven(tmp_path / "whole", autoencoder), steps=24, save_every=1, keep=30)
-    train(whole)
-    costs = PlannerConfig(costs=whole.out / "costs.json")
-    broken, done = replace(whole, out=tmp_path / "broken", planner=costs), 0
-    for ranks in (4, 2, 3):
-        tensor = 2 if ranks == 4 else 1
-        part = replace(broken, ranks=ranks, tp_size=tensor, resume=done > 0)
-        process = cli(*options_of(part))
-        if ranks != 3:
-            wait_for_step(broken.out, done + 3, process)
-            os.killpg(process.pid, signal.SIGKILL)
-        _, errors = process.communicate(timeout=patient(200))
-        assert ranks != 3 or process.returncode == 0, errors
-        done = len(Run(broken.out).log.read())
-    logs = [Run(config.out).log.read() for config in (whole, broken)]
-    assert [line["step"] for line in logs[1]] == list(range(1, 25))
-    for line, other in zip(*logs, strict=True):
-        assert line["loss"] == pytest.approx(other["loss"], rel=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {"pp_size": 2, "planner": PlannerConfig(inter=False)},
-            "--planner.no-inter: omit it: pipeline stages need several",
-        ),
-        ({"sp_size": 2}, "each step chooses how many ranks share a clip"),
-        (
-            {"model": ModelConfig(size="STDiT2-XL/2"), "tp_size": 2},
-            "--sp-size .*STDiT3, not an STDiT2",
-        ),
-        (
-            {"planner": PlannerConfig(tokens=9, seconds=1.0), "data": DataConfig()},
-            "exclude each other",
-        ),
-        ({"planner": PlannerConfig(tokens=9)}, "--data.batch-size is 7: omit it"),
-        ({"planner": PlannerConfig(degree=2)}, "add --planner.no-intra"),
-        ({"planner": PlannerConfig(intra=False)}, "needs --planner.degree"),
-        (
-            {"data_centric": False, "planner": PlannerConfig(unfit="skip")},
-            "--planner.unfit is skip: .*--data-centric",
-        ),
-    ],
-)
-def test_invalid_options_are_rejected_in_video_training(
-    tmp_path: Path, autoencoder: Path, changes: dict[str, Any], message: str
-) -> None:
-    config = replace(uneven(tmp_path, autoencoder), **changes)
-
-    def start() -> None:
-        check_config(config)
-        check_start(config)
-
-    with pytest.raises(GulliverError, match=message):
-        start()
 
 
 def test_costs_and_clips_that_do_not_fit_are_refused(

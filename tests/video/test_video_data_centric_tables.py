@@ -6,7 +6,6 @@ import itertools
 import json
 import math
 import shutil
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ import torch
 
 pytest.importorskip("av")
 
-from gulliver.checkpoint import save_huggingface
 from gulliver.comm import World, init_world
 from gulliver.data.clips import BrokenClip, Clip
 from gulliver.data.table import ClipTable
@@ -24,15 +22,13 @@ from gulliver.errors import GulliverError
 from gulliver.jobs.log import derive
 from gulliver.models import STDiT2
 from gulliver.video import DataConfig, TrainConfig, load_autoencoder, training
-from gulliver.video.config import EncodeConfig, ModelConfig, PlannerConfig, ValidationConfig
+from gulliver.video.config import EncodeConfig, PlannerConfig, ValidationConfig
 from gulliver.video.planned_training import PlannedTrainer, train
 from gulliver.video.preparation.encoding import encode
 from gulliver.video.run import Run, make_optimizer
-from gulliver.video.sources import check_start, make_dataset, make_held_out
-from tests.models.test_text_encoders import save_t5
+from gulliver.video.sources import make_dataset, make_held_out
 from tests.pool import Pool
 from tests.video.test_data import write_table, write_video
-from tests.video.test_public_training import CAPTIONS, SMALL
 from tests.video.test_video_data_centric import _train_double, double, samples_of
 from tests.video.test_video_training import autoencoder, small
 
@@ -171,47 +167,6 @@ def test_a_step_is_the_mean_over_its_clips_that_can_be_read(alone: Path, autoenc
     _assert_like_a_loop(alone, autoencoder)
 
 
-@pytest.mark.full
-def test_a_model_that_shares_no_sequences_runs_in_groups_of_one(
-    pool: Pool, tmp_path: Path, autoencoder: Path, table: Path
-) -> None:
-    """An STDiT2 from public weights, which reads what a T5 says of the captions."""
-    torch.manual_seed(1)
-    fields: dict[str, Any] = {**SMALL, "depth": 2}
-    model = STDiT2(**fields)
-    for parameter in model.parameters():
-        parameter.data.add_(0.05 * torch.randn_like(parameter))
-    save_huggingface(model, tmp_path / "weights")
-    save_t5(tmp_path / "t5")
-    lines = table.read_text().splitlines()
-    ramps = [line.split(",") for line in lines[1:]]
-    own = [lines[0], *(",".join([n, CAPTIONS[len(n) % 3], *rest]) for n, _, *rest in ramps)]
-    captioned = table.with_name("captioned.csv")
-    captioned.write_text("\n".join(own))
-    parts = ModelConfig(weights=tmp_path / "weights", text_encoder=tmp_path / "t5")
-    config = planned(tmp_path / "one", autoencoder, captioned, model=parts)
-    pool.run(_train_double, 1, config, STEPS)
-    _assert_like_a_loop(config.out, autoencoder)
-    costs = PlannerConfig(costs=config.out / "costs.json")
-    several = replace(config, out=tmp_path / "several", planner=costs)
-    pool.run(_train_double, 3, several, STEPS)
-    _assert_like(several.out, config.out)
-    wide = replace(config, planner=PlannerConfig(intra=False, degree=2))
-    with pytest.raises(GulliverError, match=r"--planner\.degree"):
-        check_start(wide)
-
-
-def test_a_stopped_run_on_a_table_goes_on_with_other_ranks(
-    pool: Pool, tmp_path: Path, autoencoder: Path, alone: Path, table: Path, full: bool
-) -> None:
-    costs = PlannerConfig(costs=alone / "costs.json")
-    config = planned(tmp_path / "run", autoencoder, table, planner=costs, stage=2)
-    more = (4, {}, 1), (4, {"pp_size": 2}, 2), (2, {}, 3), (1, {}, STEPS)
-    for ranks, inside, last in more if full else ((3, {}, 1), (2, {"pp_size": 2}, STEPS)):
-        pool.run(_train_double, ranks, replace(config, resume=last > 1, **inside), last)
-    _assert_like(config.out, alone)
-
-
 def _train_where_one_rank_loses(world: World, config: TrainConfig) -> list[dict]:
     """The last rank cannot read three clips that the other one of its group can."""
     read = ClipTable.read
@@ -258,33 +213,6 @@ def test_kept_latents_train_what_their_clips_train(
         _assert_like(several.out, latents.out)
     with pytest.raises(GulliverError, match=r"--planner\.costs"):
         train(planned(tmp_path / "other", autoencoder, table, planner=PlannerConfig(costs=costs)))
-
-
-@pytest.mark.full
-def test_buckets_deal_clips_anew_in_each_planned_epoch(
-    pool: Pool, tmp_path: Path, autoencoder: Path, table: Path, full: bool
-) -> None:
-    rules = {"32px": {"1": [1.0, 2], "5": [0.6, 2], "9": [0.5, 2]}}
-    (tmp_path / "buckets.json").write_text(json.dumps(rules))
-    data = {"buckets": tmp_path / "buckets.json", "shapes": DataConfig().shapes, "batch_size": 4}
-    config = planned(tmp_path / "one", autoencoder, table, data=data)
-    pool.run(_train_double, 1, config, STEPS)
-    costs = PlannerConfig(costs=config.out / "costs.json")
-    if full:
-        several = replace(config, out=tmp_path / "two", planner=costs)
-        for last in (2, STEPS):
-            pool.run(_train_double, 2, replace(several, resume=last > 2), last)
-        _assert_like(several.out, config.out)
-    dataset: Any = make_dataset(config.data, config.model.text_length, seed=config.seed)
-    make_held_out(config, dataset)
-    count = sum(bucket is not None for bucket in dataset.stages_by_rank(0))
-    first = samples_of(config.out)[: math.ceil(count / 4)]
-    assert Counter(itertools.chain(*first)) == Counter(range(count)), "each clip once"
-    with pytest.raises(GulliverError, match=r"--data.batch-size 16 exceeds"):
-        train(replace(config, out=tmp_path / "no", data=replace(config.data, batch_size=16)))
-    few = replace(costs, memory=1e-3)
-    with pytest.raises(GulliverError, match=r"fit at no degree .* --planner.unfit skip"):
-        train(replace(config, out=tmp_path / "no", planner=few))
 
 
 def test_broken_and_misstated_clips_are_named_and_limited(

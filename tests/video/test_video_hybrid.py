@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Mapping
 from contextlib import contextmanager
 from dataclasses import fields, replace
@@ -26,11 +24,9 @@ from tests.covering import some
 from tests.pool import Pool
 from tests.video.test_video_training import (
     autoencoder,
-    cli,
     final_tensors,
     options_of,
     small,
-    wait_for_step,
 )
 
 __all__ = ["autoencoder"]  # a fixture
@@ -174,23 +170,6 @@ def test_a_run_goes_on_at_other_degrees(
     assert max(errors.values()) <= 1e-9, errors
 
 
-@pytest.mark.full
-def test_a_killed_run_of_tensor_ranks_goes_on_with_sequence_ranks(
-    pool: Pool, tmp_path: Path, autoencoder: Path
-) -> None:
-    config = small(tmp_path / "run", autoencoder, steps=6, tp_size=2)
-    # Ranks are not said: as many as one model takes.
-    process = cli(*options_of(config))
-    wait_for_step(config.out, 4, process)  # past the first checkpoint
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
-    log = pool.run(_train, 2, replace(config, resume=True, tp_size=1, sp_size=2))[0]
-    whole = replace(config, out=tmp_path / "whole", tp_size=1)
-    for line, other in zip(log, pool.run(_train, 1, whole)[0], strict=True):
-        assert line["step"] == other["step"]
-        assert line["loss"] == pytest.approx(other["loss"], rel=2e-5)
-
-
 def test_model_trained_with_tensor_ranks_generates_unsharded(
     pool: Pool, tmp_path: Path, autoencoder: Path
 ) -> None:
@@ -205,28 +184,6 @@ def test_model_trained_with_tensor_ranks_generates_unsharded(
 def _train(world: World, config: TrainConfig) -> list[dict]:
     train(config)
     return Run(config.out).log.read()
-
-
-@pytest.mark.full
-def test_ranks_of_one_model_leave_out_the_same_clips(
-    pool: Pool, tmp_path: Path, autoencoder: Path
-) -> None:
-    from tests.video.test_data import write_table, write_video
-
-    names = ["a.mp4", "b.mp4", "c.mp4"]
-    for name in names:
-        write_video(tmp_path / name, 5, 32, 32)
-    claimed = {"text": "a ramp", "num_frames": "5", "height": "32", "width": "32", "fps": "8"}
-    table = write_table(tmp_path, [{"path": name, **claimed} for name in names])
-    (tmp_path / "b.mp4").write_bytes(b"broken since the table was made")
-    data = DataConfig(table=table, shapes=("5x32x32",), batch_size=3, unreadable_limit=0.5)
-    logs = {}
-    for name, ranks, changes in (("one", 1, {}), ("grid", 4, {"sp_size": 2})):
-        config = small(tmp_path / name, autoencoder, data=data, steps=2, **changes)
-        logs[name] = pool.run(_train_double, ranks, config)[0]
-    for line, other in zip(logs["grid"], logs["one"], strict=True):
-        assert line["loss"] == pytest.approx(other["loss"], rel=1e-9)
-        assert line["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-9)
 
 
 def _train_with_clips_of_one_rank(world: World, config: TrainConfig) -> list[dict]:

@@ -28,9 +28,6 @@ from gulliver.video.config import (
     AutoencoderConfig,
     FlowConfig,
     OptimizerConfig,
-    SamplesConfig,
-    ValidationConfig,
-    check_config,
 )
 from gulliver.video.planned_training import train
 from gulliver.video.public_models import save_autoencoder
@@ -191,28 +188,6 @@ def test_sigterm_saves_and_resuming_continues_bit_for_bit(
     assert_same_bytes(whole.out, stopped.out)
 
 
-@pytest.mark.full
-def test_a_killed_rank_ends_the_run_and_is_named(tmp_path: Path, autoencoder: Path) -> None:
-    config = small(tmp_path / "run", autoencoder, ranks=2, steps=100_000)
-    process = cli(*options_of(config))
-    wait_for_step(config.out, 5, process)  # past the first checkpoint
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    ranks = {
-        child: dict(
-            item.split("=", 1)
-            for item in Path(f"/proc/{child}/environ").read_text().split("\0")
-            if "=" in item
-        ).get("RANK")
-        for child in children
-    }
-    (victim,) = [int(child) for child, rank in ranks.items() if rank == "1"]
-    os.kill(victim, signal.SIGKILL)
-    _, errors = process.communicate(timeout=patient(90))
-    assert process.returncode == 1
-    assert "rank 1 was killed by SIGKILL" in errors
-    assert Run(config.out).checkpoints.latest() is not None
-
-
 def _trainer(config: TrainConfig, autoencoder: Path) -> Trainer:
     from gulliver.video import load_autoencoder
 
@@ -286,16 +261,6 @@ def test_resume_step_selects_a_checkpoint(tmp_path: Path, autoencoder: Path) -> 
         train(replace(back, resume_step=7))
 
 
-def test_a_truncated_checkpoint_is_passed_over(tmp_path: Path, autoencoder: Path) -> None:
-    config = small(tmp_path / "run", autoencoder, steps=6, save_every=3)
-    train(config)
-    newest = Run(config.out).newest_checkpoint()
-    assert newest.name == "step-00000006"
-    (model,) = newest.glob("model*.safetensors")
-    model.write_bytes(model.read_bytes()[:1000])
-    assert Run(config.out).newest_checkpoint().name == "step-00000003"
-
-
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
@@ -330,63 +295,6 @@ def test_mistakes_end_in_one_clear_line(
 TABLE = DataConfig(table=Path("x.csv"))
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"pp_size": 7}, "--pp-size 7 exceeds the 6 blocks of model 'tiny'"),
-        ({"tp_size": 8}, "--tp-size 8 .*4 heads of model 'tiny'"),
-        ({"sp_size": 2, "plugin": "ddp"}, "--plugin ddp keeps the whole model"),
-        ({"sequence_parallelism_mode": "ring_attn"}, "needs --sp-size 2"),
-        ({"resume_step": 7}, "--resume-step 7 needs --resume"),
-        ({"samples": SamplesConfig(clips=3)}, "--samples.clips is 3: add --samples.every"),
-        ({"data": replace(TABLE, clips=9)}, "--data.clips is 9"),
-        (
-            {"data": replace(TABLE, shapes=("9x32x32:2",))},
-            "weights only apply to the moving digits",
-        ),
-        ({"data": replace(TABLE, bucket_ranks=2)}, "add --data.buckets"),
-        ({"data": DataConfig(scores="1.2")}, "--data.scores is 1.2"),
-        ({"validation": ValidationConfig(share=0.1)}, "the moving digits have held-out"),
-        ({"validation": ValidationConfig(every=5), "data": TABLE}, "add a --validation.share"),
-        ({"flow": FlowConfig(shift_rule="2.0")}, "it needs --flow.shift-by-size"),
-    ],
-)
-def test_incompatible_train_options_are_rejected(changes: dict, message: str) -> None:
-    with pytest.raises(GulliverError, match=message):
-        check_config(replace(TrainConfig(), **changes))
-
-
-@pytest.mark.parametrize("name", ["run[/v2]", "[bold]"])
-def test_names_are_shown_as_they_are(
-    tmp_path: Path, name: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from gulliver.cli.dispatch import main
-    from gulliver.jobs.display import console
-
-    monkeypatch.setenv("COLUMNS", "400")  # tables of a terminal are wrapped
-
-    folder = tmp_path / name
-    folder.mkdir(parents=True)
-    (folder / "prompts.txt").write_bytes(b"caf\xe9\n")
-    console().print(f"continue with --resume --out {folder}")
-    lines = capsys.readouterr().err.splitlines()
-    assert lines == [f"continue with --resume --out {folder}"]
-    for arguments, message in (
-        (["generate", "--run", str(folder), "--prompt", "x"], f"{folder} has no training run"),
-        (["evaluate", "--run", str(folder)], f"{folder} has no training run"),
-        (["generate", "--prompts", str(folder / "prompts.txt")], f"{name}/prompts.txt, line 1"),
-        (["train", "--data.table", str(folder / "no.csv")], f"table {folder}/no.csv does not"),
-        (["train", "--autoencoder.path", str(folder)], f"{folder} "),
-    ):
-        with pytest.raises(SystemExit):
-            main(arguments)
-        assert message in capsys.readouterr().err
-    with pytest.raises(SystemExit) as stop:
-        main(["doctor", "--folder", str(folder), "--mib", "1"])
-    assert stop.value.code == 0
-    assert f"GiB in {folder}" in capsys.readouterr().out
-
-
 def test_training_on_a_table_counts_what_it_cannot_use(
     tmp_path: Path, autoencoder: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -414,30 +322,6 @@ def test_training_on_a_table_counts_what_it_cannot_use(
     )
     with pytest.raises(GulliverError, match=r"add --model\.text-length 9"):
         train(wordy)
-
-
-def test_clips_that_break_during_training_are_left_out_and_listed(
-    pool: Pool, tmp_path: Path, autoencoder: Path, capsys: pytest.CaptureFixture
-) -> None:
-    from tests.video.test_data import write_table, write_video
-
-    names = ["a.mp4", "b.mp4", "c.mp4"]
-    for name in names:
-        write_video(tmp_path / name, 5, 32, 32)
-    claimed = {"text": "a ramp", "num_frames": "5", "height": "32", "width": "32", "fps": "8"}
-    whole = write_table(tmp_path, [{"path": name, **claimed} for name in names])
-    data = DataConfig(table=whole, shapes=("5x32x32",), batch_size=3, unreadable_limit=0.5)
-    config = small(tmp_path / "whole", autoencoder, data=data, steps=1)
-    (tmp_path / "b.mp4").write_bytes(b"broken since the table was made")
-    train(config)
-    said = " ".join(capsys.readouterr().err.split())
-    assert "1 clip could not be read" in said
-    assert "b.mp4: cannot be decoded" in said
-    one = Run(config.out).log.read()
-    two = pool.run(_train_in_world, 2, replace(config, out=tmp_path / "two"))[0]
-    # The mean is over the two clips that could be read, on any number of ranks.
-    assert two[0]["loss"] == pytest.approx(one[0]["loss"], rel=2e-5)
-    assert one[0]["loss"] > 0.5
 
 
 def _ramps(folder: Path, count: int) -> Path:
@@ -518,23 +402,6 @@ def test_a_batch_without_a_sample_is_no_step(tmp_path: Path, autoencoder: Path) 
     for name, parameter in trainer.plain_model.named_parameters():
         assert torch.equal(parameter, before[name])
     assert all(torch.equal(v, shadow[n]) for n, v in trainer.average.shadow.items())
-
-
-def test_wrong_lengths_in_table_end_the_run(
-    tmp_path: Path, autoencoder: Path, capsys: pytest.CaptureFixture
-) -> None:
-    table = _ramps(tmp_path / "clips", 6)
-    table.write_text(table.read_text().replace(",5,32", ",99,32"))
-    data = DataConfig(table=table, shapes=("9x32x32",), batch_size=2)
-    config = small(tmp_path / "run", autoencoder, data=data)
-    with pytest.raises(GulliverError, match=r"2 of the 6 clips of epoch 0 .* no checkpoint"):
-        train(config)
-    assert "mp4: has 5 of the 9 " in capsys.readouterr().err
-    # An autoencoder cannot be trained on them either.
-    free = replace(config.autoencoder, path=None, steps=3, batch_size=2)
-    with pytest.raises(GulliverError, match="the autoencoder's training stopped"):
-        train(replace(config, out=tmp_path / "other", autoencoder=free))
-    assert not (tmp_path / "other" / "autoencoder.safetensors").exists()
 
 
 def test_torn_log_is_repaired_on_resume(tmp_path: Path, autoencoder: Path) -> None:

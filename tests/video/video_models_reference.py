@@ -12,18 +12,60 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from tests.models.stdit_reference import (
-    State,
-    attention,
-    gelu,
-    linear,
-    normed,
-    positions,
-    scalar_code,
-    silu,
-)
-
+State = dict[str, Tensor]
 Turn = Callable[[Tensor], Tensor]
+
+
+def linear(s: State, name: str, x: Tensor) -> Tensor:
+    return x @ s[f"{name}.weight"].T + s[f"{name}.bias"]
+
+
+def gelu(x: Tensor) -> Tensor:
+    return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+def silu(x: Tensor) -> Tensor:
+    return x / (1 + torch.exp(-x))
+
+
+def normed(x: Tensor) -> Tensor:
+    centred = x - x.mean(-1, keepdim=True)
+    return centred / torch.sqrt((centred**2).mean(-1, keepdim=True) + 1e-6)
+
+
+def scalar_code(s: State, name: str, values: Tensor) -> Tensor:
+    frequencies = [math.exp(-math.log(10000) * k / 128) for k in range(128)]
+    angles = values[:, None] * torch.tensor(frequencies, dtype=values.dtype)
+    code = torch.cat([torch.cos(angles), torch.sin(angles)], dim=1)
+    return linear(s, f"{name}.mlp.2", silu(linear(s, f"{name}.mlp.0", code)))
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None) -> Tensor:
+    """q [n, H, d], k and v [m, H, d], allowed [n, m]; gives [n, H * d]."""
+    outputs = []
+    for head in range(q.shape[1]):
+        scores = q[:, head] @ k[:, head].T / math.sqrt(q.shape[2])
+        if allowed is not None:
+            scores = torch.where(allowed, scores, torch.tensor(-math.inf, dtype=scores.dtype))
+        weights = torch.exp(scores - scores.max(dim=1, keepdim=True).values)
+        outputs.append(weights / weights.sum(dim=1, keepdim=True) @ v[:, head])
+    return torch.cat(outputs, dim=1)
+
+
+def positions(rows: int, columns: int, channels: int, scale: float, dtype: torch.dtype) -> Tensor:
+    base = round((rows * columns) ** 0.5)
+    table = torch.zeros(rows, columns, channels, dtype=dtype)
+    quarter = channels // 4
+    for r in range(rows):
+        for c in range(columns):
+            for i in range(quarter):
+                f = 10000 ** (-2 * i / (channels // 2))
+                across = c / scale * base / columns * f
+                down = r / scale * base / rows * f
+                table[r, c, i], table[r, c, quarter + i] = math.sin(across), math.cos(across)
+                table[r, c, 2 * quarter + i] = math.sin(down)
+                table[r, c, 3 * quarter + i] = math.cos(down)
+    return table
 
 
 def exact(values: Sequence) -> Tensor:
@@ -278,13 +320,13 @@ def in_windows(
     return out
 
 
-def stdit3_windows(
+def stdit3(
     s: State, x: Tensor, timestep: Tensor, y: Tensor, mask: Tensor, x_mask: Tensor, fps: Tensor,
     height: float, width: float, cond: Tensor | None, cond_mask: Tensor | None,
     given: Sequence[int], y_null: Tensor | None, *, heads: int, depth: int, patch: Sequence[int],
-    input_sq_size: int, window: Sequence[int], spatial_rope: bool, quirks: bool = True,
+    input_sq_size: int, window: Sequence[int] | None, spatial_rope: bool, quirks: bool = True,
 ) -> Tensor:  # fmt: skip
-    """The third form with windows, rotary codes of three axes and image conditioning."""
+    """The third form; with windows, rotary codes of three axes and image conditioning."""
     h = tokens_of(s, "x_embedder", x, patch)
     if cond is not None and cond_mask is not None:
         h = h + tokens_of(s, "x_embedder_cond", cond, patch)
@@ -305,6 +347,7 @@ def stdit3_windows(
     third = s["rope.freqs"].tolist()
     places = [(0, r / scale, c / scale) for r in range(rows) for c in range(columns)]
     turn = turned(places, [third] * 3) if spatial_rope else None
+    along = turned([[frame] for frame in range(frames)], [third]) if window is None else None
     others = [f for f in range(frames) if f not in given]
     for n in range(depth):
         for kind in ("spatial", "temporal"):
@@ -316,6 +359,8 @@ def stdit3_windows(
             m = normed(h) * (1 + factor) + shift
             if kind == "spatial":
                 a = over_space(m, lambda z, name=name: attended(s, f"{name}.attn", z, heads, turn))
+            elif window is None:
+                a = over_time(m, lambda z, name=name: attended(s, f"{name}.attn", z, heads, along))
             else:
                 a = in_windows(s, f"{name}.attn", m, heads, window, scale)
             h = h + gate * a

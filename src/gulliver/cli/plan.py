@@ -155,7 +155,7 @@ def _plain(scored: Scored) -> dict[str, Any]:
     }
 
 
-# ``gulliver plan memory``: where a model's state would lie, before anything is loaded.
+# ``gulliver plan memory``: where a model's state would be kept, before anything is loaded.
 #
 # The search, ``gulliver plan MODEL``, is in `plan.py`, and ``gulliver plan data`` in
 # `plan_data.py`.

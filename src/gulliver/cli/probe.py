@@ -72,7 +72,7 @@ def probe(
     world = init_world()
     path = out or kept_path(world.size)
     console = Console(stderr=True, quiet=not world.is_main, markup=False, emoji=False)
-    # Rank 0 looks for all: the ranks may see different file systems.
+    # Rank 0 looks for all ranks, which may see different file systems.
     kept, refusal = broadcast_object(_cached_probe(path, again, folder) if world.is_main else None)
     if refusal is not None:
         raise GulliverError(refusal)
@@ -85,7 +85,7 @@ def probe(
         if world.is_main:
             cluster.save(path)
             forget_seconds()
-    broadcast_object(None)  # nobody measures before it is forgotten, all at once do afterwards
+    broadcast_object(None)  # all ranks measure again only after the cached values are deleted
     packing = measured_packing(world)
     assert cluster is not None
     if world.is_main:
@@ -128,14 +128,14 @@ def measured_cluster(
     world: World, disk: Disk | None = None, progress: Progress = lambda what, share=None: None
 ) -> Cluster:
     """Measures device and links; all ranks get the same result (collective)."""
-    # All ranks at once: as in a step, they share the machine.
+    # All ranks at once, because they also share the machine in a step.
     devices: list[Device] = gather_objects(probe_device(world.device, progress))
     axes, order = (), None
     if world.size > 1:
         axes, order = proposed_axes(world.size, probe_links(progress))
         axes = _with_collectives(axes, order, world.device, progress)
         axes = _with_host_rate(axes, order, world.device, progress)
-    # The slowest rank's device stands for all: a step waits for it.
+    # The slowest rank's device counts for all, because a step waits for it.
     device = min(devices, key=lambda d: d.matmul["float32"])
     return Cluster(
         name=f"{world.size} x {device.name}",
@@ -233,7 +233,7 @@ def _with_collectives(
             # Over gloo tensor parallelism takes the faster of the two; elsewhere they are one.
             made["ring_all_reduce"] = partial(_backend_reduce, torus.flat.process_group)
         alone = probe_collectives(made, torus.size, progress)
-        # A GPU's copy engines and NCCL's own blocks carry messages while its kernels go on.
+        # On a GPU, copy engines and NCCL's own blocks communicate while kernels run.
         busy = device.type == "cpu" and probe_collectives(made, torus.size, progress, busy=True)
         return Along(torus.size, alone, busy or {})
 
@@ -280,7 +280,7 @@ def _operations(
         return whole, torch.ones(whole.numel() // size, device=device)
 
     def reduce(count: int) -> Callable[[], object]:
-        # Zeros stay what they are, however often they are added up.
+        # Zeros do not change, however often they are summed.
         whole = tensors(count)[0].zero_()
         return lambda: all_reduce(whole, group=group)
 
@@ -331,7 +331,7 @@ def _percent(value: float | None) -> str:
     return "" if value is None else f"{100 * value:.0f} %"
 
 
-# ``gulliver doctor``: what runs here, and how fast the disk is.
+# ``gulliver doctor``: what this machine supports, and how fast its disk is.
 
 
 MIB, GIB = 2**20, 2**30
@@ -408,7 +408,7 @@ def engine_rows(engine: Engine) -> Iterator[tuple[str, str]]:
     elif isinstance(engine, NativeEngine):
         why = "as built" if not engine.ring_problem else f"no io_uring: {engine.ring_problem}"
     else:
-        why = native_problem() or "as asked for"
+        why = native_problem() or "as requested"
     yield "I/O engine", f"{engine.kind} ({why})"
     yield "io_uring", _ring()
 

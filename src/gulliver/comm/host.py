@@ -54,13 +54,13 @@ class Terms:
         """Lists runs of elements.
 
         Args:
-            found: start, tensor and end of each run, in order; None for zeros.
+            found: start, tensor and end of each run, in order; a tensor of None means zeros.
             size: elements of the operand.
             dtype: dtype of the tensors.
         """
         self.dtype, self.nbytes = dtype, size * dtype.itemsize
         self.tensors: list[Tensor] = []
-        # Address and end of each run, in bytes; those without an address are zeros.
+        # Address and end of each run, in bytes; runs of zeros have no address.
         self.runs: list[int] = []
         last = 0
         for start, tensor, end in (*found, (size, None, size)):
@@ -103,8 +103,8 @@ class HostTeam:
 
     def __init__(self, native: Any, rank_group: RankGroup, group: Any) -> None:
         self.native, self.rank, self.size = native, rank_group.rank, rank_group.size
-        self._group = weakref.ref(group)  # which is the key that the team is kept by
-        # Tensors of operations that are not complete on all ranks, waited for or not.
+        self._group = weakref.ref(group)  # the key under which the team is cached
+        # Tensors of operations that are not complete on all ranks, whether waited for or not.
         self._read: deque[tuple[int, tuple[Tensor, ...]]] = deque()
         self._lock = threading.Lock()
 
@@ -146,7 +146,7 @@ class HostTeam:
     ) -> list[HostWork] | None:
         """Reduces a tensor in place; returns the operations to wait for, or None if unsupported.
 
-        Small tensors are supported only with `now`, others only if the ranks divide them evenly.
+        Small tensors are supported only with `now`, others only if each rank's part has equal size.
         """
         tensor = tensor.detach()
         if now and tensor.nbytes <= SMALL_BYTES:
@@ -169,11 +169,11 @@ class HostTeam:
         number = self._read[-1][0] if self._read else None
         try:
             return number is None or self.native.wait(number, max(0.0, until - time.monotonic()))
-        except RuntimeError:  # a rank is gone, and nothing of it can arrive
+        except RuntimeError:  # a rank is gone, so nothing can arrive from it
             return True
 
     def _tag(self, purpose: Purpose) -> int:
-        """Returns the group's next tag, which depends on the operation, to detect differences."""
+        """Returns the group's next tag, which differs between ranks if their operations differ."""
         return flight_recorder.next_tag(self._group(), 1, purpose)
 
     def _sum(self, output: Tensor, input: Tensor, op: str, tag: int) -> HostWork:
@@ -221,7 +221,7 @@ def open_host_team(group: dist.ProcessGroup | None) -> str:
     rank_group = rank_group_of(group)
     native, problem = _load()
     team: Any = None
-    # Ranks in other namespaces have their own numbers of processes, or links that are asked for.
+    # Ranks in other namespaces have other process ids, or links that were set up deliberately.
     own = (problem, os.getpid(), socket.gethostname(), *map(_namespace, ("pid", "net")))
     found = _gathered(own, group)
     problem = next((other[0] for other in found if other[0]), "")
@@ -253,7 +253,7 @@ def log_host_team(group: dist.ProcessGroup | None) -> None:
     """Opens a group's host team; the first rank logs the reason if that fails."""
     problem = open_host_team(group)
     if problem and rank_group_of(group).rank == 0:
-        _LOG.info("ranks exchange messages, and not shared memory: %s", problem)
+        _LOG.info("ranks exchange messages instead of sharing memory: %s", problem)
 
 
 def drain_host_teams(until: float) -> bool:
@@ -278,7 +278,7 @@ def _load() -> tuple[Any, str]:
         return None, "this system has no process_vm_readv, or the extension is of another version"
     yama = Path("/proc/sys/kernel/yama/ptrace_scope")
     if yama.is_file() and yama.read_text(encoding="ascii").strip() == "1":
-        _host.allow_reading()  # there only a parent may read a process that does not allow it
+        _host.allow_reading()  # otherwise only a parent process may read another one
     return _host, ""
 
 
@@ -286,7 +286,7 @@ def _make_page(native: Any, rank_group: RankGroup) -> str:
     folder = "/dev/shm" if Path("/dev/shm").is_dir() else None
     try:
         handle, name = tempfile.mkstemp(prefix="gulliver-", dir=folder)
-        # Written, not only made longer: a full file system would end the process with SIGBUS.
+        # Written instead of truncated: on a full file system, SIGBUS would end the process later.
         with os.fdopen(handle, "wb") as file:
             file.write(bytes(native.page_bytes(rank_group.size)))
     except OSError:

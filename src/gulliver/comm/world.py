@@ -104,7 +104,7 @@ def init_world(
     flight_recorder.timeout_s = timeout_s
     atexit.register(_shutdown_at_exit)
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    # its own connection: the main one is locked while a collective waits on it.
+    # Its own connection: the main one is locked while a collective waits on it.
     store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=silence_s))
     watchdog = Watchdog(dist.PrefixStore("gulliver/heartbeat", store), rank, size, silence_s)
     watchdog.start()
@@ -140,12 +140,12 @@ def shutdown() -> None:
 
 
 def _shutdown_at_exit() -> None:
-    # The interpreter ends threads where they stand. One that stands in a backend's code, watching
-    # or finishing a gather that no one waited for, takes the process down with it; so all of them
-    # are done before. After an error nothing is waited for: messages may be on their way that never
-    # arrive. The others are notified, and the process ends without ending the threads. So it does
-    # where a collective does not end, as after errors that were caught on some ranks only: its
-    # status is 1, for what the program has asked for was not done.
+    # The interpreter kills threads wherever they are. A thread inside a backend, watching or
+    # finishing a gather that was not waited for, would crash the process; so all collectives are
+    # drained first. After an error nothing is waited for, because messages in flight may never
+    # arrive: other ranks are notified, and the process exits without ending its threads. It also
+    # does so if a collective does not end, as after errors that were caught on some ranks only; its
+    # status is then 1, because the program's work was not completed.
     error = getattr(sys, "last_type", None)
     if not dist.is_initialized() or (error is not None and hasattr(sys, "ps1")):
         return
@@ -177,7 +177,7 @@ def _device(local_rank: int) -> torch.device:
         return torch.device("cpu")
     if local_rank >= torch.cuda.device_count():
         raise GulliverError(
-            f"local rank {local_rank} has no GPU: this machine has {torch.cuda.device_count()}, "
+            f"local rank {local_rank} has no GPU: this machine has {torch.cuda.device_count()}; "
             "start at most that many ranks"
         )
     device = torch.device("cuda", local_rank)

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 from gulliver._lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from gulliver.data.arena import PinnedArena
     from gulliver.data.buckets import BucketConfig
     from gulliver.data.clips import Bucket
     from gulliver.data.documents import document_shapes, pack_documents
@@ -23,7 +22,6 @@ __all__ = [
     "DataCentricOptions",
     "DataCentricPlanner",
     "DataLoader",
-    "PinnedArena",
     "ResumableSampler",
     "Samples",
     "Seconds",
@@ -37,7 +35,6 @@ __all__ = [
 __getattr__, __dir__ = lazy_exports(
     __name__,
     {
-        "gulliver.data.arena": ["PinnedArena"],
         "gulliver.data.buckets": ["BucketConfig"],
         "gulliver.data.clips": ["Bucket"],
         "gulliver.data.documents": ["document_shapes", "pack_documents"],

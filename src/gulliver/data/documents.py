@@ -66,8 +66,6 @@ def pack_documents(documents: Sequence[Any], least: int = 1) -> dict[str, Tensor
         GulliverError: there are no texts, a text is empty, ids are not integers, labels have
             another shape, tokens are masked, or a field cannot be packed.
     """
-    if not len(documents):
-        raise GulliverError("there are no documents to pack; pass at least one")
     rows: dict[str, list[Tensor]] = {"input_ids": [], "labels": [], "position_ids": []}
     for document in documents:
         ids, labels = _ids_and_labels(document)
@@ -88,8 +86,8 @@ def _ids_and_labels(document: Any) -> tuple[Tensor, Tensor]:
     fields = document if isinstance(document, Mapping) else {"input_ids": document}
     others = fields.keys() - FIELDS
     if "input_ids" not in fields or others:
-        why = f"has {sorted(map(str, others))}" if others else "has no input_ids"
-        raise GulliverError(f"a text {why}: pass {', '.join(FIELDS)} only")
+        why = f"unknown fields {sorted(map(str, others))}" if others else "no input_ids"
+        raise GulliverError(f"a document has {why}; pass only {', '.join(FIELDS)}")
     found = {}
     for name in FIELDS:
         given = fields.get(name)
@@ -102,14 +100,12 @@ def _ids_and_labels(document: Any) -> tuple[Tensor, Tensor]:
                 f"the {name} of a document are a {type(given).__name__}; pass integers"
             ) from None
     ids, labels = found["input_ids"], found["labels"].clone()
-    if ids.is_floating_point() or labels.is_floating_point():
-        raise GulliverError(f"the ids of a document are {ids.dtype}; pass integers")
     if ids.dim() != 1 or not len(ids) or labels.shape != ids.shape:
         raise GulliverError(
             f"a document has ids of shape {tuple(ids.shape)} and labels of shape "
             f"{tuple(labels.shape)}; expected one dim and equal lengths of at least 1"
         )
-    # Padding would be trained as text, and counted in weights of lengths.
+    # Padding would be trained as text, and counted in length-based weights.
     if fields.get("attention_mask") is not None and not bool(found["attention_mask"].all()):
         raise GulliverError("a document has tokens masked by its attention_mask; remove padding")
     return ids, labels

@@ -1,6 +1,6 @@
-"""A data loader that resumes exactly; batches are created by the caller, or ahead by a thread.
+"""A data loader that resumes exactly; batches are created by the caller or prefetched by a thread.
 
-Start reading at `Feed`, then `_run`, which is its thread. Errors are passed on in place of batches.
+Start reading at `Feed`, then `_run`, the body of its thread. An error is passed on as a batch.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import time
 import traceback
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any
 
@@ -22,16 +22,6 @@ import torch
 import torch.distributed as dist
 from torch.utils import data as torch_data
 
-from gulliver.data.arena import (
-    DEFAULT_LIMIT,
-    ArenaStatistics,
-    MovedBatch,
-    Mover,
-    PinnedArena,
-    batch_bytes,
-    copy_stream,
-    device_of,
-)
 from gulliver.data.fetch import (
     BatchStream,
     Fetch,
@@ -42,8 +32,8 @@ from gulliver.data.fetch import (
     length_of,
 )
 from gulliver.data.sampler import check_content, check_position, order_of
+from gulliver.data.transfer import MovedBatch, Mover, copy_stream, device_of
 from gulliver.errors import GulliverError
-from gulliver.options import Options
 
 AT_EXIT_S = 5.0  # seconds that an exiting interpreter waits for a thread to end its workers
 NEWER = "this iteration ended because the same loader started another one or loaded a position"
@@ -51,7 +41,7 @@ _OPEN: weakref.WeakSet[Feed] = weakref.WeakSet()
 
 
 class Inline:
-    """Creates batches in the caller, on request or `ahead` of it."""
+    """Creates batches in the calling thread, `ahead` batches early."""
 
     def __init__(
         self, batches: Iterator[Any], move: Callable[[Any], MovedBatch], ahead: int
@@ -80,9 +70,9 @@ class Inline:
 
 
 class Feed:
-    """Moves batches from torch's workers in a thread, at most `ahead` of their use."""
+    """Moves batches from torch's workers in a thread, at most `ahead` batches early."""
 
-    # The thread knows its channel only, so that nothing keeps this object from being collected.
+    # The thread only refers to its channel, so that this object can be collected.
 
     def __init__(
         self, batches: Iterator[Any], move: Callable[[Any], MovedBatch], ahead: int
@@ -114,8 +104,8 @@ class _Channel:
     """Queue from the thread to the training loop, with permits in the other direction."""
 
     def __init__(self, ahead: int) -> None:
-        # A permit is asked for before a batch is moved, so that no more than `ahead` of them hold
-        # memory of the arena.
+        # A permit is acquired before a batch is moved, so that no more than `ahead` of them hold
+        # page-locked memory.
         self.permits = threading.Semaphore(ahead)
         self.entries: queue.SimpleQueue[MovedBatch | BaseException | None] = queue.SimpleQueue()
         self.closed = threading.Event()
@@ -138,20 +128,20 @@ def _run(source: list[Iterator[Any]], move: Callable[[Any], MovedBatch], channel
     """Body of the thread; `source` is a list, so that popping it drops the last reference."""
     entries = _moved(source.pop(), move)
     while True:
-        # Before the batch is made, not after: a batch without a permit would hold arena memory.
+        # Acquired before the batch is created: a batch waiting for its permit would hold memory.
         channel.permits.acquire()
         if channel.closed.is_set():
             break
         entry = next(entries, None)
         if isinstance(entry, BaseException):
-            # Keeps the lines, lets go of the variables: torch's iterator is among them, and has to
-            # end here, not in a garbage collection, where it waits in vain for its workers.
+            # Keeps the traceback but clears its variables: torch's iterator is among them, and must
+            # end here, not in a garbage collection, where it would wait in vain for its workers.
             traceback.clear_frames(entry.__traceback__)
         channel.entries.put(entry)
         if not isinstance(entry, MovedBatch):
             break
         del entry
-    # Puts the workers away, in this thread, which may have to wait for them.
+    # Ends the workers, in this thread, which may have to wait for them.
     del entries
     if channel.closed.is_set():
         channel.drain()
@@ -169,7 +159,7 @@ def _moved(
             moved = None
             if error is None:
                 moved, error = _attempt(move, batch)
-            # Not to be held while the next one is made.
+            # Not held while the next one is created.
             del batch
             if error is not None:
                 yield error
@@ -178,7 +168,7 @@ def _moved(
             yield moved
             del moved
     finally:
-        # Frames that an error remembers hold this one.
+        # Frames in an error's traceback refer to this one.
         batches, error = iter(()), None
 
 
@@ -198,75 +188,45 @@ def _close_all() -> None:
         feed.join(AT_EXIT_S)
 
 
-# torch's DataLoader, with exact resume, seeds of its own, pinned memory and copies ahead.
+# torch's DataLoader with exact resume, its own seeds, pinned memory and prefetched copies.
 #
 # Workers, sampling and collation are torch's: a second, inner loader of torch's makes whole
-# batches, and a thread of ours takes them from it, moves them into the arena and on to the device,
-# at most `ahead` of use. Read `DataLoader.__iter__`, then `_Batches` and `loader.py`.
+# batches, and a thread of ours takes them from it, page-locks them and copies them to the device,
+# at most `ahead` of use. Read `DataLoader.__iter__`, then `_Batches`.
 
 
 _log = logging.getLogger("gulliver")
-USED_AT_ONCE = 2
-"""Batches alive outside the loader: the current one, and the next before the current is dropped."""
 
 
-@dataclass(frozen=True)
-class StagingOptions(Options):
-    """Memory for the batches of a `DataLoader`, which takes these fields by name.
-
-    Attributes:
-        arena: arena shared with other loaders; None creates one if needed.
-        warm_up: one example batch of every shape, whose tensors may be on ``meta``, to allocate all
-            memory now; None to allocate on demand, up to `arena_limit`.
-        arena_limit: maximum bytes of the new arena; None for the size that `warm_up` needs, or 1
-            GiB without it.
-    """
-
-    arena: PinnedArena | None = None
-    warm_up: Iterable[Any] | None = None
-    arena_limit: int | None = None
-
-    @classmethod
-    def taken_from(cls, options: dict[str, Any]) -> StagingOptions:
-        """Pops these options from keyword arguments, leaving torch's."""
-        own = (field.name for field in fields(cls))
-        return cls(**{name: options.pop(name) for name in own if name in options})
-
-
-# [Note: the position] The state counts batches that were handed to the user, not those made ahead.
-# Each batch brings along the mark of its sampler or data set, taken when it was drawn; handing it
-# out makes its mark the loader's. A loader that resumes draws the indices of the epoch again and
-# passes over those that were used, without loading a sample. As the seed of a batch depends on its
-# number alone, see `_fetch`, the rest of the epoch is what it would have been, to the bit.
+# [Note: the position] The state counts batches returned to the user, not prefetched ones. Each
+# batch carries the mark of its sampler or dataset, taken when it was drawn; returning the batch
+# makes its mark the loader's. A resuming loader draws the epoch's indices again and skips those
+# that were used, without loading a sample. The seed of a batch depends only on its number (see
+# `_fetch`), so the rest of the epoch is bitwise what it would have been.
 @dataclass(frozen=True)
 class LoaderStatistics:
     """Counters of a loader."""
 
-    # Number of batches handed out, over all epochs.
+    # Number of batches returned, over all epochs.
     batches: int
     # Seconds that the caller waited for them.
     waited_s: float
-    # The arena's statistics; None where batches pass through as torch made them.
-    arena: ArenaStatistics | None
 
     def __str__(self) -> str:
-        arena = f"; {self.arena}" if self.arena else ""
-        return f"{self.batches} batches, {self.waited_s:.3g} s waited{arena}"
+        return f"{self.batches} batches, {self.waited_s:.3g} s waited"
 
 
 class DataLoader(torch_data.DataLoader):
-    """A data loader that resumes exactly, and feeds a device from preallocated memory.
+    """A data loader that resumes exactly, and copies batches to a device ahead of use.
 
     It takes the arguments of torch's DataLoader, uses its workers, samplers and collation, and
     returns the same batches. The differences are:
 
     - Random numbers in datasets and collation (Python, numpy and torch) depend on (seed, rank,
-    epoch, batch number), not on the workers or earlier batches. Without `generator`, so does the
-    order. The generators of the training loop are not used. - `state_dict` has the position of the
-    next batch, from which a loader that loads it continues. - With a device, batches go through a
-    `PinnedArena` and are prefetched on a copy stream. On the
-      host they are returned unchanged. With `pin_memory`, torch page-locks them for your own
-      copies; without CUDA, or with `arena`, they are   copied into an arena.
+      epoch, batch number), not on the workers or earlier batches. Without `generator`, so does the
+      order. The generators of the training loop are not used.
+    - `state_dict` has the position of the next batch, from which a loader that loads it continues.
+    - With a CUDA device, batches are page-locked and prefetched on a copy stream.
 
     An error is raised at its batch, and the state then has that batch's position. Leaving a loop
     early ends the thread and the workers. Each iteration is an epoch; starting one ends an
@@ -283,12 +243,12 @@ class DataLoader(torch_data.DataLoader):
         world_size: number of ranks; None to get it from torch.distributed.
         threaded: whether a thread prefetches batches if there are no workers. Generators are not
             seeded then, so dataset and collation must not use the process's generators.
-        options: fields of `StagingOptions`, and further arguments of torch's DataLoader, such as
-            `num_workers`, `sampler`, `batch_sampler` (including a `BucketSampler`) and
+        options: further arguments of torch's DataLoader, such as `num_workers`, `sampler`,
+            `batch_sampler` (including a `BucketSampler`) and
             `collate_fn`.
 
     Raises:
-        GulliverError: an argument is unknown or rejected by torch; an arena is too small.
+        GulliverError: an argument is unknown or rejected by torch.
     """
 
     def __init__(
@@ -305,7 +265,6 @@ class DataLoader(torch_data.DataLoader):
         threaded: bool = False,
         **options: Any,
     ) -> None:
-        staging = StagingOptions.taken_from(options)
         if ahead < 1:
             raise GulliverError(f"ahead={ahead} is too small: use at least 1")
         grouped = dist.is_available() and dist.is_initialized()
@@ -316,7 +275,7 @@ class DataLoader(torch_data.DataLoader):
         if not 0 <= self.rank < self.world_size:
             raise GulliverError(f"rank {self.rank} is out of range for {self.world_size} ranks")
         self.seed, self.ahead, self.device = check_seed(seed), ahead, device_of(device)
-        # One of our own is seeded again for each epoch, see `Orders`.
+        # Our own generator is seeded again for each epoch, see `Orders`.
         self._own = None if options.get("generator") is not None else torch.Generator()
         options["generator"] = options.get("generator") or self._own
         try:
@@ -326,14 +285,14 @@ class DataLoader(torch_data.DataLoader):
         self._is_iterable = isinstance(dataset, torch_data.IterableDataset)
         self._threaded = threaded and not self.num_workers
         if self._threaded and self._is_iterable:
-            raise GulliverError("a stream is read in order: use threaded with a map-style data set")
+            raise GulliverError("a stream is read in order: use map-style datasets if threaded")
         self._stateful = self._find_stateful()
         self._inner, self._work = self._make_inner()
-        self.arena = self._make_arena(staging)
-        locks = self.pin_memory and self.arena is None
-        self._mover = Mover(self.arena, copy_stream(self.device, ahead), locks)
+        stream = copy_stream(self.device, ahead)
+        locks = stream is not None or (self.pin_memory and torch.cuda.is_available())
+        self._mover = Mover(stream, locks)
         self._feed: Feed | Inline = Inline(iter(()), self._mover.move, 0)
-        # The position, see the note above; generators only between loading and beginning.
+        # The position, see the note above; generators are set only between loading and beginning.
         self._epoch = self._done = 0
         self._mark: Any = None
         self._resumes = self._is_over = False
@@ -347,14 +306,11 @@ class DataLoader(torch_data.DataLoader):
         return self._epoch
 
     def statistics(self) -> LoaderStatistics:
-        """Returns counters of the loader and its arena, which print as one line."""
-        arena = None if self.arena is None else self.arena.statistics()
-        return LoaderStatistics(self._batches, self._waited_s, arena)
+        """Returns counters of the loader, which print as one line."""
+        return LoaderStatistics(self._batches, self._waited_s)
 
     def set_epoch(self, epoch: int) -> None:
         """Moves to the start of an epoch, or to the loaded position if it is in that epoch."""
-        if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0:
-            raise GulliverError(f"an epoch must be an integer of at least 0, not {epoch!r}")
         if self._resumes and epoch == self._epoch:
             return
         self._feed.close()
@@ -368,11 +324,11 @@ class DataLoader(torch_data.DataLoader):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """Starts an epoch, or continues the epoch of a loaded state."""
         self._feed.close()
-        # Its thread may still draw from the sampler, or wait for persistent workers.
+        # The previous thread may still draw from the sampler, or wait for persistent workers.
         self._feed.join()
         passed_over = self._begin()
-        # Made in the caller's thread: workers are forked here, and torch's samplers draw here.
-        # Past its last batch, what keeps a position may say where the next epoch begins already.
+        # Created in the caller's thread, in which workers are forked and torch's samplers draw.
+        # After its last batch, a stateful source may already describe the next epoch's start.
         batches = iter(()) if self._is_over else self._made()
         if passed_over:
             _log.info("resuming: %d batches of the stream are loaded and passed over", passed_over)
@@ -380,8 +336,8 @@ class DataLoader(torch_data.DataLoader):
         if self.num_workers or self._threaded:
             self._feed = Feed(batches, self._mover.move, self.ahead)
         else:
-            # Without workers samples are made where the caller is, under seeds that must not meet
-            # what the model draws. One batch ahead is enough for its copy to be.
+            # Without workers, samples are created in the caller, with seeds that must not affect
+            # what the model draws. One batch ahead is enough to overlap its copy.
             on_host = self.device is None or self.device.type == "cpu"
             self._feed = Inline(batches, self._mover.move, 0 if on_host else 1)
         return _Batches(self, self._feed)
@@ -390,7 +346,7 @@ class DataLoader(torch_data.DataLoader):
         if not self._threaded:
             return iter(self._inner)
         works = iter(self._work)
-        # The first index here: samplers draw their order with it, under seeds of the process.
+        # The first index is drawn here: samplers draw their order then, from global generators.
         first = list(islice(works, 1))
         return map(self._inner.dataset.__getitem__, chain(first, works))
 
@@ -446,15 +402,15 @@ class DataLoader(torch_data.DataLoader):
         saved, here = len(state["generators"]), len(self._work.generator_states())
         if saved != here:
             raise GulliverError(
-                f"the saved position belongs to {saved} generators of samplers, but this loader "
-                f"has {here}: resume with the original settings"
+                f"the saved position has the states of {saved} sampler generators, but this loader "
+                f"has {here} generators: resume with the original settings"
             )
         if saved and state["rank"] != self.rank:
             raise GulliverError(
                 f"the saved position has the generator of rank {state['rank']}, but this is rank "
                 f"{self.rank}: load each rank's own state, or use `seed` instead of `generator`"
             )
-        # The thread draws from the sampler that is about to be set back.
+        # The thread draws from the sampler that is about to be reset.
         self._feed.close()
         self._epoch, self._done, self._mark = state["epoch"], state["done"], state["inner"]
         self._resumes, self._generators = True, list(state["generators"])
@@ -542,7 +498,7 @@ class DataLoader(torch_data.DataLoader):
             collate_fn=as_is,
             num_workers=self.num_workers,
             timeout=self.timeout,
-            # Its draws shall touch no generator that others draw from.
+            # A separate generator, so that the loader draws from no other one.
             generator=torch.Generator(),
             prefetch_factor=self.prefetch_factor,
             persistent_workers=self.persistent_workers,
@@ -550,28 +506,6 @@ class DataLoader(torch_data.DataLoader):
             **given,
         )
         return inner, work
-
-    def _make_arena(self, staging: StagingOptions) -> PinnedArena | None:
-        arena, warm_up, limit = staging.arena, staging.warm_up, staging.arena_limit
-        on_device = self.device is not None and self.device.type != "cpu"
-        if arena is not None and arena.is_pinned and not on_device:
-            raise GulliverError(
-                "this page-locked arena cannot detect when copies are complete: set the loader's "
-                "device, or omit the arena"
-            )
-        # Where there is CUDA and no device is given, users copy by themselves, and only torch's own
-        # allocator sees when they have done.
-        aligned = self.pin_memory and not torch.cuda.is_available()
-        if arena is None and not (on_device or aligned):
-            return None
-        table = None if warm_up is None else list(warm_up)
-        in_flight = self.ahead + USED_AT_ONCE
-        if arena is None:
-            needed = max(map(batch_bytes, table), default=0) * in_flight if table else DEFAULT_LIMIT
-            arena = PinnedArena(limit or max(needed, 2**20))
-        if table:
-            arena.warm_up(table, in_flight)
-        return arena
 
     def _begin(self) -> int:
         goes_on = self._resumes or (self._done and self._stateful is not None)
@@ -581,7 +515,7 @@ class DataLoader(torch_data.DataLoader):
         if sampler is not None:
             given = getattr(sampler, "epoch", None)
             if given != self._sampler_epoch and given is not None and not goes_on:
-                # Somebody told the sampler itself, as one does with torch's loader.
+                # The user set the sampler's epoch directly, as with torch's loader.
                 self._epoch = given
             sampler.set_epoch(self._epoch)
             self._sampler_epoch = getattr(sampler, "epoch", None)
@@ -640,7 +574,8 @@ class _Batches:
         try:
             raise entry
         finally:
-            # Its traceback holds this frame: the caller's batches would live until a collection.
+            # Its traceback refers to this frame, which would keep the caller's batches alive until
+            # the next garbage collection.
             del entry
 
     def __del__(self) -> None:

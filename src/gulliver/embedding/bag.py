@@ -57,7 +57,7 @@ class EmbeddingCacheOptions(Options):
     scale_grad_by_freq: bool = False
 
     def check_combinations(self) -> None:
-        """Rejects options that exclude each other."""
+        """Rejects values of `sparse` and `scale_grad_by_freq` that are not supported."""
         if not self.sparse:
             raise GulliverError(
                 "sparse=False needs a gradient as large as the table; leave sparse=True"
@@ -117,8 +117,6 @@ class CachedEmbeddingBag(nn.Module):
         **options: Any,
     ) -> None:
         super().__init__()
-        if mode not in MODES:
-            raise GulliverError(f"mode={mode!r} is unknown: {nearest(str(mode), MODES)}")
         self.options = chosen = from_keywords(EmbeddingCacheOptions, options, CachedEmbeddingBag)
         self.tables = make_tables(num_embeddings, padding_idx, chosen.name)
         self.rows = sum(table.rows for table in self.tables)
@@ -208,7 +206,7 @@ class CachedEmbeddingBag(nn.Module):
             GulliverError: ids, offsets or weights of a table are invalid, or the batch does not fit
                 into the cache.
         """
-        given = input, offsets, per_sample_weights, self.mode, self.include_last_offset
+        given = input, offsets, per_sample_weights, self.include_last_offset
         if self.several:
             bags = several_tables(self.tables, *given)
         else:
@@ -260,7 +258,7 @@ class CachedEmbeddingBag(nn.Module):
             )
         if self._store.waiting:
             raise GulliverError(
-                "some batches wait for an optimizer step; call optimizer.step() before grow()"
+                "some batches are still waiting for a step; call optimizer.step() before grow()"
             )
         self.flush()
         values = self._drawn(more, self.weight.dtype) if _weight is None else _weight
@@ -326,7 +324,7 @@ class CachedEmbeddingBag(nn.Module):
                 )
             return torch.cat([rows_of(table, ids[table.name]) for table in self.tables])
         if self.several:
-            return several_tables(self.tables, ids, None, None, self.mode, False).rows
+            return several_tables(self.tables, ids, None, None, False).rows
         return rows_of(self.tables[0], ids)
 
     def looked_up(self, bags: Bags) -> Tensor:
@@ -442,8 +440,6 @@ def make_tables(
     rows: int | Mapping[str, int], padding: int | Mapping[str, int] | None, name: str
 ) -> list[Table]:
     named = rows if isinstance(rows, Mapping) else {name: rows}
-    if not named:
-        raise GulliverError("num_embeddings is empty; name at least one table")
     if padding is not None and isinstance(rows, Mapping) != isinstance(padding, Mapping):
         raise GulliverError(
             "padding_idx and num_embeddings must both be dicts by table name, or both be integers"
@@ -457,8 +453,6 @@ def make_tables(
     tables, first = [], 0
     for key, count in named.items():
         count, index = whole_number(f"num_embeddings of {key!r}", count), paddings.get(key)
-        if count < 1:
-            raise GulliverError(f"table {key!r} has {count} rows; it needs at least 1")
         if index is not None and not -count <= index < count:
             raise GulliverError(
                 f"padding_idx of {key!r} is {index}; use 0 to {count - 1}, or -1 to {-count} to "

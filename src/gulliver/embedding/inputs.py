@@ -60,9 +60,6 @@ class Bags:
 
 
 def check_ids(table: Table, ids: Tensor) -> None:
-    if not isinstance(ids, Tensor) or ids.dtype not in INTEGERS:
-        kind = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
-        raise GulliverError(f"table {table.name!r}: ids must be int64 or int32, not {kind}")
     if not ids.numel():
         return
     low, high = (int(edge) for edge in ids.aminmax())
@@ -89,7 +86,6 @@ def one_table(
     ids: Tensor,
     offsets: Tensor | None,
     weights: Tensor | None,
-    mode: str,
     last: bool,
 ) -> Bags:
     """Converts the inputs of a single table to bags, following torch's rules."""
@@ -107,8 +103,6 @@ def one_table(
     else:
         offsets = _checked_offsets(where, offsets, len(rows), last)
     if weights is not None:
-        if mode != "sum":
-            raise GulliverError(f"{where}: per_sample_weights need mode='sum', not {mode!r}")
         if weights.shape != ids.shape:
             shapes = f"{tuple(weights.shape)}, ids {tuple(ids.shape)}"
             raise GulliverError(
@@ -119,8 +113,6 @@ def one_table(
 
 
 def _checked_offsets(where: str, offsets: Tensor, count: int, last: bool) -> Tensor:
-    if offsets.dim() != 1 or offsets.dtype not in INTEGERS:
-        raise GulliverError(f"{where}: offsets must be one-dimensional integers")
     offsets = offsets.detach().cpu().long()
     if last and not len(offsets):
         raise GulliverError(f"{where}: include_last_offset=True needs at least the last offset")
@@ -143,11 +135,10 @@ def several_tables(
     ids: Given,
     offsets: Given | None,
     weights: Given | None,
-    mode: str,
     last: bool,
 ) -> Bags:
     if isinstance(ids, Tensor):
-        return _one_each(tables, ids, offsets, weights, mode)
+        return _one_each(tables, ids, offsets, weights)
     names = [table.name for table in tables]
     for given in (ids, offsets or {}, weights or {}):
         if isinstance(given, Tensor):
@@ -168,7 +159,7 @@ def several_tables(
             given.get(table.name) if isinstance(given, Mapping) else None
             for given in (offsets, weights)
         )
-        parts.append(one_table(table, ids[table.name], *of_table, mode, last))  # type: ignore[arg-type]
+        parts.append(one_table(table, ids[table.name], *of_table, last))  # type: ignore[arg-type]
     for table, part in zip(tables, parts, strict=True):
         if len(part) != len(parts[0]):
             raise GulliverError(
@@ -192,7 +183,7 @@ def several_tables(
 
 
 def _one_each(
-    tables: list[Table], ids: Tensor, offsets: Given | None, weights: Given | None, mode: str
+    tables: list[Table], ids: Tensor, offsets: Given | None, weights: Given | None
 ) -> Bags:
     if ids.dim() != 2 or ids.shape[1] != len(tables):
         raise GulliverError(
@@ -204,7 +195,5 @@ def _one_each(
     rows = torch.stack([rows_of(t, ids[:, n]) for n, t in enumerate(tables)], 1).reshape(-1)
     if weights is not None and (isinstance(weights, Mapping) or weights.shape != ids.shape):
         raise GulliverError("per_sample_weights must have the shape of the ids")
-    if weights is not None and mode != "sum":
-        raise GulliverError(f"per_sample_weights need mode='sum', not {mode!r}")
     flat = None if weights is None else weights.reshape(-1)
     return Bags(rows, torch.arange(len(rows)), flat, -1)

@@ -281,15 +281,6 @@ def _check(job: TablesJob) -> None:
         raise GulliverError(
             "there are no tables to plan; pass at least one with its number of rows"
         )
-    for name, rows in job.tables.items():
-        if rows < 1:
-            raise GulliverError(f"table {name!r} has {rows} rows; it needs at least 1")
-    if not (0 < job.cache <= 1 and 0 <= job.hit_rate <= 1):
-        raise GulliverError(
-            "cache and hit_rate are fractions; use 0 < cache <= 1 and 0 <= hit_rate <= 1"
-        )
-    if min(job.dim, job.ranks, job.batch) < 1 or job.ids <= 0:
-        raise GulliverError("dim, ranks, batch and ids must be positive")
 
 
 def _names(job: TablesJob) -> list[str]:

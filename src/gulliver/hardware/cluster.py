@@ -37,7 +37,7 @@ class Curve:
 
     def __post_init__(self) -> None:
         if not self.sizes or len(self.sizes) != len(self.seconds):
-            raise GulliverError("a curve needs equally many sizes and seconds")
+            raise GulliverError("a curve needs at least one size, and as many seconds as sizes")
         if any(a >= b for a, b in itertools.pairwise(self.sizes)):
             raise GulliverError("the sizes of a curve must be in ascending order")
 
@@ -391,7 +391,7 @@ def described(name: str) -> Cluster:
         GulliverError: the name is unknown.
     """
     if name not in described_names():
-        raise GulliverError(f"unknown description {name!r}: {nearest(name, described_names())}")
+        raise GulliverError(f"unknown cluster {name!r}: {nearest(name, described_names())}")
     file = resources.files("gulliver.hardware") / "described" / f"{name}.yaml"
     return Cluster.from_yaml(file.read_text(encoding="utf-8"), name)
 

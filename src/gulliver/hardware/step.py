@@ -1,4 +1,4 @@
-"""Predicts the time of a training step by kind.
+"""Predicts the components of a training step's time.
 
 A step consists of compute, communication and the optimizer update. Messages that may overlap with
 compute are hidden while compute lasts; all other communication is exposed. Pipeline ranks also wait

@@ -222,7 +222,7 @@ class NativeEngine(Engine):
         return NativeTicket(ticket, request.file.path, self._process)
 
     def _call(self, request: Request, core: Any) -> Callable[[], Any]:
-        """Returns a call of the extension; the call returns None while the queue is full."""
+        """Returns a function that submits the request; it returns None while the queue is full."""
         r, ours = request, self._core
         match r.kind:
             case "stage":

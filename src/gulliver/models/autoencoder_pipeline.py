@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gulliver.errors import GulliverError
 from gulliver.models.autoencoder_causal import CausalConv, residuals, through
 from gulliver.models.autoencoder_frames import FrameAutoencoder
 from gulliver.models.autoencoders import check_latents, check_length, check_space, regrouped
@@ -159,7 +158,7 @@ class PipelineAutoencoder(nn.Module):
         temporal: fields of the temporal autoencoder, as for `TemporalAutoencoder`.
         shift: means of the latent channels.
         scale: standard deviations of the latent channels, by which latents are divided.
-        compat: names of enabled `QUIRKS`; None for those of its published weights.
+        compat: names of enabled `QUIRKS`; None for those that the published weights need.
     """
 
     scale: Tensor
@@ -191,10 +190,6 @@ class PipelineAutoencoder(nn.Module):
         return MICRO_FRAMES if "micro_frames" in self.compat else None
 
     def latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
-        if frames < 1:
-            raise GulliverError(
-                f"a clip of {frames} frames cannot be encoded; use at least one frame"
-            )
         whole, rest = divmod(frames, self.micro_frames or frames)
         count = whole * self._steps(self.micro_frames or frames) + self._steps(rest)
         return self.latent_channels, count, *check_space(self, height, width)

@@ -15,7 +15,7 @@ from gulliver.models.blocks import Grid, JointBlock, spatial_positions
 
 
 def check_heads(hidden_size: int, num_heads: int) -> None:
-    """Raises an error unless width, heads and position codes divide evenly."""
+    """Raises an error unless the width can be divided into heads and position codes."""
     if hidden_size % num_heads or hidden_size % 4 or (hidden_size // num_heads) % 2:
         raise GulliverError(
             f"hidden_size={hidden_size} must be a multiple of 4 and of num_heads={num_heads}, "
@@ -28,11 +28,8 @@ def check_inputs(
     y: Tensor,
     mask: Tensor | None,
     x_mask: Tensor | None,
-    channels: int,
     patch_size: Sequence[int],
 ) -> None:
-    if x.ndim != 5 or x.shape[1] != channels:
-        raise GulliverError(f"x has shape {tuple(x.shape)}; expected [B, {channels}, T, H, W]")
     if y.ndim != 4 or len(y) != len(x) or y.shape[1] != 1:
         raise GulliverError(f"y has shape {tuple(y.shape)}; expected [{len(x)}, 1, L, channels]")
     if mask is not None:
@@ -160,7 +157,7 @@ def pack_latents(x: Tensor, patch_size: int = 2) -> Tensor:
         [B, T * H * W / patch_size^2, C * patch_size^2].
 
     Raises:
-        GulliverError: rows or columns do not divide.
+        GulliverError: rows or columns are not divisible by `patch_size`.
     """
     _, _, _, height, width = x.shape
     if height % patch_size or width % patch_size:

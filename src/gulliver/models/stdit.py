@@ -203,7 +203,7 @@ class STDiT3(nn.Module):
             height: rows of the clip in pixels [B]; as in the published model, the first value is
                 used for the whole batch.
             width: columns of the clip in pixels [B].
-            cond: latents of the given frames, zero elsewhere, with the shape of `x`; with
+            cond: latents of the given frames, zero elsewhere, in the shape of `x`; requires
                 image_conditioning.
             cond_mask: one for given frames and zero elsewhere, with the shape of `x`.
             mask_index: indices of the given frames, which attend to the null caption.
@@ -220,7 +220,7 @@ class STDiT3(nn.Module):
         """
         needed("STDiT3", fps=fps, height=height, width=width)
         assert fps is not None, "checked"
-        check_inputs(x, y, mask, x_mask, self.in_channels, self.patch_size)
+        check_inputs(x, y, mask, x_mask, self.patch_size)
         self._check_given(x, cond, cond_mask, mask_index)
         dtype = self.x_embedder.proj.weight.dtype
         tokens, grid = self.x_embedder(x.to(dtype))
@@ -269,7 +269,7 @@ class STDiT3(nn.Module):
         for name, value in (("cond", cond), ("cond_mask", cond_mask)):
             if value is None or value.shape != x.shape:
                 found = "missing" if value is None else f"of shape {tuple(value.shape)}"
-                raise GulliverError(f"{name} is {found}; expected the shape of x, {tuple(x.shape)}")
+                raise GulliverError(f"{name} is {found}; it needs the shape of x, {tuple(x.shape)}")
         beyond = [n for n in mask_index if not 0 <= n < x.shape[2]]
         if beyond:
             raise GulliverError(
@@ -426,7 +426,7 @@ class STDiT(nn.Module):
         Raises:
             GulliverError: the clip has another size; shapes do not match; a caption has no tokens.
         """
-        check_inputs(x, y, mask, None, self.in_channels, self.patch_size)
+        check_inputs(x, y, mask, None, self.patch_size)
         if tuple(x.shape[2:]) != self.input_size:
             raise GulliverError(
                 f"x has {'x'.join(map(str, x.shape[2:]))} latents, but this STDiT only has "
@@ -556,7 +556,7 @@ class STDiT2(nn.Module):
         assert width is not None, "checked"
         assert ar is not None, "checked"
         assert fps is not None, "checked"
-        check_inputs(x, y, mask, x_mask, self.in_channels, self.patch_size)
+        check_inputs(x, y, mask, x_mask, self.patch_size)
         dtype = self.x_embedder.proj.weight.dtype
         tokens, grid = self.x_embedder(x.to(dtype))
         count = 1 if "first_clip_scale" in self.compat else len(x)

@@ -143,7 +143,7 @@ def _model(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None
 
 
 def plan_tensors(plan: Plan, model: nn.Module) -> TensorPlan | None:
-    """Describes how tensors are sharded over the tensor axis; None without one."""
+    """Plans how tensors are sharded over the tensor axis; None if the mesh has none."""
     # Styles that differ from the known ones were edited by hand, and become rules.
     size, layout = plan.mesh.of("tensor"), plan.tensor
     if size == 1:
@@ -162,8 +162,8 @@ def plan_tensors(plan: Plan, model: nn.Module) -> TensorPlan | None:
         rule = best_match(path, layout.rules)
         if rule is not None:
             raise GulliverError(
-                f"{_lined(plan, join('tensor.rules', rule))}: {layout.rules[rule]!r} and "
-                f"{join('tensor.modules', path)}: {style!r}{lines[path]}: remove one of them"
+                f"{_lined(plan, join('tensor.rules', rule))} is {layout.rules[rule]!r}, but "
+                f"{join('tensor.modules', path)} is {style!r}{lines[path]}; remove one of them"
             )
         if path not in paths:
             where = f"tensor.modules names {path!r}{lines[path]}"
@@ -181,7 +181,7 @@ def plan_tensors(plan: Plan, model: nn.Module) -> TensorPlan | None:
     for path, style in edited.items():
         if styles.get(path) != style:
             where = f"tensor.modules[{path!r}]: {style!r}{lines[path]}"
-            raise GulliverError(f"{where} is not possible: it would be {styles.get(path)!r}")
+            raise GulliverError(f"{where} is impossible; the module would be {styles.get(path)!r}")
     return found
 
 
@@ -205,7 +205,7 @@ def styles_of(plan: TensorPlan) -> dict[str, str]:
 
 
 def plan_stages(plan: Plan, model: nn.Module) -> Stages | None:
-    """The blocks of a model and their stages; None without a pipeline."""
+    """Returns the blocks of a model and their stages; None without a pipeline."""
     size, line = plan.mesh.of("pipeline"), plan.pipeline
     if size == 1:
         return None
@@ -313,7 +313,7 @@ RESULTS = ("model", "predicted", "reasons")
 
 
 def differences(given: Plan, found: Plan) -> str | None:
-    """Describes where results stored in a file differ from the computed ones; None if nowhere."""
+    """Describes where results stored in a file differ from computed ones; None if they agree."""
     if not given.lines:
         return None
     names = [name for name in RESULTS if _says(given, name) and _differ(given, found, name)]
@@ -334,7 +334,7 @@ def _says(plan: Plan, name: str) -> bool:
 def _differ(given: Plan, found: Plan, name: str) -> bool:
     one, other = getattr(given, name), getattr(found, name)
     if name == "predicted":
-        # Seconds depend on the machines at hand.
+        # Seconds are not compared, as they depend on the machines at hand.
         return one.bytes != other.bytes
     if isinstance(one, dict):
         return one != other
@@ -342,7 +342,7 @@ def _differ(given: Plan, found: Plan, name: str) -> bool:
 
 
 def recomputable(plan: Plan, model: nn.Module, stages: Stages | None) -> tuple[str, ...]:
-    # Those of a pipeline, else of `recomputable_blocks`.
+    # Blocks of the pipeline if there is one, otherwise those of `recomputable_blocks`.
     if stages is not None:
         return stages[0].blocks
     # In a sharded model, recomputation must repeat the ranks' communication and dropout.

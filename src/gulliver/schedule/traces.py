@@ -59,8 +59,6 @@ def read_trace(path: str | Path) -> tuple[Job, ...]:
         raise GulliverError(f"trace {path} cannot be read: {error}") from None
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise GulliverError(f'trace {path} has no list of jobs; use a list or {{"jobs": [...]}}')
-    if not rows:
-        raise GulliverError(f"trace {path} has no jobs; add at least one")
     return tuple(
         _job(f"trace {path}, job {row.get('name', number)!r}", row)
         for number, row in enumerate(rows, 1)
@@ -70,8 +68,6 @@ def read_trace(path: str | Path) -> tuple[Job, ...]:
 def write_trace(path: str | Path, jobs: Sequence[Job]) -> None:
     """Writes a trace as CSV."""
     path = Path(path)
-    if path.suffix != ".csv":
-        raise GulliverError(f"trace {path} has an unknown suffix; use .csv")
     out = StringIO()
     writer = csv.DictWriter(out, COLUMNS, lineterminator="\n")
     writer.writeheader()
@@ -113,7 +109,7 @@ def _job(label: str, row: Mapping[str, Any]) -> Job:
         elif "sample_seconds" in costs:
             scaling = Scaling(**costs)
         else:
-            raise GulliverError("sample_seconds is missing; it gives the speed of a slot")
+            raise GulliverError("sample_seconds is missing; set the seconds per sample on one slot")
         return Job(scaling=scaling, **values)
     except GulliverError as error:
         raise GulliverError(f"{label}: {error}") from None
@@ -134,7 +130,7 @@ class ModelKind(NamedTuple):
         step_ms: constant milliseconds per step.
         exchange_ms: milliseconds to send all gradients once.
         batch: batch size per slot.
-        noise: gradient noise scale relative to its batch size.
+        noise: gradient noise scale relative to the batch size.
         grows: largest batch size relative to `batch` that its learning rate allows.
         epoch: samples per epoch.
     """
@@ -170,7 +166,7 @@ class TraceShape(NamedTuple):
     Attributes:
         jobs: number of jobs.
         slots: slots of the intended cluster.
-        load: fraction of the slots in use if every job runs on its requested slots.
+        load: mean fraction of the slots in use if every job runs on its requested slots.
         median: median seconds of a job on its requested slots.
         spread: standard deviation of the log of these seconds.
         burst: number of jobs that arrive together.
@@ -192,11 +188,13 @@ class TraceShape(NamedTuple):
     noise: float = 1.0
 
 
-# steady: jobs of similar size, one by one. heavy-tail: a few jobs have most of the work. bursts:
-# many arrive at once, then none for a while. fixed-batch: slots only change accumulation. artifact:
-# similar to the trace published with ONES, which is not available: 50 jobs of ten kinds on 64
-# slots, unannounced lengths, at a load at which Tiresias runs and waits about as long as in its
-# logs.
+# steady: jobs of similar size, one by one.
+# heavy-tail: a few jobs have most of the work.
+# bursts: many jobs arrive at once, then none for a while.
+# fixed-batch: the number of slots only changes gradient accumulation.
+# artifact: similar to the trace published with ONES, which is not available: 50 jobs of ten kinds
+#   on 64 slots, unannounced lengths, and a load at which Tiresias' jobs run and wait about as long
+#   as in the published logs.
 SHAPES = {
     "steady": TraceShape(60, 16, 0.8, 300, 0.8),
     "heavy-tail": TraceShape(60, 16, 0.8, 120, 1.6),

@@ -51,7 +51,7 @@ def groups_of(kinds: Ints) -> list[Ints]:
 
 
 def undominated(values: Floats) -> Ints:
-    """Indices of the rows that no other row dominates; one of several equal rows."""
+    """Returns the indices of rows that no other row dominates; equal rows count once."""
     # Small sets are compared pairwise. Large ones are visited in order of the sum of their
     # normalized columns: a row can only be dominated by one before it. O(rows x rows that are
     # left).
@@ -79,7 +79,7 @@ def undominated(values: Floats) -> Ints:
 
 
 def boxed(kinds: Ints, peak: Floats, priced: Floats, bins: int) -> Ints:
-    """Indices of the rows that are the best of their kind and peak bin at one of several prices."""
+    """Indices of the rows that are best in their kind and peak bin, at one of several prices."""
     if not len(kinds):
         return np.zeros(0, dtype=np.intp)
     order, starts, sizes = _sorted(kinds)

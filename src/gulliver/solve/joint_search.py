@@ -457,7 +457,7 @@ class _BlockChain:
     def _grown(
         self, number: int, state: _States, budget: float, bound: Bound | None, known: float
     ) -> _States:
-        """States after one more block that may still improve on the best solution."""
+        """Returns the states after one more block that may still improve on the best solution."""
         plans, parts = self._plans[number], list[_States]()
         slack = 1.0 if number == len(self._plans) - 1 else 1 + SAME
         for entry in np.unique(plans.entry):

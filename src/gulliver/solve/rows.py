@@ -288,7 +288,7 @@ class RowCounts:
     batches: int = 0
     # Sum over batches of the number of distinct rows.
     rows: int = 0
-    # Number of those that were loaded.
+    # Number of these rows that were loaded.
     misses: int = 0
     # Uses of rows.
     uses: int = 0

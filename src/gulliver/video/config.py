@@ -212,9 +212,9 @@ class ModelConfig(Options):
     text_length: Annotated[int, Range(1, 4096)] = 8
     """Maximum caption length in words or tokens; --model.weights define their own."""
     zero_init_temporal: bool = False
-    """Initialize the temporal blocks as identities: for weights of a picture model."""
+    """Initialize the temporal blocks as identities, for weights of an image model."""
     temporal_positions: bool = True
-    """Add a code to each frame: from scratch, directions are learned much sooner."""
+    """Add a position code to each frame, so that training from scratch learns motion sooner."""
 
     @property
     def public(self) -> bool:
@@ -346,7 +346,7 @@ class SamplingConfig(Options):
     """Sampling options."""
 
     steps: Annotated[int, Range(1, 100_000)] = 24
-    """Euler steps from noise to clip."""
+    """Number of Euler steps from noise to clip."""
     guidance: Annotated[float, GUIDANCE] = 2.0
     """Guidance scale of the prompt; 1 disables guidance."""
     guidance_oscillation: Annotated[int | None, AT_LEAST_0] = None
@@ -602,7 +602,7 @@ class CutSettings(Options):
     least_change: Annotated[float, Range(0, 255)] = 15.0
     """Minimum mean pixel change of a cut, in levels of 255 (adaptive)."""
     window: Annotated[int, Range(1, 100)] = 2
-    """Frames before and after that a frame is compared with (adaptive)."""
+    """Number of frames before and after a frame to compare it with (adaptive)."""
     min_seconds: Annotated[float, Range(0, 1e6)] = 0.5
     """Minimum length of a clip; shorter scenes are skipped and listed."""
     max_seconds: Annotated[float, Range(0, 1e6, open_below=True)] = 20.0

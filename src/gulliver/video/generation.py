@@ -264,10 +264,6 @@ class PartAutoencoder:
     """An autoencoder of a `SharedDevice`; its weights are loaded on demand."""
 
     def __init__(self, part: PipelinePart[Any], outline: Any, memory: int | None = None) -> None:
-        if memory is not None and not memory >= 1:
-            raise GulliverError(
-                f"memory={memory} must be None or at least 1 byte for decoding a clip"
-            )
         self.part, self._outline, self._memory = part, outline, memory
         self._peaks: dict[tuple[int, ...], int] = {}
         self.compression, self.latent_channels = outline.compression, outline.latent_channels
@@ -293,7 +289,7 @@ class PartAutoencoder:
             return autoencoder.decode(latents, num_frames)
         length = max(1, int(latents.shape[2] * room / need))
         stretches = stream_decode(autoencoder, latents.split(length, dim=2))
-        # Finished pieces of the clip wait in host memory.
+        # Finished pieces of the clip are kept in host memory.
         return torch.cat([stretch.cpu() for stretch in stretches], dim=2)
 
     def _peak(self, autoencoder: Any, latents: Tensor) -> int:
@@ -322,7 +318,7 @@ def free_memory(device: torch.device) -> int:
     return int(memory_bytes("cpu") * CALM / 2)
 
 
-# Continuing a clip, and connecting two clips: requests of one piece.
+# Continues a clip, or connects two clips, with requests of one piece.
 
 
 def extend(

@@ -65,7 +65,7 @@ class ClipWindow(NamedTuple):
 
 @dataclass(frozen=True)
 class Settings(Options):
-    """Settings that latents depend on, in addition to the clip."""
+    """Settings on which latents depend, in addition to the clip."""
 
     autoencoder: str
     frame_interval: int = 1

@@ -88,7 +88,7 @@ class ClipOrder:
 
     @property
     def digest(self) -> str:
-        """Digest of everything that determines the samples; equal on all ranks and on resume."""
+        """Digest of everything that determines the samples; the same on all ranks and on resume."""
         told = [self._seed, *map(repr, self._probes()), *map(repr, self._dataset.buckets.rules)]
         return hashlib.blake2b(repr(told).encode(), digest_size=8).hexdigest()
 

@@ -64,7 +64,7 @@ class Release:
     # Published guidance scale.
     guidance: float
     fps: float
-    # How it receives given frames: not at all, among the latents, or as separate inputs.
+    # How the model receives given frames: not at all, among the latents, or as inputs.
     given: str = "among"
     # Whether texts are padded to full length and attend to the padding.
     whole: bool = False
@@ -144,7 +144,7 @@ class Denoiser:
         return self.model.y_embedder.y_embedding  # type: ignore[union-attr, return-value]
 
     def __call__(self, x: Tensor, timestep: Tensor, **inputs: Tensor | None) -> Tensor:
-        """Predicts for latents x [B, C, T, H, W] at noise levels [B]."""
+        """Returns the model's prediction for latents x [B, C, T, H, W] at noise levels [B]."""
         known = {name: value for name, value in inputs.items() if name in self._takes}
         return self.model(x, timestep, **known, **self._condition_inputs(x, inputs))
 
@@ -153,7 +153,7 @@ class Denoiser:
         if held is None or latents is None or not bool(held.any()):
             return {}
         mask = held[:, None, :, None, None].to(x.dtype).expand_as(x)
-        # A branch without given frames has the same inputs, without frames.
+        # A branch without given frames has the same inputs, except for the frames.
         frames = held.any(dim=0).nonzero().flatten().tolist()
         return {"cond": latents.to(x) * mask, "cond_mask": mask, "mask_index": frames}
 
@@ -396,8 +396,6 @@ def _configured(path: Path, kind: type[nn.Module]) -> dict[str, Any]:
     if not file.is_file() or (path.is_file() and path.suffix == ".safetensors"):
         return {}
     content = read_json(file)
-    if not isinstance(content, dict):
-        raise GulliverError(f"{file} is not a configuration; expected a JSON object")
     said = str(content.get("model_type", ""))
     if said.lower() in {name.lower() for name in KINDS - {kind.__name__}}:
         raise GulliverError(
@@ -531,15 +529,12 @@ def load_autoencoder(
 
 def _config(path: Path) -> dict[str, Any]:
     file = (path if path.is_dir() else path.parent) / "config.json"
-    content = read_json(file) if file.is_file() else {}
-    if not isinstance(content, dict):
-        raise GulliverError(f"{file} is not a configuration; expected a JSON object")
-    return content
+    return read_json(file) if file.is_file() else {}
 
 
 def _check_scaling(path: Path, kind: str, fields: dict[str, Any]) -> None:
     """Raises an error for an image autoencoder without a known latent scaling."""
-    # Those with 4 channels use Stable Diffusion's unless a configuration overrides it.
+    # Those with 4 channels use Stable Diffusion's scaling unless a configuration overrides it.
     if kind != "FrameAutoencoder" or "scaling_factor" in fields or fields["latent_channels"] == 4:
         return
     raise GulliverError(

@@ -142,8 +142,6 @@ class _FromFolder:
         return str(next(self.model.parameters()).dtype)
 
     def _tokens(self, captions: list[str]) -> dict[str, Tensor]:
-        if not captions:
-            raise GulliverError("there is no caption to encode")
         found = self.tokenizer(
             captions,
             padding="max_length" if self.whole else "longest",
@@ -170,7 +168,7 @@ class T5TextEncoder(_FromFolder):
 
 
 class ClipTextEncoder(_FromFolder):
-    """The text half of a CLIP: a pooled vector for the whole caption, and one per token."""
+    """The text encoder of a CLIP: a pooled vector of the caption, and one vector per token."""
 
     name, kind = "CLIP", "CLIPTextModel"
 
@@ -187,10 +185,6 @@ class TextPair:
     """
 
     def __init__(self, tokens: TextEncoder, whole: ClipTextEncoder) -> None:
-        if isinstance(whole, T5TextEncoder):
-            raise GulliverError(
-                "a T5 has no pooled vector; TextPair takes the T5 first, then a CLIP"
-            )
         self.tokens, self.whole = tokens, whole
         self.channels, self.max_length = tokens.channels, tokens.max_length
 
@@ -241,8 +235,6 @@ class CachedTextEncoder:
             # One at a time: an encoding must not depend on its padding.
             said = encoding_of(self.encoder.encode([caption]))
             write_tensors(files[caption], {**said, "mask": said["mask"].to(torch.uint8)})
-        if not captions:
-            raise GulliverError("there is no caption to encode")
         return padded([_read_kept(files[caption]) for caption in captions])
 
     def missing(self, captions: list[str]) -> list[str]:
@@ -259,10 +251,6 @@ def _read_kept(file: Path) -> dict[str, Tensor]:
         said = read_tensors(file)
     except GulliverError as error:
         raise GulliverError(f"{error}; delete this file to encode the caption again") from None
-    if not {"embeddings", "mask"} <= said.keys():
-        raise GulliverError(
-            f"{file} is not an encoded caption; delete it to encode the caption again"
-        )
     return said
 
 
@@ -334,8 +322,6 @@ def look_at_encoder(folder: Path | str) -> EncoderLook:
 
 def check_length(look: EncoderLook, max_length: int) -> None:
     longest = look.longest
-    if not isinstance(max_length, int) or max_length < 1:
-        raise GulliverError(f"max_length={max_length} must be at least 1 token")
     if longest is not None and max_length > longest:
         raise GulliverError(
             f"max_length={max_length} exceeds this {look.kind}'s limit of {longest} tokens"
@@ -395,11 +381,6 @@ class WordEncoder:
     """
 
     def __init__(self, channels: int = 64, max_length: int = 8) -> None:
-        if channels < 2 or channels % 2 or max_length < 1:
-            raise GulliverError(
-                f"word vectors need an even width and a positive length, not {channels}, "
-                f"{max_length}"
-            )
         self.channels, self.max_length = channels, max_length
         self._vectors: dict[str, Tensor] = {}
         self._taught: dict[str, Tensor] = {}

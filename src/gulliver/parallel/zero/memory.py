@@ -38,12 +38,12 @@ class ChunkBytes:
 
     names: Sequence[str]
     whole: int
-    # Bytes of the part that a rank steps.
+    # Bytes of the part that each rank steps.
     shard: int
     trained: bool = True
     # Whether the shard is a copy in a wider dtype.
     copied: bool = False
-    # Bytes of the shard as all ranks have it, where changes of it travel packed.
+    # Bytes of the shard as all ranks have it, if changes are sent packed.
     packed: int = 0
 
 
@@ -105,8 +105,8 @@ def held_bytes(
     """
     replay = _Counted(chunks, stage, parts, ahead)
     for made in (0, state):
-        # The second step begins with what the first has gathered ahead, and with the state that it
-        # has made; what is used out of order is gathered several times in the first only.
+        # The second step begins with chunks that the first one prefetched, and with existing state;
+        # only the first gathers chunks repeatedly if they are used out of order.
         replay.counter.add(OPTIMIZER_STATE, made)
         replay.run(ordinary_step(chunks) if events is None else events)
         replay.forget()
@@ -125,8 +125,8 @@ def reduced_at_end(
         parts: number of shards of a chunk.
         gathered: number of consecutive chunks of parameters that stage 3 holds together.
     """
-    # Whatever the stage, gradients of micro-batches, and of steps of unequal work, add up in whole
-    # buffers. When they are reduced, shards that travel are there besides.
+    # Gradients of micro-batches, and of steps of unequal work, accumulate in full buffers in every
+    # stage; when they are reduced, shards in flight exist in addition.
     if parts == 1:
         return dict(found)
     trained = [chunk for chunk in chunks if chunk.trained]
@@ -193,7 +193,7 @@ class StepReplay(ABC):
             self.wait_all_reductions()
             self.engine.prefetch()
 
-    # What the prefetcher asks for.
+    # Methods of a `Mover`, for the prefetcher.
 
     def bring(self, chunk: ImaginedChunk) -> None:
         self.finish(chunk)
@@ -210,7 +210,7 @@ class StepReplay(ABC):
             self.gives_back(chunk)
             chunk.enter(Presence.ABSENT)
 
-    # What `GradientReducer` does.
+    # Behavior of `GradientReducer`.
 
     def _collect(self, chunk: ImaginedChunk) -> None:
         if chunk in self.flying:
@@ -232,7 +232,7 @@ class StepReplay(ABC):
         while self.flying:
             self.wait_reduction(self.flying[0])
 
-    # What that means.
+    # Effects of the events.
 
     @abstractmethod
     def gathers(self, chunk: ImaginedChunk, fresh: bool) -> None:
@@ -288,7 +288,7 @@ class _Counted(StepReplay):
             self.counter.add(GRADIENTS, chunk.size.shard)
 
     def lands(self, chunk: ImaginedChunk) -> None:
-        # It was added to what there was.
+        # It was added to an existing gradient.
         self.counter.add(GRADIENTS, -self._reduced.get(chunk.number, 0))
         self._reduced[chunk.number] = chunk.size.shard
         if self._is_handed(chunk):
@@ -333,8 +333,8 @@ def ordinary_step(
     begun: set[int] = set()
     for uses, members in backward_uses(names, again):
         yield from (("used", homes[name]) for name in uses)
-        # Autograd adds up what all uses make, and hands it over once; those of a module come
-        # together, in whatever order.
+        # Autograd sums the gradients of all uses, and passes the sum on once; the gradients of a
+        # module arrive together, in any order.
         ended = [name for place, name in members if place == first[name]]
         for number in dict.fromkeys(homes[name] for name in ended):
             if chunks[number].trained and number not in begun:

@@ -71,12 +71,12 @@ class LossScaler:
         self.scale, self.good_steps = float(found["scale"]), int(found["good_steps"])
 
 
-# Buffers, such as running statistics: after every step all ranks have those of rank 0.
+# Buffers, such as running statistics: after every step all ranks have rank 0's values.
 #
-# As with torch's DDP, which sends them at the first forward after a step. Here they travel at the
-# step itself, where all ranks are anyway: one of them may then evaluate or save alone. All of them
-# travel: writes through ``.data`` and fused kernels do not raise autograd's version counters, so
-# which were written cannot be known without reading them.
+# Like torch's DDP, which sends them in the first forward after a step. Here they are sent in the
+# step itself, which all ranks run anyway, so that one rank may then evaluate or save alone. All
+# buffers are sent: writes through ``.data`` and fused kernels do not increment version counters, so
+# changed ones cannot be detected without reading them.
 
 
 MESSAGE_BYTES = 1 << 25
@@ -98,8 +98,8 @@ class BufferSync:
 
     def votes(self) -> list[int]:
         """Returns this rank's input to a max all-reduce: 1 for each buffer that stays local."""
-        # These are buffers that it has resized, such as caches, and expanded ones, whose elements
-        # share memory and cannot be written.
+        # Local are buffers that the model has resized, such as caches, and expanded ones, whose
+        # elements share memory and cannot be written.
         now = [(module._buffers.get(key), shape) for module, key, shape in self._places]
         return [
             int(b is None or b.shape != shape or (0 in b.stride() and b.numel() > 1))
@@ -139,12 +139,12 @@ class BufferSync:
         yield from pending.values()
 
 
-# The sharded optimizer: it steps this rank's part of every chunk, and gathers the others' parts.
+# The sharded optimizer: steps this rank's part of every chunk, and gathers the other ranks' parts.
 #
-# Read `ZeroOptimizer._step` first: a step is all there. `ShardedState` (`state.py`) keeps what a
-# rank has. Gradients are reduced to the shards in `reduce.py`, chunks are stepped in `step.py`,
-# and parameters are gathered in `gather.py`; `checkpoint.py` saves all of it, and cuts the chunks
-# again.
+# Read `ZeroOptimizer._step` first, which contains an entire step. `ShardedState` (`state.py`) holds
+# a rank's state. Gradients are reduced to the shards in `reduce.py`, chunks are stepped in
+# `step.py`, and parameters are gathered in `gather.py`; `checkpoint.py` saves everything and
+# re-partitions chunks.
 
 
 class ZeroOptimizer(BoostedOptimizer):
@@ -192,7 +192,7 @@ class ZeroOptimizer(BoostedOptimizer):
         check_trainable(self.names)
         for parameter in self.names:
             vars(parameter)["_boosted"] = True
-        # Some optimizers have state before their first step; the boost may come later, too.
+        # Some optimizers have state before their first step; boost may also happen later.
         exported = super().export_state()
         state = {n: {k: v for k, v in e.items() if v is not None} for n, e in exported.items()}
         sharded = dict(frozen or {}) if stage == 3 else {}
@@ -220,7 +220,7 @@ class ZeroOptimizer(BoostedOptimizer):
         self.scaler = LossScaler() if fp16 else None
         scatter_state(self.shards, state)
         inner.zero_grad = self.zero_grad  # type: ignore[method-assign]
-        # Of the optimizer that boost was given, too, only the wrapper's way is right.
+        # The original optimizer's methods would also be wrong; use the wrapper's.
         inner.register_state_dict_pre_hook(_refuse_state)
         inner.register_load_state_dict_pre_hook(_refuse_state)
 
@@ -248,7 +248,7 @@ class ZeroOptimizer(BoostedOptimizer):
     @contextmanager
     def backward_pass(self) -> Iterator[float]:
         """Context of a backward; when it ends, all reductions have started."""
-        # ``loss.backward()`` without it is right too, but then all communication waits for the
+        # ``loss.backward()`` without it is also correct, but then all communication waits for the
         # step.
         scale = 1.0 if self.scaler is None else self.scaler.scale
         train_unfrozen(self.shards)
@@ -320,12 +320,12 @@ class ZeroOptimizer(BoostedOptimizer):
         self.shards.begin_updates()
         try:
             with step_hooks(self.inner):
-                self.shards.take_writes()  # of hooks before the step, too
+                self.shards.take_writes()  # also writes by hooks before the step
                 # Waits for each chunk's gradients, steps it, and starts its gather.
                 for turn in self.shards.step_groups():
                     self.shards.update(turn, used)
                 self.shards.end_updates()
-                self._finish_step()  # hooks after it read and write what was stepped
+                self._finish_step()  # hooks after the step read and write the stepped values
         finally:
             self.shards.end_updates()
 
@@ -367,7 +367,7 @@ class ZeroOptimizer(BoostedOptimizer):
         self.unfinished = self._suspended = why
         try:
             yield
-        except BaseException:  # a loop that is left closes its generator: that is no Exception
+        except BaseException:  # leaving a loop closes its generator, which is not an Exception
             self.unfinished = left
             raise
         else:
@@ -399,8 +399,8 @@ class ZeroOptimizer(BoostedOptimizer):
 
     def clip_grad_by_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scales the gradients so that their global norm is at most `max_norm`."""
-        # The norm is that of the mean gradient over all ranks and parameters, tied ones counted
-        # once; one number is exchanged for it. `max_norm` may be infinite, to measure only;
+        # The norm is that of the mean gradient over all ranks and parameters, counting tied ones
+        # once, and needs one number per rank. With an infinite `max_norm` it is only measured;
         # `norm_type` is 2, or infinite for the largest element.
         self.check_norm(max_norm, norm_type)
         self.grad_norm = norm = self._norm(norm_type)
@@ -433,7 +433,7 @@ class ZeroOptimizer(BoostedOptimizer):
         for sharded in self._landed():
             for shard in sharded.gradients(write=True):
                 shard.clamp_(-limit, limit)
-                del shard  # a view of memory in tiers keeps it from leaving
+                del shard  # a view would prevent the eviction of memory in tiers
 
     def full_gradients(self) -> dict[str, Tensor]:
         """Returns the existing mean gradients by name, unsharded (collective)."""

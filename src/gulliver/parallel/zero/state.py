@@ -65,7 +65,7 @@ from gulliver.parallel.zero.tiers import (
 from gulliver.precision.wire.formats import IDENTITY
 
 HOST_CALLS = 4
-"""Calls of the optimizer in a step of ranks on one host."""
+"""Number of optimizer calls per step if all ranks are on one host."""
 
 
 @dataclass(frozen=True)
@@ -332,10 +332,10 @@ class ShardedState:
     def step_groups(self) -> list[list[int]]:
         """Returns groups of chunks, by index, that the optimizer updates in one call.
 
-        Chunks are updated one at a time with tiers, if gathers overlap steps, or if a checkpoint
-        may still be copying other chunks. On one host there are few calls: gathers cost a rank's
-        own time there, and so does each call. An unknown optimizer always updates all chunks in one
-        call, as it may combine parameters or count calls.
+        Chunks are updated one at a time if tiers hold their state, if gathers overlap steps, or if
+        a checkpoint may still copy other chunks. If only gathers overlap and all ranks are on one
+        host, groups are larger, as gathers and optimizer calls compete for its CPU. An unknown
+        optimizer updates all chunks in one call: it may combine parameters or count calls.
         """
         numbers = list(range(len(self.chunks)))
         gathers = self.stage in (1, 2) and self.size > 1
@@ -402,7 +402,7 @@ class ShardedState:
     # What users write to parameters.
 
     def take_writes(self) -> None:
-        """Copies parameters that the user modified equally on all ranks to the shards."""
+        """Copies values that the user wrote to parameters, equal on all ranks, to the shards."""
         # With stage 3 none stays here: the shards may change next, and what was read would be old.
         self.gatherer.release_all()
         for sharded in self.all_chunks:

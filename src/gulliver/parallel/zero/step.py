@@ -251,7 +251,7 @@ OUTSIDE = (
 # The obvious other way, empty passes for ranks without work, keeps stage 3's memory, but makes all
 # ranks wait for the longest at every micro-batch; steps are balanced as wholes.
 class UnevenStep:
-    """The backward passes of one step on this rank."""
+    """The backward passes of one step on this rank; ranks may have different numbers of them."""
 
     def __init__(self, optimizer: ZeroOptimizer) -> None:
         self._optimizer, self.sent = optimizer, False

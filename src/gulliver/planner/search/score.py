@@ -1,4 +1,4 @@
-"""Predicts time and memory of a grid, with the formulas for plans but without creating one.
+"""Predicts time and memory of a grid with the formulas for plans, without creating a plan.
 
 Bytes refer to the fullest rank: parameters, gradients and optimizer state of its stage,
 activations of the micro-batches in flight, and the workspace of one block.
@@ -54,11 +54,11 @@ class Scored:
     grid: Grid
     # Seconds of a step by kind.
     seconds: Seconds
-    # Bytes of the rank that holds most.
+    # Bytes of the fullest rank.
     memory: MemoryPlan
-    # Bytes of those that are neither state nor kept: what a block works with.
+    # Bytes of that rank that are neither state nor saved for backward: workspace of a block.
     working: int = 0
-    # Samples of a step, from which the throughput follows.
+    # Samples per step, for the throughput.
     samples: int = 0
     # Offloaded state and its traffic; then `working` is included in the activations.
     moved: TierTraffic | None = None
@@ -333,7 +333,7 @@ class Scorer:
         return attention_sends(plan, self.facts.model)
 
     def _dealt_of(self, stages: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
-        """Blocks and share of the work of each stage; the last one has head and loss."""
+        """Blocks of each stage, and its share of the work; the last stage has head and loss."""
         parts, outside = self.facts.parts, self.facts.outside
         costs = [part.forward_s + part.backward_s for part in parts]
         costs[-1] += outside.forward_s + outside.backward_s
@@ -383,7 +383,7 @@ class Scorer:
 
 
 def quick_cut(costs: Sequence[float], parts: int) -> list[int]:
-    """Splits a chain into consecutive parts that minimize the largest cost, by bisection."""
+    """Splits a chain into consecutive parts so that the largest cost is minimal, by bisection."""
     # `partition_chain` also finds the most even cut, in quadratic time.
     low, high = max(costs), sum(costs)
     best = _filled(costs, parts, high)

@@ -355,8 +355,8 @@ def _with_written_clips(folder: Path) -> Iterator[None]:
         raise
     except GulliverError as error:
         raise GulliverError(
-            f"{error}; finished clips stay in {folder} without a table, and the same command "
-            "continues"
+            f"{error}; finished clips stay in {folder} without a table; run the same command to "
+            "continue"
         ) from error
 
 

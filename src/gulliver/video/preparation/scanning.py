@@ -47,7 +47,7 @@ class ScanResult:
 
     table: Table
     broken: list[tuple[str, str]]
-    # Number of other files, by suffix.
+    # Number of files that are not clips, by suffix.
     ignored: Counter[str]
 
 

@@ -188,8 +188,6 @@ def _loaded(point: EntryPoint) -> Scorer:
         function = point.load()
     except Exception as error:
         raise GulliverError(f"{where} cannot be imported: {_one_line(error)}") from error
-    if not callable(function):
-        raise GulliverError(f"{where} is not a function: its entry point refers to {function!r}")
     return function
 
 
@@ -210,7 +208,7 @@ def score(
         workers: threads; 0 uses one per core.
 
     Raises:
-        GulliverError: an unknown scorer.
+        GulliverError: a scorer is unknown.
     """
     scorers, out = find_scorers(names), Path(out or table.path)
     check_suffix(out)

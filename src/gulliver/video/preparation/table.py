@@ -61,8 +61,8 @@ class Table:
         """Reads a .parquet or .csv file.
 
         Raises:
-            GulliverError: it is missing or unreadable, has no column `path`, a duplicate column, or
-                a numeric column with other values.
+            GulliverError: the file is missing or unreadable, lacks a column `path`, has a duplicate
+                column, or other values in a numeric column.
         """
         path = Path(path)
         if path.is_dir():
@@ -166,7 +166,7 @@ class Table:
         if same and self.stamp is not None and stamp_of(path) not in (None, self.stamp):
             raise GulliverError(
                 f"{path} was changed by hand or by another step since it was read, and is not "
-                "replaced; results are kept, and the same command continues"
+                "replaced; results are kept; run the same command to continue"
             )
 
     def _moved(self, path: Path) -> Table:
