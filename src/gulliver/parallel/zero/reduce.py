@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gulliver.comm.collectives import Group, Handle, all_reduce, group_size, reduce_scatter
 from gulliver.comm.groups import ALONE
-from gulliver.comm.host import Terms, host_team
+from gulliver.comm.host import host_team
 from gulliver.comm.watchdog import Purpose
 from gulliver.errors import GulliverError
 from gulliver.memory.chunk import Chunk, ReducedGradient
@@ -535,8 +535,8 @@ class GradientSender:
             layout, placed = chunk.layout, chunk.gradients.lend()
             found = [(s.start, placed.get(s.name), s.end) for s in layout.by_address]
             incoming = chunk.gradients.take_reduced()
-            terms = Terms(found, layout.size, chunk.dtype)
-            return incoming, Handle(team.reduce_terms(incoming, terms, why))
+            work = team.reduce_terms(incoming, found, layout.size, chunk.dtype, why)
+            return incoming, Handle(work)
         gradient, dtype = chunk.gradients.buffer, chunk.master_shard.dtype
         assert gradient is not None
         whole = chunk.layout.parts == 1
