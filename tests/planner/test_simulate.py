@@ -74,7 +74,7 @@ def test_step_tends_to_its_messages_on_slow_links_and_to_its_compute_on_fast_one
     grid = Grid(Axes(data=4), stage, chunk_mb=4)
     fast, slowest = scorer(4, slow(4, 1e14)), scorer(4, slow(4, 1e7))
     compute = sum(fast.passes(grid)) + fast.update(grid)
-    assert simulate_step(fast, grid) == pytest.approx(compute, rel=0.05)
+    assert compute <= simulate_step(fast, grid) < 1.1 * compute  # launches of messages
     whole = facts().item * facts().trained
     line = slowest.links(grid.axes)["replicas"]
     once = collective_seconds(line, "all_gather", whole)

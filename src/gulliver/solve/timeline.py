@@ -21,7 +21,7 @@ class Act(Enum):
 
     COMPUTE = auto()
     START = auto()
-    """Starts a message, and goes on."""
+    """Starts a message without waiting for it."""
     WAIT = auto()
     """Waits for the end of a message, and for `seconds` more."""
     MARK = auto()
