@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from gulliver.schedule import Estimator, JobCluster
+from gulliver.schedule import JobCluster
 from gulliver.schedule.classic import Pollux
+from gulliver.schedule.estimates import Estimator
 from gulliver.schedule.state import Allotment, Decision, FreeSlots, JobState, Policy, View
 
 

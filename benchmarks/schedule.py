@@ -20,14 +20,8 @@ import tyro
 from benchmarks._harness import Report, at_least, at_most, finish
 from benchmarks._schedule_baselines import Optimus, PolluxInRounds
 from benchmarks._schedule_ones import Ones
-from gulliver.schedule import (
-    Estimator,
-    Policy,
-    Rollout,
-    Summary,
-    generate,
-    simulate,
-)
+from gulliver.schedule import Policy, Rollout, Summary, generate, simulate
+from gulliver.schedule.estimates import Estimator
 from gulliver.schedule.policies import make_policy
 
 Part = Literal["kinds", "artifact"]

@@ -26,8 +26,9 @@ from benchmarks._harness import Report, alternate, at_least, at_most, finish
 from gulliver.data.clips import upright_frames
 from gulliver.errors import GulliverError
 from gulliver.video.config import CutSettings
-from gulliver.video.preparation import Table, cut, deduplicate, scan
+from gulliver.video.preparation import Table, cut, scan
 from gulliver.video.preparation.cutting import CutReport
+from gulliver.video.preparation.deduplication import deduplicate
 
 Part = Literal["cuts", "dedup", "filter"]
 PARTS: tuple[Part, ...] = ("cuts", "dedup", "filter")

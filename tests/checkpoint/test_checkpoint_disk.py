@@ -25,11 +25,10 @@ from gulliver.checkpoint.writing import PartsSaver, write_single
 from gulliver.comm import World
 from gulliver.errors import GulliverError
 from gulliver.io.python_engine import PythonEngine
-from gulliver.memory import before_write
 from gulliver.memory.buffers import PARAMETERS
 from gulliver.memory.manager import Manager
 from gulliver.memory.parts import Part
-from gulliver.memory.pending import add_read_lock, drop_read_lock, storage_of
+from gulliver.memory.pending import add_read_lock, before_write, drop_read_lock, storage_of
 from gulliver.memory.stores import DiskStore
 from tests.covering import some
 from tests.guarded import guarded

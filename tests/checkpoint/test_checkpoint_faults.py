@@ -49,8 +49,8 @@ from gulliver.io.engine import Call
 from gulliver.io.files import named_errors
 from gulliver.io.native import native_problem
 from gulliver.io.python_engine import PythonEngine
-from gulliver.memory import before_write
 from gulliver.memory.parts import Part
+from gulliver.memory.pending import before_write
 from tests.covering import some
 from tests.guarded import guarded
 from tests.killtest import Options, run_kills

@@ -22,7 +22,7 @@ from gulliver.errors import GulliverError
 from gulliver.memory.host import HostStore
 from gulliver.plan import Plan
 from tests.data_centric.data_centric_costs import line_costs
-from tests.data_centric.data_centric_runs import KINDS, Case, errors, trained
+from tests.data_centric.data_centric_runs import KINDS, Case, errors
 from tests.memory.test_memory_stores import LateCopier
 from tests.pool import Pool
 
@@ -76,21 +76,6 @@ def test_gradients_at_the_least_limit_are_those_of_one_process(
     idle = _assert_exact(found, CASES[ranks])
     assert ranks != 2 or idle, "some rank had nothing to do in some step"
     assert not list(tmp_path.iterdir()), "nothing is left on the disk"
-
-
-@pytest.mark.deadline(120)
-def test_limited_run_resumes_with_other_ranks(pool: Pool, tmp_path: Path) -> None:
-    saved, disk = tmp_path / "saved", str(tmp_path)
-    saved.mkdir()
-    whole, weights, _ = pool.run(trained, 2, "", 2)[0]
-    curve: list[Any] = []
-    for ranks, steps in ((2, 1), (3, 1)):
-        found = pool.run(trained, ranks, str(saved), steps, disk=disk)
-        curve += found[0][0]
-        assert all(rank[0] == found[0][0] for rank in found)
-    assert [samples for samples, _ in curve] == [samples for samples, _ in whole]
-    assert max(abs(a - b) for (_, a), (_, b) in zip(curve, whole, strict=True)) < 1e-10
-    assert max(float((found[0][1][n] - w).abs().max()) for n, w in weights.items()) < 1e-10
 
 
 def _net() -> nn.Module:

@@ -7,11 +7,9 @@ import runpy
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pytest
 import torch
 
-from criteo import Clicks, CriteoFile, power_law, write_criteo
+from criteo import Clicks, CriteoFile
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = [50, 7, *[20] * 24]
@@ -26,25 +24,6 @@ def test_a_line_is_read_by_the_format_s_rules(tmp_path: Path) -> None:
     assert clicks.labels.tolist() == [1.0, 1.0]
     assert torch.allclose(clicks.numbers[0, :3], torch.tensor([4.0, 1.0, 1.0]).log())
     assert clicks.ids[0, :3].tolist() == [0x3A % 49 + 1, 0, 0xFF % 19 + 1]
-
-
-def test_generated_click_log_is_complete_and_reproducible(tmp_path: Path) -> None:
-    one, two = (write_criteo(tmp_path / name, 300, ROWS, seed=3) for name in ("a", "b"))
-    assert one.read_bytes() == two.read_bytes()
-    batches = list(CriteoFile(one, ROWS, 128))
-    assert [len(batch.labels) for batch in batches] == [128, 128, 44]
-    ids = torch.cat([batch.ids for batch in batches])
-    assert ((ids >= 1) & (ids < torch.tensor(ROWS))).all()
-
-
-def test_a_power_law_has_the_frequencies_that_it_says() -> None:
-    draw, rows = np.random.default_rng(0), 1000
-    for exponent in (1.0, 1.2):
-        found = np.bincount(power_law(draw, rows, 400_000, exponent), minlength=rows)
-        edges = np.arange(1, rows + 2, dtype=float)
-        mass = np.log(edges) if exponent == 1 else edges ** (1 - exponent)
-        expected = 400_000 * np.diff(mass) / (mass[-1] - mass[0])
-        assert (np.abs(found - expected) < 6 * np.sqrt(expected)).all()
 
 
 def test_a_recommender_learns_the_same_with_a_small_cache_and_with_torch_s_table(
@@ -91,13 +70,3 @@ class _Tables(torch.nn.Module):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return self.table((ids + self.firsts).view(-1, 1)).view(*ids.shape, -1)
-
-
-def test_the_area_under_the_curve_is_the_share_of_pairs_in_order() -> None:
-    auc = runpy.run_path(str(ROOT / "examples" / "dlrm.py"))["auc"]
-    for seed in range(10):
-        torch.manual_seed(seed)
-        scores, labels = torch.randint(0, 9, (40,)).float(), torch.randint(0, 2, (40,)).float()
-        ones, zeros = scores[labels == 1], scores[labels == 0]
-        pairs = (ones[:, None] > zeros).double() + 0.5 * (ones[:, None] == zeros).double()
-        assert auc(scores, labels) == pytest.approx(pairs.mean().item())

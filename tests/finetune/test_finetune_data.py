@@ -14,20 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gulliver.errors import GulliverError
-from gulliver.finetune import (
-    BadRow,
-    DataConfig,
-    Example,
-    Row,
-    TextData,
-    load_tokenizer,
-    read_rows,
-    read_text,
-    recognise,
-    split,
-)
+from gulliver.finetune import DataConfig, Example, Row, load_tokenizer, read_text, split
 from gulliver.finetune.encode import Encoder
-from gulliver.finetune.rows import TextSample
+from gulliver.finetune.rows import BadRow, TextSample, read_rows, recognise
+from gulliver.finetune.texts import TextData
 from tests.texts import FORGETFUL, MARKED, PLAIN, STRICT, tokenizer_of
 
 CHAT = [

@@ -15,7 +15,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from gulliver.errors import GulliverError
-from gulliver.finetune import check_finetune, finetune, make_example
+from gulliver.finetune import finetune, make_example
+from gulliver.finetune.config import check_finetune
 from gulliver.finetune.prepare import FinetuneRun
 from gulliver.finetune.result import NO_BETTER
 from gulliver.finetune.step import FinetuneStep

@@ -15,8 +15,9 @@ pytest.importorskip("av")
 from gulliver.dreambooth.trainer import dreambooth
 from gulliver.errors import GulliverError
 from gulliver.models import VideoAutoencoder
-from gulliver.video import DataConfig, TrainAutoencoderConfig, TrainConfig, run_autoencoder
+from gulliver.video import DataConfig, TrainAutoencoderConfig, TrainConfig
 from gulliver.video.autoencoder_config import AutoencoderDataConfig
+from gulliver.video.autoencoders.job import run_autoencoder
 from gulliver.video.config import EncodeConfig
 from gulliver.video.planned_training import train
 from gulliver.video.preparation.encoding import encode

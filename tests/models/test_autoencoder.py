@@ -13,10 +13,11 @@ from gulliver.data import Bucket
 from gulliver.errors import GulliverError
 from gulliver.models import VideoAutoencoder
 from gulliver.models.autoencoder import CausalConv3d, fold, unfold
-from gulliver.video import Run, load_autoencoder, train_autoencoder
+from gulliver.video import Run, load_autoencoder
 from gulliver.video.config import AutoencoderConfig
 from gulliver.video.digits import MovingDigits
 from gulliver.video.public_models import save_autoencoder
+from gulliver.video.sources import train_autoencoder
 
 
 def test_the_folded_convolution_is_conv3d_forward_and_backward() -> None:

@@ -14,8 +14,8 @@ from gulliver.checkpoint import save_huggingface
 from gulliver.checkpoint.files import write_tensors
 from gulliver.errors import GulliverError
 from gulliver.models import MMDiT, STDiT, STDiT2, STDiT3
-from gulliver.video import CachedTextEncoder, TextPair, check_encoder, load_model, load_text_encoder
-from gulliver.video.text_encoders import ClipTextEncoder, T5TextEncoder, WordEncoder
+from gulliver.video import CachedTextEncoder, TextPair, load_model, load_text_encoder
+from gulliver.video.text_encoders import ClipTextEncoder, T5TextEncoder, WordEncoder, check_encoder
 
 WORDS = ["<pad>", "</s>", "<unk>", "<s>", "a", "cat", "on", "the", "roof", "runs"]
 CAPTIONS = ["a cat", "the cat runs on the roof", "a dog"]

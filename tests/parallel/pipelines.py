@@ -10,14 +10,8 @@ from torch import Tensor, nn
 
 from gulliver.comm import World
 from gulliver.comm.groups import ALONE, RankGroup
-from gulliver.parallel.pipeline import (
-    Pipeline,
-    checkpoint_blocks,
-    cut,
-    make_stage,
-    stack_of,
-    stages_by_rank,
-)
+from gulliver.parallel.pipeline import Pipeline, cut, make_stage, stack_of, stages_by_rank
+from gulliver.parallel.pipeline.stage import checkpoint_blocks
 from tests.hybrid import hybrid_models
 from tests.references import computed_once
 

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
-
 import pytest
 import torch
-from benchmarks._live_bytes import LiveBytes
 from torch import Tensor, nn
 
 from gulliver.errors import GulliverError
@@ -96,47 +92,6 @@ def test_a_stream_is_trained_segment_by_segment_with_the_gradients_of_the_whole(
             torch.autograd.grad(loss, clip, retain_graph=True)
             gradients = torch.autograd.grad(loss, inputs, allow_unused=True)
             torch.testing.assert_close(gradients, wanted, rtol=1e-9, atol=1e-10)
-
-
-def _trained_growth(network: VideoAutoencoder, segments: bool) -> int:
-    """Returns how many bytes 64 more frames take, besides their own."""
-    peaks = []
-    for frames in (29, 93):
-        gc.collect()
-        with LiveBytes() as live:
-            clip = torch.zeros(1, 3, frames, 48, 48)
-            parts = clip.split([5] + [8] * ((frames - 5) // 8), 2)
-            moments = stream_trained(network.moments, parts) if segments else network.moments(clip)
-            moments.square().sum().backward()
-        peaks.append(live.peak - clip.nbytes)
-    return peaks[1] - peaks[0]
-
-
-def test_the_peak_of_training_through_a_stream_grows_with_the_borders_alone() -> None:
-    network = VideoAutoencoder(width=16, depth=2)
-    for parameter in network.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    assert _trained_growth(network, True) < 0.25 * _trained_growth(network, False)
-
-
-def _peak(network: nn.Module, frames: int) -> int:
-    def clips() -> Iterator[Tensor]:
-        yield torch.zeros(1, 3, 1, 8, 8)
-        for _ in range((frames - 1) // 8):
-            yield torch.zeros(1, 3, 8, 8, 8)
-
-    gc.collect()
-    with torch.no_grad(), LiveBytes() as live:
-        for latents in stream_encode(network, clips()):
-            for _ in stream_decode(network, [latents]):
-                pass
-    return live.peak
-
-
-def test_the_peak_of_a_streamed_clip_does_not_grow_with_its_length() -> None:
-    network = VideoAutoencoder(width=16)
-    assert _peak(network, 257) == _peak(network, 33)
-    assert _peak(network, 33) < _peak(network, 17) * 1.2
 
 
 def test_non_causal_functions_are_rejected_in_streams() -> None:

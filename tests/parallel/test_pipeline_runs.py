@@ -15,7 +15,6 @@ from gulliver.errors import GulliverError
 from gulliver.parallel.pipeline import (
     STYLES,
     Pipeline,
-    checkpoint_blocks,
     cut,
     make_stage,
     split,
@@ -24,6 +23,7 @@ from gulliver.parallel.pipeline import (
 )
 from gulliver.parallel.pipeline.schedules import predict
 from gulliver.parallel.pipeline.stack import block_costs
+from gulliver.parallel.pipeline.stage import checkpoint_blocks
 from tests.hybrid import hybrid_models
 from tests.parallel.pipelines import (
     BAR,

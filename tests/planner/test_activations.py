@@ -20,11 +20,12 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from gulliver.errors import GulliverError
-from gulliver.memory import activation_peak, block_activations, offload_activations
+from gulliver.memory import activation_peak, offload_activations
 from gulliver.memory.activations import ActivationOffload
 from gulliver.memory.buffers import ACTIVATIONS, PARAMETERS
 from gulliver.memory.manager import Manager
 from gulliver.memory.stores import DiskStore, ManagedTensor
+from gulliver.memory.symbolic import block_activations
 from gulliver.solve import Choice, choose_activations
 from gulliver.solve.activations import BlockActivations, PassCosts, activations_peak, least_room
 from tests.operators.test_footprint import Gpt

@@ -16,20 +16,20 @@ from gulliver.hardware import Scaling, fit_scaling
 from gulliver.hardware.scaling import batch_efficiency, best_batch
 from gulliver.schedule import (
     Decision,
-    Estimator,
     Job,
     JobCluster,
     Policy,
     Result,
     Rollout,
     View,
-    bound_of,
     generate,
     simulate,
     why,
 )
 from gulliver.schedule.classic import Tiresias
+from gulliver.schedule.estimates import Estimator
 from gulliver.schedule.policies import POLICIES, make_policy
+from gulliver.schedule.simulator import bound_of
 from gulliver.schedule.state import Allotment
 from gulliver.solve.allocation import allocate, fluid_bound
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from gulliver.hardware import Scaling
-from gulliver.schedule import Estimator, Job, JobCluster, View
+from gulliver.schedule import Job, JobCluster, View
+from gulliver.schedule.estimates import Estimator
 from gulliver.schedule.policies import futures_of
 from gulliver.schedule.state import JobState
 

@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from gulliver.cli.dispatch import run
@@ -40,21 +39,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     small().save_pretrained(path)
     tokenizer_of().save_pretrained(path)
     return path
-
-
-def test_arrivals_are_a_poisson_process_of_the_seed() -> None:
-    load = Load("http://x", requests=4000, rate=25.0, seed=3)
-    made = arrivals(load)
-    assert made == arrivals(load)
-    assert made != arrivals(Load("http://x", requests=4000, rate=25.0, seed=4))
-    gaps = np.diff([arrival.at for arrival in made])
-    # Exponential: mean and standard deviation 1/25, and the share over the mean is 1/e.
-    assert gaps.mean() == pytest.approx(0.04, rel=0.06)
-    assert gaps.std() == pytest.approx(0.04, rel=0.1)
-    assert (gaps > 0.04).mean() == pytest.approx(math.exp(-1), abs=0.03)
-    assert all(16 <= len(arrival.prompt.split()) <= 256 for arrival in made)
-    assert {arrival.max_tokens for arrival in made} == set(range(16, 129))
-    assert {a.at for a in arrivals(Load("http://x", requests=5))} == {0.0}
 
 
 def test_figures_are_those_of_the_times() -> None:

@@ -24,11 +24,7 @@ from gulliver.data.table import ClipTable
 from gulliver.errors import GulliverError
 from gulliver.jobs.log import Log, derive
 from gulliver.models import VideoAutoencoder
-from gulliver.video import (
-    TrainAutoencoderConfig,
-    load_autoencoder,
-    run_autoencoder,
-)
+from gulliver.video import TrainAutoencoderConfig, load_autoencoder
 from gulliver.video.autoencoder_config import (
     AutoencoderDataConfig,
     AutoencoderLossConfig,
@@ -36,6 +32,7 @@ from gulliver.video.autoencoder_config import (
 )
 from gulliver.video.autoencoders import AutoencoderTrainer
 from gulliver.video.autoencoders.clips import make_sources
+from gulliver.video.autoencoders.job import run_autoencoder
 from gulliver.video.autoencoders.losses import PatchDiscriminator
 from gulliver.video.digits import MovingDigits
 from gulliver.video.media import read_frames, write_clip

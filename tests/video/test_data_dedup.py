@@ -15,9 +15,9 @@ pytest.importorskip("pyarrow")
 
 from gulliver.cli.dispatch import main
 from gulliver.errors import GulliverError
-from gulliver.video.preparation import Table, deduplicate, scan, score
+from gulliver.video.preparation import Table, scan, score
 from gulliver.video.preparation import deduplication as _dedup
-from gulliver.video.preparation.deduplication import Deduplicated
+from gulliver.video.preparation.deduplication import Deduplicated, deduplicate
 from tests.video.messy_clips import (
     H264,
     H264_POOR,

@@ -240,7 +240,8 @@ class CheckpointIO:
             checkpointer.about["plan"] = self._running().plan.to_values()
         begun = checkpointer.save(step, content)
         first = begun and checkpointer.saves == 1 and checkpointer.rank == 0
-        if first and limit is not None and self.plugin.verbose:
+        limited = limit is not None or checkpointer.when_busy == "skip"
+        if first and limited and self.plugin.verbose:
             print(f"checkpoints in {folder} use {checkpointer.held}", flush=True)
         if not use_async:
             checkpointer.wait()

@@ -53,6 +53,8 @@ class Saved:
     copied_s: float
     # Seconds from the start until the step was complete.
     total_s: float
+    # Steps skipped since the save before this one (``when_busy="skip"``).
+    skipped: int = 0
 
 
 @dataclass
@@ -85,6 +87,7 @@ class Save:
     save_id: str
     """Id of this save, the same on all ranks."""
     begun: float
+    skipped: int = 0
     snapshot: Snapshot | None = None
     engine: Engine | None = None
     is_ring: bool = False
@@ -102,6 +105,7 @@ class Save:
             self.snapshot.stall_s,
             self.snapshot.copied_s or 0.0,
             time.perf_counter() - self.begun,
+            self.skipped,
         )
 
 
@@ -120,7 +124,6 @@ def agree_on_save(
         # Raised once; the next call saves again.
         raise own.failure or GulliverError(f"rank {failures[0][0]} failed: {failures[0][1]}")
     if not problems:
-        log.warning("step %d is not saved: the step before is still being written", step)
         return None
     problem = own.problem or GulliverError(f"step {step}: rank {problems[0][0]}: {problems[0][1]}")
     if raises:
@@ -146,6 +149,8 @@ QUEUE = 2**18
 """Number of pages that may be queued, enough for 1 TiB of state."""
 MIB = 2**20
 LIMIT = "memory_limit"
+NICE = int(os.environ.get("CKPT_NICE", 10))
+"""Niceness of the threads that copy: they use the time that training's threads leave."""
 GROWTH = 32
 """Pages by which the shadow grows at a time; earlier pages are used meanwhile."""
 
@@ -173,7 +178,10 @@ class AsyncCheckpointer:
         memory_limit: bytes of host memory for a rank's copy; None for the available memory.
         on_error: reaction to a failure: ``raise`` raises it from the next call, ``warn`` logs it
             and continues.
-        when_busy: behavior of `save` while a step is still being written: ``wait`` or ``skip``.
+        when_busy: behavior of `save` while a step is still being written. ``wait`` waits for it.
+            ``skip`` skips the new step, so that `save` may be called at every step: one state is in
+            memory at a time, training never waits for the disk of a shadow, and the newest state is
+            saved once the writer is free. Skipped steps are counted in `skipped` and `last`.
         group: ranks that save together; None for all.
         engine: I/O engine; None for the best one on this machine. A given engine keeps its pool
             size.
@@ -239,7 +247,8 @@ class AsyncCheckpointer:
         self._snapshot: Snapshot | None = None
         self._failure: Exception | None = None
         self._caught: set[str] = set()
-        self.saves = 0
+        self.saves = self.skipped = 0
+        self._skipped_before = 0
         self._stalled = 0.0
         self._finalize = weakref.finalize(self, self._lock.release)
         install_hooks()
@@ -293,8 +302,19 @@ class AsyncCheckpointer:
         if save_id is None:
             return False
         assert collected is not None
-        self._start(Save(step, save_id, begun), collected)
+        skipped, self._skipped_before = self.skipped - self._skipped_before, self.skipped
+        self._start(Save(step, save_id, begun, skipped), collected)
         return True
+
+    def _skip(self, step: int) -> None:
+        """Counts a skipped step; only the first one is logged."""
+        if not self.skipped and self.rank == 0:
+            log.warning(
+                "step %d is not saved: the step before is still being written; with "
+                "when_busy='skip' the newest step is saved next, and skipped steps are counted",
+                step,
+            )
+        self.skipped += 1
 
     def _check_process(self) -> None:
         """Rejects calls in a forked process, which lacks the threads and would wait forever."""
@@ -355,6 +375,8 @@ class AsyncCheckpointer:
         finally:
             if save_id is None and status.begun:
                 self.folder.discard(step)
+        if not (save_id or any(each["failure"] or each["problem"] for each in every)):
+            self._skip(step)
         return save_id
 
     def _start(self, save: Save, collected: RankContent) -> None:
@@ -400,11 +422,15 @@ class AsyncCheckpointer:
         size = self._ring_pages * PAGE if is_ring else needed
         kind = "ring" if is_ring else "shadow"
         self.held = f"a {kind} of {size / MIB:.0f} MiB of host memory per rank: {reason}"
+        if self.when_busy == "skip":
+            self.held += "; one state at a time, since a second would wait for the same disk"
         return is_ring
 
     def _ready_engine(self) -> Engine:
         if self._engine is None:
-            self._engine = default_engine(page_bytes=PAGE, pages=self._ring_pages, queue=QUEUE)
+            self._engine = default_engine(
+                page_bytes=PAGE, pages=self._ring_pages, queue=QUEUE, nice=NICE
+            )
             if self.rank == 0:
                 log.info("checkpoints: %s, %s", self._engine.kind, self.held)
         return self._engine

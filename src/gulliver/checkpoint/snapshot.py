@@ -252,6 +252,7 @@ class Snapshot:
         self._tickets: dict[str, list[Ticket | CopyTicket]] = {}
         self._copy_tickets: list[CopyTicket] = []
         self._files: dict[str, File] = {}
+        self._engine: Engine | None = None
         self._mapped, self._gone = FileMappings(), defaultdict[int, list[tuple[int, int]]](list)
         self.devices: set[torch.device] = set()
         """Devices of the sources, other than the host."""
@@ -337,6 +338,7 @@ class Snapshot:
 
     def submit(self, engine: Engine, folder: Path, copy_stream: CopyStream | None = None) -> None:
         """Creates the files and submits their pages; `release` waits for the copies."""
+        self._engine = engine
         try:
             for name, image in self.images.items():
                 self._files[name] = engine.create(folder / name, image.nbytes)
@@ -417,6 +419,9 @@ class Snapshot:
             wanted = self._waiting.keys() & storages if storages is not None else self._waiting
             # They stay listed until they are copied, so that other threads wait for them too.
             waited = {key: self._waiting[key] for key in wanted}
+        if waited and self._engine is not None:
+            # The caller is held up, so it copies, too: copiers run at a lower priority.
+            self._engine.copy_now(ticket for tickets in waited.values() for ticket in tickets)
         for tickets in waited.values():
             for ticket in tickets:
                 _wait_copied(ticket)

@@ -440,6 +440,8 @@ class Search(Options):
     what_if: tuple[str, ...] = ()
     """Changes of the cluster to compare, such as link=400Gb inner=900GB memory=141GiB
     flops=x1.5."""
+    weak_scaling: bool = False
+    """Also simulate the fastest grid on fewer replicas, each with as many samples."""
     price_per_hour: Annotated[float | None, POSITIVE] = None
     """Hourly price of a device; also prints the cost of a trillion tokens."""
     watts: Annotated[float | None, POSITIVE] = None

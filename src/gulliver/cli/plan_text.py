@@ -24,6 +24,7 @@ from gulliver.planner.search.grids import (
     saved_by_a_gib,
 )
 from gulliver.planner.search.score import Scored
+from gulliver.planner.search.simulate import ScalingPoint
 
 SIZES = (1, 2, 4, 8, 16)
 ADDED_UP = ("row", "vocabulary")
@@ -138,6 +139,8 @@ class Answer:
     changed: Found | None = None
     # Decision about a module; None if none was requested.
     why: ModuleDecision | None = None
+    # The fastest grid on fewer replicas; empty if not requested.
+    scaling: tuple[ScalingPoint, ...] = ()
 
 
 # Text that `gulliver plan MODEL` prints.
@@ -350,6 +353,7 @@ def _after(answer: Answer, options: Search) -> list[str]:
         )
     if answer.changed is not None:
         lines += _changes(found, answer.changed)
+    lines += scaling_lines(answer.scaling)
     if found.best:
         lines += _costs(found.best[0], found.cluster.size, answer.subject.tokens, options)
     return lines
@@ -364,6 +368,17 @@ def _inference(found: Found, sample: str) -> str:
         f"KV cache: {size_text(facts.cached)} per sample ({sample}); with the parameters, over all "
         f"ranks that share a model, by batch size: {sizes}"
     )
+
+
+def scaling_lines(points: Sequence[ScalingPoint]) -> list[str]:
+    lines = ["weak scaling, simulated with as many samples for each replica:"] if points else []
+    for point in points:
+        grid, size = point.grid, f"{point.grid.axes.size:,} ranks"
+        chosen = f", chunks of {grid.chunk_mb} MiB" if grid.chunk_mb else ""
+        chosen += f", torus {' x '.join(map(str, point.torus))}" if point.torus else ""
+        step = seconds_text(point.seconds)
+        lines.append(f"{size:>14}: {step} a step, efficiency {point.efficiency:.1%}{chosen}")
+    return lines
 
 
 def _changes(found: Found, changed: Found) -> list[str]:

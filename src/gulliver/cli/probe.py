@@ -38,7 +38,12 @@ from gulliver.comm.torus import Torus, make_axes
 from gulliver.comm.world import World, init_world
 from gulliver.errors import GulliverError
 from gulliver.hardware.cluster import Along, Axis, Cluster, Curve, Device, Disk
-from gulliver.hardware.links import probe_collectives, probe_links, proposed_axes
+from gulliver.hardware.links import (
+    probe_collectives,
+    probe_links,
+    proposed_axes,
+    with_collectives,
+)
 from gulliver.hardware.probe import forget_seconds, kept_path, probe_device, probe_disk
 from gulliver.io.engine import Engine
 from gulliver.io.files import named_errors, require_space
@@ -241,7 +246,7 @@ def _with_collectives(
     if len(axes) > 1:
         found[0].append(measured(named.torus(flat=True)))
     return tuple(
-        replace(axis, link=replace(axis.link, along=tuple(along)))
+        replace(axis, link=with_collectives(axis.link, along))
         for axis, along in zip(axes, found, strict=True)
     )
 

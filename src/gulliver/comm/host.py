@@ -45,34 +45,6 @@ _GATHER, _SUM = 0, 1
 _teams: WeakKeyDictionary[Any, HostTeam | None] = WeakKeyDictionary()
 
 
-class Terms:
-    """An operand whose elements are in several contiguous tensors, and zeros elsewhere."""
-
-    def __init__(
-        self, found: Iterable[tuple[int, Tensor | None, int]], size: int, dtype: torch.dtype
-    ) -> None:
-        """Lists runs of elements.
-
-        Args:
-            found: start, tensor and end of each run, in order; a tensor of None means zeros.
-            size: elements of the operand.
-            dtype: dtype of the tensors.
-        """
-        self.dtype, self.nbytes = dtype, size * dtype.itemsize
-        self.tensors: list[Tensor] = []
-        # Address and end of each run, in bytes; runs of zeros have no address.
-        self.runs: list[int] = []
-        last = 0
-        for start, tensor, end in (*found, (size, None, size)):
-            if start > last:
-                self.runs += 0, start * dtype.itemsize
-            if tensor is not None:
-                self.tensors.append(tensor)
-            if end > start:
-                self.runs += 0 if tensor is None else tensor.data_ptr(), end * dtype.itemsize
-            last = end
-
-
 class HostWork:
     """An operation in flight."""
 
@@ -118,18 +90,38 @@ class HostTeam:
         cpu = input.device.type == "cpu"
         return cpu and op != "max" and (input.dtype, output.dtype) in _DTYPES
 
-    def reduce_terms(self, output: Tensor, terms: Terms, purpose: Purpose) -> HostWork:
-        """Averages terms that each rank has in several tensors.
+    def reduce_terms(
+        self,
+        output: Tensor,
+        terms: Iterable[tuple[int, Tensor | None, int]],
+        size: int,
+        dtype: torch.dtype,
+        purpose: Purpose,
+    ) -> HostWork:
+        """Averages an operand whose elements are in several contiguous tensors.
 
         Args:
             output: this rank's part of the mean.
-            terms: this rank's terms.
+            terms: start, tensor and end of each run of elements, in order; None, and gaps between
+                runs, are zeros.
+            size: elements of the operand.
+            dtype: dtype of the tensors.
             purpose: see `reduce_scatter`.
         """
-        tag, nbytes = self._tag(purpose), terms.nbytes // self.size
+        # Address and end of each run, in bytes; those without an address are zeros.
+        runs, last, tensors = list[int](), 0, list[Tensor]()
+        for start, tensor, end in (*terms, (size, None, size)):
+            if start > last:
+                runs += 0, start * dtype.itemsize
+            if tensor is not None:
+                tensors.append(tensor)
+            if end > start:
+                runs += 0 if tensor is None else tensor.data_ptr(), end * dtype.itemsize
+            last = end
+        nbytes = size * dtype.itemsize // self.size
         count_sent(nbytes * (self.size - 1))
-        kind = _SUM, _DTYPES[terms.dtype, output.dtype], True, False
-        return self._post(kind, terms.tensors, output, nbytes, tag, False, terms.runs)
+        kind = _SUM, _DTYPES[dtype, output.dtype], True, False
+        return self._post(kind, tensors, output, nbytes, self._tag(purpose), False, runs)
 
     def reduce_scatter(self, output: Tensor, input: Tensor, op: str, purpose: Purpose) -> HostWork:
         count_sent(input.nbytes * (1 - 1 / self.size))

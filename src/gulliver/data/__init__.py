@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from gulliver.data.buckets import BucketConfig
     from gulliver.data.clips import Bucket
     from gulliver.data.documents import document_shapes, pack_documents
-    from gulliver.data.loader import DataLoader, StagingOptions
+    from gulliver.data.loader import DataLoader
     from gulliver.data.records import STYLES
     from gulliver.data.sampler import BucketSampler, ResumableSampler, Step
     from gulliver.data_centric.costs import Samples, Seconds, Tokens
@@ -25,7 +25,6 @@ __all__ = [
     "ResumableSampler",
     "Samples",
     "Seconds",
-    "StagingOptions",
     "Step",
     "Tokens",
     "document_shapes",
@@ -38,7 +37,7 @@ __getattr__, __dir__ = lazy_exports(
         "gulliver.data.buckets": ["BucketConfig"],
         "gulliver.data.clips": ["Bucket"],
         "gulliver.data.documents": ["document_shapes", "pack_documents"],
-        "gulliver.data.loader": ["DataLoader", "StagingOptions"],
+        "gulliver.data.loader": ["DataLoader"],
         "gulliver.data.records": ["STYLES"],
         "gulliver.data.sampler": ["BucketSampler", "ResumableSampler", "Step"],
         "gulliver.data_centric.costs": ["Samples", "Seconds", "Tokens"],

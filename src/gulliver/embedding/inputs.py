@@ -14,7 +14,6 @@ from torch import Tensor
 
 from gulliver.errors import GulliverError, nearest
 
-INTEGERS = (torch.int64, torch.int32)
 Given = Tensor | Mapping[str, Tensor]
 
 
@@ -60,6 +59,8 @@ class Bags:
 
 
 def check_ids(table: Table, ids: Tensor) -> None:
+    if ids.is_floating_point():
+        raise GulliverError(f"table {table.name!r}: ids must be integers, not {ids.dtype}")
     if not ids.numel():
         return
     low, high = (int(edge) for edge in ids.aminmax())

@@ -10,33 +10,26 @@ from gulliver._lazy import lazy_exports
 
 if TYPE_CHECKING:
     from gulliver.finetune.batches import make_batches, packing_support
-    from gulliver.finetune.config import DataConfig, FinetuneConfig, check_data, check_finetune
+    from gulliver.finetune.config import DataConfig, FinetuneConfig
     from gulliver.finetune.encode import Example, load_tokenizer, split
     from gulliver.finetune.example import make_example
     from gulliver.finetune.finetuner import finetune
-    from gulliver.finetune.rows import BadRow, Form, Row, read_rows, recognise
-    from gulliver.finetune.texts import TextData, read_text
+    from gulliver.finetune.rows import Row
+    from gulliver.finetune.texts import read_text
     from gulliver.jobs.loop import Outcome
 
 __all__ = [
-    "BadRow",
     "DataConfig",
     "Example",
     "FinetuneConfig",
-    "Form",
     "Outcome",
     "Row",
-    "TextData",
-    "check_data",
-    "check_finetune",
     "finetune",
     "load_tokenizer",
     "make_batches",
     "make_example",
     "packing_support",
-    "read_rows",
     "read_text",
-    "recognise",
     "split",
 ]
 
@@ -44,17 +37,12 @@ __getattr__, __dir__ = lazy_exports(
     __name__,
     {
         "gulliver.finetune.batches": ["make_batches", "packing_support"],
-        "gulliver.finetune.config": [
-            "DataConfig",
-            "FinetuneConfig",
-            "check_data",
-            "check_finetune",
-        ],
+        "gulliver.finetune.config": ["DataConfig", "FinetuneConfig"],
         "gulliver.finetune.encode": ["Example", "load_tokenizer", "split"],
         "gulliver.finetune.example": ["make_example"],
         "gulliver.finetune.finetuner": ["finetune"],
-        "gulliver.finetune.rows": ["BadRow", "Form", "Row", "read_rows", "recognise"],
-        "gulliver.finetune.texts": ["TextData", "read_text"],
+        "gulliver.finetune.rows": ["Row"],
+        "gulliver.finetune.texts": ["read_text"],
         "gulliver.jobs.loop": ["Outcome"],
     },
 )

@@ -57,11 +57,7 @@ class DataConfig(Options):
 
 
 def check_data(config: DataConfig) -> None:
-    """Validates the data options without reading files.
-
-    Raises:
-        GulliverError: an option is invalid.
-    """
+    """Validates the data options without reading files."""
     if not config.data:
         raise GulliverError("--data is missing; set it to a file, such as --data chats.jsonl")
     for path in config.data:
@@ -202,11 +198,7 @@ MAY_CHANGE = frozenset(
 
 
 def check_finetune(config: FinetuneConfig) -> FinetuneConfig:
-    """Validates the options without reading files.
-
-    Raises:
-        GulliverError: an option is invalid.
-    """
+    """Validates the options without reading files."""
     if config.model is None:
         raise GulliverError("the model is missing; pass a folder: gulliver finetune FOLDER")
     check_push(config.push_to_hub)

@@ -52,16 +52,7 @@ Rows = Iterator[Row | BadRow]
 
 
 def read_rows(paths: Iterable[Path]) -> Rows:
-    """Yields the rows of all files, in order.
-
-    Args:
-        paths: files, or folders whose files are read in the order of their names. Files whose
-            suffix is not in `READERS` are read as plain text, as one row with the column ``text``.
-
-    Raises:
-        GulliverError: a path does not exist or cannot be opened, a folder has no files, a table has
-            no valid header, or a file is truncated or not in UTF-8.
-    """
+    """Yields the rows of all files, in order."""
     for path in paths:
         for file in _files(Path(path)):
             with named_errors(file, "read"):
@@ -277,12 +268,7 @@ class TextSample:
 
 @dataclass(frozen=True)
 class Form:
-    """The schema of a dataset: its name and columns.
-
-    Attributes:
-        name: name of the form, one of `COLUMNS`.
-        rows: number of rows with this form.
-    """
+    """The schema of a dataset: its name and columns."""
 
     name: str
     rows: int
@@ -307,15 +293,7 @@ class _Unusable(Exception):
 
 
 def recognise(rows: Iterable[Row], form: str = "auto") -> Form:
-    """Detects the form of all rows.
-
-    Args:
-        rows: rows of a dataset; rows without the columns of any form are ignored.
-        form: name of the form, or ``auto``.
-
-    Raises:
-        GulliverError: no row has a known form, or rows have different forms.
-    """
+    """Detects the form of all rows."""
     counts: Counter[str] = Counter()
     first: dict[str, Row] = {}
     unknown: Row | None = None

@@ -35,15 +35,7 @@ Item = TypeVar("Item")
 # windows.
 @dataclass(frozen=True, eq=False)
 class TextData:
-    """A tokenized dataset.
-
-    Attributes:
-        train: training sequences.
-        held_out: evaluation sequences.
-        bad: skipped rows with their reasons.
-        facts: statistics, JSON serializable.
-        fingerprint: digest of all tokens and of the tokenizer.
-    """
+    """A tokenized dataset."""
 
     train: list[Example]
     held_out: list[Example]

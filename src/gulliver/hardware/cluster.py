@@ -58,7 +58,9 @@ class Curve:
 # location. Numbers must be finite and, except for those in `ZERO_ALLOWED`, positive.
 
 
-ZERO_ALLOWED = {"alpha_s", "launch_s", "latency_s", "error", "spread", "rank_order", "overlap"}
+ZERO_ALLOWED = {
+    *("alpha_s", "message_s", "launch_s", "latency_s", "error", "spread", "rank_order", "overlap")
+}
 
 
 def read(kind: Any, values: Any, where: str) -> Any:
@@ -205,6 +207,8 @@ class Link:
     # Whether collectives pass from neighbour to neighbour, with a latency for each hop (NCCL),
     # instead of from each rank to all others at once (Gulliver over gloo).
     ring: bool = False
+    # Seconds of each message beyond the first that a rank sends to others at once, if measured.
+    message_s: float = 0.0
     # Seconds by bytes, if measured: short messages may use another protocol.
     messages: Curve | None = None
     # Bytes/s of collectives in which ranks of one host read each other's memory; None if they

@@ -247,9 +247,9 @@ def _one_axis(collective: Collective, size: int, link: Link, count: float) -> fl
     for measured in link.along:
         if measured.ranks == size and collective in measured.collectives:
             return measured.collectives[collective].at(count)
-    hops = size - 1 if link.ring else 1
+    waits = (size - 1) * link.alpha_s if link.ring else link.alpha_s + (size - 2) * link.message_s
     times = 2 if collective == "all_reduce" else 1
-    return times * (hops * link.alpha_s + (size - 1) / size * count / link.bandwidth)
+    return times * (waits + (size - 1) / size * count / link.bandwidth)
 
 
 def _check_collective(collective: str) -> None:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from gulliver.errors import GulliverError
-from gulliver.hardware.cluster import LINK, Axis, Curve, Link
+from gulliver.hardware.cluster import LINK, Along, Axis, Curve, Link
 from gulliver.hardware.costs import point_to_point_seconds
 from gulliver.hardware.probe import curve_of, once
 
@@ -179,6 +179,18 @@ def proposed_axes(
         axes.append(Axis("local", len(nodes[0]), _slowest(links, inside)))
     order = tuple(rank for node in nodes for rank in node)
     return tuple(axes), None if order == tuple(range(size)) else order
+
+
+def with_collectives(link: Link, along: Sequence[Along]) -> Link:
+    """Adds measured collectives to a link, and the seconds of each further message of a rank."""
+    found = [
+        (one.collectives[name].seconds[0] - link.alpha_s) / (one.ranks - 2)
+        for one in along
+        for name in ("reduce_scatter", "all_gather")
+        if one.ranks > 2 and name in one.collectives
+    ]
+    message_s = max(0.0, statistics.median(found)) if found else 0.0
+    return replace(link, message_s=message_s, along=tuple(along))
 
 
 def link_device() -> torch.device:

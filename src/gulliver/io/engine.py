@@ -9,7 +9,7 @@ import math
 import os
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -338,6 +338,9 @@ class Engine(ABC):
         # Copied: the caller may reuse the table for the next page.
         request = Request("stage", file, offset, 0, total, priority, table.copy(), dict(views))
         return self._submit(request)
+
+    def copy_now(self, tickets: Iterable[Ticket]) -> None:
+        """Copies staged segments in the calling thread, unless copying has begun."""
 
     @abstractmethod
     def acquire(self, timeout: float | None = None, *, priority: int = 0) -> Page:

@@ -12,15 +12,12 @@ if TYPE_CHECKING:
     from gulliver.memory.activations import offload_activations
     from gulliver.memory.budget import BudgetController, Footprint
     from gulliver.memory.parts import region_of
-    from gulliver.memory.pending import before_write
-    from gulliver.memory.symbolic import activation_peak, block_activations
+    from gulliver.memory.symbolic import activation_peak
 
 __all__ = [
     "BudgetController",
     "Footprint",
     "activation_peak",
-    "before_write",
-    "block_activations",
     "offload_activations",
     "region_of",
 ]
@@ -31,7 +28,6 @@ __getattr__, __dir__ = lazy_exports(
         "gulliver.memory.activations": ["offload_activations"],
         "gulliver.memory.budget": ["BudgetController", "Footprint"],
         "gulliver.memory.parts": ["region_of"],
-        "gulliver.memory.pending": ["before_write"],
-        "gulliver.memory.symbolic": ["activation_peak", "block_activations"],
+        "gulliver.memory.symbolic": ["activation_peak"],
     },
 )

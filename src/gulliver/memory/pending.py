@@ -62,11 +62,7 @@ def any_read_lock() -> bool:
 
 
 def before_write(tensors: Iterable[Tensor]) -> None:
-    """Waits until no snapshot reads the memory of `tensors`, before an in-place write.
-
-    Call it before writing in place to tensors that a checkpoint may be copying, unless a torch
-    optimizer writes them. It costs nothing without read locks.
-    """
+    """Waits until no snapshot reads the memory of `tensors`, before an in-place write."""
     if _read_locks:
         before_write_at({storage_of(tensor) for tensor in tensors})
 

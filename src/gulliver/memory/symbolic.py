@@ -473,15 +473,7 @@ def _key(tensor: Tensor) -> int:
 def block_activations(
     found: ActivationPeak, paths: Sequence[str], recompute_s: float = 0.0
 ) -> list[BlockActivations]:
-    """Returns the activation memory of each block, for `choose_activations`.
-
-    An additional block, which cannot be recomputed or offloaded, stands for the rest of the model.
-
-    Args:
-        found: predicted memory of a step that keeps all activations.
-        paths: paths of the blocks, in execution order.
-        recompute_s: total forward seconds of the blocks.
-    """
+    """Returns the activation memory of each block, for `choose_activations`."""
     kept = [found.kept[path] for path in paths]
     seconds = recompute_s / max(1, len(paths))
     blocks, below = list[BlockActivations](), 0

@@ -171,7 +171,7 @@ def _refuse_behind(state: StateBytes, tiers: Tiers, behind: int, roomy: int, nee
     why = "do not fit the memory limit" if needed else "may have to be evicted"
     instead = f"raise the limit to {size_at_least(roomy)}" if needed else f"omit {each}"
     raise GulliverError(
-        f"{' and '.join(named)} {gives} {size_text(behind)}, and {size_text(state.reserved)} of "
+        f"{' and '.join(named)} {gives} {size_text(behind)}, but {size_text(state.reserved)} of "
         f"state {why}; set {each} to {size_at_least(state.reserved)}, or {instead}"
     )
 

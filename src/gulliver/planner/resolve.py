@@ -20,12 +20,7 @@ from gulliver.parallel.tensor.plan import plan_tensor
 from gulliver.parallel.tensor.styles import TensorPlan, best_match
 from gulliver.parallel.zero.chunks import TensorSize, ordered_layouts
 from gulliver.parallel.zero.elementwise import is_boosted
-from gulliver.parallel.zero.memory import (
-    after_micro_batches,
-    held_bytes,
-    in_unequal_step,
-    ordinary_step,
-)
+from gulliver.parallel.zero.memory import held_bytes, ordinary_step, reduced_at_end
 from gulliver.plan.plan import Plan
 from gulliver.plan.reading import join
 from gulliver.plan.results import MemoryPlan, Predicted
@@ -179,8 +174,8 @@ def plan_tensors(plan: Plan, model: nn.Module) -> TensorPlan | None:
     except GulliverError as error:
         path = next((path for path in edited if path in str(error)), next(iter(edited)))
         raise GulliverError(
-            f"{plan.describe_field('mesh.axes.tensor')} and {join('tensor.modules', path)}: "
-            f"{edited[path]!r}{lines[path]}: {error}"
+            f"{plan.describe_field('mesh.axes.tensor')} is not possible with "
+            f"{join('tensor.modules', path)}={edited[path]!r}{lines[path]}: {error}"
         ) from error
     styles = styles_of(found)
     for path, style in edited.items():
@@ -300,11 +295,9 @@ def predict_memory(plan: Plan, model: nn.Module, sizes: list[TensorSize]) -> Mem
     kept = sum(sum(moments) for moments in state.moments)
     events = list(ordinary_step(state.chunks, state.order)) if zero.stage == 3 else None
     found = held_bytes(state.chunks, zero.stage, state.parts, state.ahead, kept, events)
-    if plan.mesh.of("pipeline") > 1:
-        found = after_micro_batches(found, state.chunks, zero.stage, state.parts, state.ahead)
-    if zero.unequal:
-        limited = zero.tiers is not None
-        found = in_unequal_step(found, state.chunks, zero.stage, state.parts, limited)
+    if plan.mesh.of("pipeline") > 1 or zero.unequal:
+        gathered = len(state.chunks) if zero.unequal else state.ahead + 2
+        found = reduced_at_end(found, state.chunks, zero.stage, state.parts, gathered)
     outside = 0
     if zero.stage < 3:
         # Outside of chunks: frozen parameters, and those of another optimizer.

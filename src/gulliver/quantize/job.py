@@ -205,7 +205,7 @@ def _save(folder: Path, out: Path, networks: dict[str, nn.Module]) -> None:
 
 @torch.no_grad()
 def _made(pipeline: Any, prompts: tuple[str, ...], steps: int) -> tuple[list[Tensor], float]:
-    """Generates images ``[3, H, W]`` in [0, 1] from a fixed seed; also returns seconds per one."""
+    """Generates images ``[3, H, W]`` in [0, 1] with a fixed seed; measures seconds per image."""
     found = list[Tensor]()
     begun = time.perf_counter()
     for prompt in prompts:

@@ -9,19 +9,17 @@ from gulliver._lazy import lazy_exports
 
 if TYPE_CHECKING:
     from gulliver.schedule.classic import Pollux
-    from gulliver.schedule.estimates import Estimator
     from gulliver.schedule.jobs import Job, JobCluster
     from gulliver.schedule.live.training import elastic
     from gulliver.schedule.policies import Rollout
-    from gulliver.schedule.report import HEADS, schedule_page, why
-    from gulliver.schedule.simulator import Result, Summary, bound_of, simulate
+    from gulliver.schedule.report import HEADS, why
+    from gulliver.schedule.simulator import Result, Summary, simulate
     from gulliver.schedule.state import Decision, Policy, View
     from gulliver.schedule.traces import SHAPES, generate, read_trace, write_trace
 __all__ = [
     "HEADS",
     "SHAPES",
     "Decision",
-    "Estimator",
     "Job",
     "JobCluster",
     "Policy",
@@ -30,11 +28,9 @@ __all__ = [
     "Rollout",
     "Summary",
     "View",
-    "bound_of",
     "elastic",
     "generate",
     "read_trace",
-    "schedule_page",
     "simulate",
     "why",
     "write_trace",
@@ -44,12 +40,11 @@ __getattr__, __dir__ = lazy_exports(
     __name__,
     {
         "gulliver.schedule.classic": ["Pollux"],
-        "gulliver.schedule.estimates": ["Estimator"],
         "gulliver.schedule.jobs": ["Job", "JobCluster"],
         "gulliver.schedule.live.training": ["elastic"],
         "gulliver.schedule.policies": ["Rollout"],
-        "gulliver.schedule.report": ["HEADS", "schedule_page", "why"],
-        "gulliver.schedule.simulator": ["Result", "Summary", "bound_of", "simulate"],
+        "gulliver.schedule.report": ["HEADS", "why"],
+        "gulliver.schedule.simulator": ["Result", "Summary", "simulate"],
         "gulliver.schedule.state": ["Decision", "Policy", "View"],
         "gulliver.schedule.traces": ["SHAPES", "generate", "read_trace", "write_trace"],
     },

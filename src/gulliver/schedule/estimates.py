@@ -24,14 +24,7 @@ QUANTILES = (np.arange(16) + 0.5) / 16
 
 
 class Estimator:
-    """Estimates the remaining samples of jobs.
-
-    Args:
-        way: method, one of `Way`, for jobs that do not announce their samples.
-
-    Raises:
-        GulliverError: the method is unknown.
-    """
+    """Estimates the remaining samples of jobs."""
 
     def __init__(self, way: Way = "curves") -> None:
         if way not in get_args(Way):

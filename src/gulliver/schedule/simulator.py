@@ -177,10 +177,7 @@ _bounds: dict[tuple[object, ...], float] = {}
 
 
 def bound_of(jobs: tuple[Job, ...], cluster: JobCluster) -> float:
-    """Returns a lower bound on the mean completion time in seconds.
-
-    The bound assumes divisible slots, free resizing, known arrivals and no quotas.
-    """
+    """Returns a lower bound on the mean completion time in seconds."""
     key = (jobs, cluster.slots, cluster.node_slots, cluster.across)
     if key not in _bounds:
         rates = np.stack([job.modes(cluster).goodputs for job in jobs])

@@ -139,7 +139,7 @@ def attend_gathered(
     window: int | None,
     slopes: Tensor | None,
 ) -> Tensor:
-    """Computes a sequence's attention [T, H, D]: new tokens [H, T, D] to all keys [H', L, D]."""
+    """Computes attention [T, H, D] of a sequence's new tokens [H, T, D] to all keys [H', L, D]."""
     plain = piece.mask is None and slopes is None and (window is None or window >= key.shape[1])
     causal = plain and piece.start == 0
     bias = (
@@ -229,7 +229,7 @@ REFUSED = ("softcap", "s_aux", "position_bias", "head_mask")
 
 @contextmanager
 def attached(model: Any, pages: Any) -> Iterator[None]:
-    """Attaches a model to pages within the context."""
+    """Makes a model's attention use the paged cache inside the context."""
     detach = attach(model, pages)
     try:
         yield

@@ -53,7 +53,7 @@ class Batch:
         copies: pairs of blocks, source and target, copied in every layer before the forward: a
             shared block is copied before one of its sequences writes to it.
         moves: pairs of slots (block x block size + offset), source and target, moved after the
-            copies and before the forward: an accepted path that is not at the front of its tree.
+            copies and before the forward, for accepted paths within their tree.
     """
 
     ticket: int
@@ -105,8 +105,8 @@ class RunnerLost(GulliverError):
 class Runner(Protocol):
     """Runs batches of one model, with the keys and values of all sequences.
 
-    `LocalRunner` runs them in this process. Runners with ranks or stages forward each batch and
-    have several in flight; results return in the order of submission.
+    `LocalRunner` runs them in this process. Runners with several ranks send each batch to them, and
+    may have several in flight; results return in the order of submission.
     """
 
     @property
@@ -130,7 +130,7 @@ class Runner(Protocol):
             Logits [batch.outputs, vocabulary] in float32, rows in the order of the spans.
 
         Raises:
-            GulliverError: a process that ran it failed; the engine can `replay` on another runner.
+            GulliverError: a process failed; the engine can `replay` on another runner.
         """
         ...
 

@@ -201,7 +201,7 @@ class Engine:
         if any(answer.longest > facts.longest for answer in running):
             raise GulliverError(
                 f"a request may have up to {max(answer.longest for answer in running)} tokens, and "
-                f"this runner takes {facts.longest}"
+                f"this runner takes {facts.longest} at most"
             )
         self.runner = runner
         self._in_flight.clear()
@@ -279,7 +279,7 @@ class Engine:
             self._events.append(Event(answer.request, answer.sample, tuple(accepted_tokens), text))
 
     def _keep(self, answer: AnswerState, span: Span, path: Sequence[int]) -> None:
-        """Keeps keys and values of accepted drafts; rejected ones lie behind the cached length."""
+        """Keeps keys and values of accepted drafts; rejected ones lie beyond the cached length."""
         size = self._pool.size
 
         def slot(place: int) -> int:

@@ -301,7 +301,7 @@ def build_config(path: Path) -> Any:
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": file.get("rope.freq_base", 1e4)}
     scaling = file.get("rope.scaling.type", "none")
     if scaling not in ("none", "linear"):
-        raise GulliverError(f"{file.path}: rotary scaling of type {scaling!r} is not served")
+        raise GulliverError(f"{file.path}: rotary scaling of type {scaling!r} is not supported")
     if scaling == "linear":
         rope |= {"rope_type": "linear", "factor": file.get("rope.scaling.factor", 1.0)}
     values = {

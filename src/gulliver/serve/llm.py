@@ -293,8 +293,8 @@ def _refuse_for_models(given: ModelOptions) -> None:
         )
     if given.memory_limit is not None or given.ranks > 1:
         raise GulliverError(
-            "memory_limit, tp_size and pp_size need a folder, to read slices of its weights: save "
-            "the model with save_pretrained and pass the folder"
+            "memory_limit, tp_size and pp_size need a folder, whose weights are read in slices: "
+            "save the model with save_pretrained and pass the folder"
         )
 
 

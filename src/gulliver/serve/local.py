@@ -143,7 +143,7 @@ class LocalRunner:
 
     @property
     def max_in_flight(self) -> int:
-        """One batch at a time."""
+        """Number of batches in flight, always 1."""
         return 1
 
     @torch.inference_mode()

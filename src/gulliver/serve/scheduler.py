@@ -270,7 +270,7 @@ class Scheduler:
         return max(1, min(self.step_tokens, -(-wanted // parts)))
 
     def _drafts(self, ready: Collection[AnswerState], budget: int) -> dict[int, Draft]:
-        """Requests drafts, and drops those without room."""
+        """Requests drafts for sequences, and drops those that exceed the budget."""
         if self.drafter is None or budget <= 0 or not ready or self.drafter.rests(len(ready)):
             return {}
         wanted = {

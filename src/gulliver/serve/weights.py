@@ -399,8 +399,6 @@ def _on_meta(weight: Any, path: str, mode: str) -> QuantizedLinear:
 
 @dataclass(frozen=True)
 class _Weight:
-    """A float weight to be quantized."""
-
     name: str
     shape: tuple[int, ...]
     region: Region | None
@@ -578,7 +576,7 @@ def dtype_name(dtype: str | torch.dtype | None) -> str | None:
 
 
 def check_options(folder: Path, dtype: str | None, quantize: str | None) -> None:
-    """Rejects folders without a supported model, and formats that it does not support."""
+    """Rejects folders without a supported model, and unsupported values of the other options."""
     check_folder(folder)
     for name, value, known in (("dtype", dtype, DTYPES), ("quantize", quantize, MODES)):
         if value is not None and value not in known:
@@ -654,6 +652,6 @@ def check_memory(folder: Path, dtype: str | None, quantize: str | None) -> None:
     fit = [name for name in bits if size * bits[name] // 8 <= free]
     fit = [f'dtype="{name}"' if name in DTYPES else f'quantize="{name}"' for name in fit]
     raise GulliverError(
-        f"{folder}: {size:,} weights in {mine} take {size_text(needs)}, and {size_text(free)} of "
+        f"{folder}: {size:,} weights in {mine} take {size_text(needs)}, but {size_text(free)} of "
         "memory are free: " + (f"{fit[-1]} would fit" if fit else "no supported format would fit")
     )

@@ -209,7 +209,7 @@ def choose_activations(
     """Chooses which activations to keep, recompute or offload, minimizing the predicted time.
 
     Raises:
-        GulliverError: no choice fits into `room`; names the minimum, and the block that needs it.
+        GulliverError: no choice fits into `room`; the error names the minimum and the block.
     """
     least = costs.seconds(0, 0.0)
     best, exact = _search(blocks, room, costs, allowed, QUICK, math.inf)
@@ -282,7 +282,7 @@ def _leave(state: _State, block: BlockActivations, choice: Choice) -> _State:
 
 
 def _undominated(states: list[_State]) -> list[_State]:
-    """Drops states dominated in current and later bytes, bytes moved, and seconds."""
+    """Drops states that others dominate in current and later bytes, bytes moved, and seconds."""
     # Bytes later are `left`, bytes for the next block are `left + coming`: the order covers both.
     kept: list[_State] = []
     # By coming: 0, and each size in flight.

@@ -325,7 +325,7 @@ class Event(NamedTuple):
 
     Attributes:
         what: kind of event.
-        key: the object; or the bytes of a buffer; or the new budget.
+        key: the object, the bytes of a buffer, or the new budget.
         write: whether the use modifies the object.
         fresh: whether the use overwrites the whole object.
     """

@@ -320,8 +320,8 @@ def solve_joint(
     `tolerance`; the first starts close to the lower bound.
 
     Raises:
-        GulliverError: no picks fit into the budget; names the smallest feasible budget and the
-            operator that needs it.
+        GulliverError: no picks fit into the budget; the error names the smallest feasible budget
+            and the operator that needs it.
     """
     chosen = _in_order(allowed)
     lean, _ = _BlockChain(blocks, Rules(chosen, max(states, STATES), timed=False)).best(math.inf)

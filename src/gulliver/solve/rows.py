@@ -37,11 +37,11 @@ class DenseIndex:
         return self._slots[keys].astype(np.int64)
 
     def insert(self, keys: Keys, values: Values) -> None:
-        """Adds distinct, absent keys."""
+        """Adds keys, which must be distinct and absent."""
         self._slots[keys] = values
 
     def remove(self, keys: Keys) -> None:
-        """Removes distinct, present keys."""
+        """Removes keys, which must be distinct and present."""
         self._slots[keys] = EMPTY
 
     def grow(self, rows: int) -> None:

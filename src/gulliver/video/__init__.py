@@ -7,7 +7,6 @@ from gulliver._lazy import lazy_exports
 if TYPE_CHECKING:
     from gulliver.jobs.loop import Outcome
     from gulliver.video.autoencoder_config import TrainAutoencoderConfig
-    from gulliver.video.autoencoders.job import run_autoencoder
     from gulliver.video.caches import Counts, cache_blocks
     from gulliver.video.config import DataConfig, SamplingConfig, TrainConfig
     from gulliver.video.diffusion import Guidance
@@ -19,13 +18,7 @@ if TYPE_CHECKING:
     from gulliver.video.public_models import load_autoencoder, load_model
     from gulliver.video.requests import Request, loop_seed
     from gulliver.video.run import Run
-    from gulliver.video.sources import train_autoencoder
-    from gulliver.video.text_encoders import (
-        CachedTextEncoder,
-        TextPair,
-        check_encoder,
-        load_text_encoder,
-    )
+    from gulliver.video.text_encoders import CachedTextEncoder, TextPair, load_text_encoder
     from gulliver.video.training import Trainer
 
 __all__ = [
@@ -48,15 +41,12 @@ __all__ = [
     "VideoModel",
     "VideoPipeline",
     "cache_blocks",
-    "check_encoder",
     "connect",
     "extend",
     "load_autoencoder",
     "load_model",
     "load_text_encoder",
     "loop_seed",
-    "run_autoencoder",
-    "train_autoencoder",
 ]
 
 __getattr__, __dir__ = lazy_exports(
@@ -64,7 +54,6 @@ __getattr__, __dir__ = lazy_exports(
     {
         "gulliver.jobs.loop": ["Outcome"],
         "gulliver.video.autoencoder_config": ["TrainAutoencoderConfig"],
-        "gulliver.video.autoencoders.job": ["run_autoencoder"],
         "gulliver.video.caches": ["Counts", "cache_blocks"],
         "gulliver.video.config": ["DataConfig", "SamplingConfig", "TrainConfig"],
         "gulliver.video.diffusion": ["Guidance"],
@@ -76,12 +65,10 @@ __getattr__, __dir__ = lazy_exports(
         "gulliver.video.public_models": ["load_autoencoder", "load_model"],
         "gulliver.video.requests": ["Request", "loop_seed"],
         "gulliver.video.run": ["Run"],
-        "gulliver.video.sources": ["train_autoencoder"],
         "gulliver.video.text_encoders": [
             "CachedTextEncoder",
             "CachedTextEncoder as KeptTexts",
             "TextPair",
-            "check_encoder",
             "load_text_encoder",
         ],
         "gulliver.video.training": ["Trainer"],

@@ -79,7 +79,7 @@ def _identity(frames: int, draw: Draw) -> Tensor:
 
 
 def _random(frames: int, draw: Draw) -> Tensor:
-    """Selects each frame with a random probability from 0.1 to 0.9."""
+    """Selects each frame with the same probability, drawn from 0.1 to 0.9."""
     chance = 0.1 + 0.8 * float(torch.rand((), generator=draw))
     return torch.rand(frames, generator=draw) <= chance
 
@@ -212,7 +212,7 @@ class SkippedClips:
     """Consecutive batches without a single clip."""
 
     def count(self, epoch: int, read: int, skipped: int) -> None:
-        """Adds a batch: the numbers of readable and unreadable clips on all ranks."""
+        """Adds a batch's numbers of readable and unreadable clips, summed over all ranks."""
         if epoch != self.epoch:
             self.epoch, self.skipped = epoch, 0
         self.skipped += skipped

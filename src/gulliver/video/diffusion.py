@@ -60,7 +60,7 @@ class Guidance(Options):
         return _oscillating(self.text, step, self.text_oscillation)
 
     def image_scale(self, step: int, steps: int, frames: int) -> float | Tensor:
-        """Returns the image scale at a step: for all frames, or float64 [frames]."""
+        """Returns the image scale at a step: a number for all frames, or float64 [frames]."""
         scale = _oscillating(self.image, step, self.image_oscillation)
         if not self.image_decay or scale <= 1:
             return scale
@@ -227,7 +227,7 @@ class Diffusion(ABC):
         preview: Preview | None,
         hide_given: bool = False,
     ) -> Tensor:
-        """Samples from noise to data; `hide_given` noises the given frames of the last branch."""
+        """Samples from noise to data; `hide_given` adds noise to the last branch's given frames."""
         inputs, x = stacked(branches), noise if frames is None else frames.begin()
         for done, step in enumerate(steps, 1):
             shown = [x] * len(branches)

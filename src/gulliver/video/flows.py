@@ -451,7 +451,7 @@ class IDDPM(Diffusion):
 
 
 def _at(values: Tensor, steps: Tensor, like: Tensor) -> Tensor:
-    """Gathers values at steps [B], for tensors [B, C, T, H, W]."""
+    """Gathers values at steps [B], in a shape that broadcasts over [B, C, T, H, W]."""
     picked = values.to(steps.device)[steps.long()]
     return picked.to(torch.promote_types(like.dtype, torch.float32)).view(-1, 1, 1, 1, 1)
 

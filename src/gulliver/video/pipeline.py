@@ -382,7 +382,7 @@ class VideoPipeline:
             )
 
     def _guidance(self, sampling: SamplingConfig) -> Guidance:
-        """Returns the guidance of a call; none for a distilled model, whose input it is."""
+        """Returns the guidance of a call; disabled for distilled models, which take it as input."""
         distilled = getattr(self.outline, "guidance_in", None) is not None
         return Guidance() if distilled else guidance_of(sampling)
 
@@ -408,7 +408,7 @@ class VideoPipeline:
     def _batches(
         self, pieces: Sequence[ClipPiece], mask: Tensor | None, size: int
     ) -> Iterator[list[int]]:
-        """Yields indices of pieces to sample together; some models need equal given frames."""
+        """Yields indices of pieces to sample together, with equal given frames for some models."""
         run = list[int]()
         for row in range(len(pieces)):
             apart = (

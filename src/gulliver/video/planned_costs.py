@@ -338,7 +338,7 @@ def _input_bytes(model: Any) -> int:
 def _saved_bytes(
     model: Any, shapes: ClipShapes, losses: Callable[[Bucket, int], Any]
 ) -> tuple[dict[str, float], float]:
-    """Returns the bytes per token that a kept block adds, by kind, and the maximum."""
+    """Returns the bytes per token that a kept block adds, by kind, and the maximum over kinds."""
     shape = min(shapes.buckets, key=lambda shape: shape.tokens)
 
     def saved(kinds: tuple[str, ...]) -> int:

@@ -140,7 +140,7 @@ class Denoiser:
 
     @property
     def nothing(self) -> Tensor | None:
-        """Embedding of no caption, [L, D]; None if the empty caption is encoded instead."""
+        """Embedding for no caption, [L, D]; None if the empty caption is encoded instead."""
         return self.model.y_embedder.y_embedding  # type: ignore[union-attr, return-value]
 
     def __call__(self, x: Tensor, timestep: Tensor, **inputs: Tensor | None) -> Tensor:
@@ -313,7 +313,7 @@ def load_model(
     dtype: torch.dtype | None = None,
     **overrides: Any,
 ) -> nn.Module:
-    """Builds and loads the model in some files.
+    """Builds the model in a folder or file, and loads its weights.
 
     Args:
         path: Hugging Face folder, safetensors file or index.
@@ -483,7 +483,7 @@ def load_autoencoder(
     dtype: torch.dtype | None = None,
     **overrides: Any,
 ) -> Autoencoder:
-    """Builds and loads the autoencoder in some files.
+    """Builds the autoencoder in a folder or file, and loads its weights.
 
     Args:
         path: Hugging Face folder, safetensors file or index.

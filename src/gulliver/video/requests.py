@@ -353,7 +353,7 @@ class Request:
 class ClipPiece:
     """The part of a request that one loop samples."""
 
-    # Sentence to show.
+    # Sentence that describes the piece.
     prompt: str
     # Negative prompt; empty: no caption.
     negative_prompt: str

@@ -472,12 +472,7 @@ def train_autoencoder(
     folder: Path,
     unreadable_limit: float = 0.1,
 ) -> tuple[VideoAutoencoder, dict[str, Any]]:
-    """Trains an autoencoder from scratch on all ranks, with the defaults of `train-autoencoder`.
-
-    Its log is written to `folder`. Returns the autoencoder with its latent statistics, and metrics:
-    psnr in dB and ssim on held-out handwriting (on the training clips for tables), and a
-    description of the clips.
-    """
+    """Trains an autoencoder from scratch on all ranks, with the defaults of `train-autoencoder`."""
     data = AutoencoderDataConfig(batch_size=config.batch_size, unreadable_limit=unreadable_limit)
     options = TrainAutoencoderConfig(
         out=folder,

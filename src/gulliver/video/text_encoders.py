@@ -274,16 +274,7 @@ def padded(texts: list[dict[str, Tensor]]) -> EncodedText:
 
 
 def check_encoder(encoder: TextEncoder, width: int, length: int) -> None:
-    """Raises an error for a text encoder that does not match a model.
-
-    Args:
-        encoder: text encoder.
-        width: width of the token vectors that the model needs.
-        length: maximum caption length of the model, in tokens.
-
-    Raises:
-        GulliverError: the widths differ, or the encoder may return longer captions.
-    """
+    """Raises an error for a text encoder that does not match a model."""
     if encoder.channels != width:
         raise GulliverError(
             f"the text encoder has width {encoder.channels}, but the model needs {width}; use "
@@ -364,7 +355,7 @@ PUNCTUATION = ".,;:!?\"'()"
 
 
 def words_of(prompt: str) -> list[str]:
-    """Returns lower-case words without leading and trailing punctuation."""
+    """Splits a prompt into lower-case words without leading and trailing punctuation."""
     words = [word.strip(PUNCTUATION) for word in prompt.lower().split()]
     words = [word for word in words if word]
     if not words:

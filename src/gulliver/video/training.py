@@ -135,7 +135,7 @@ def stage_loss(
 
 
 class Trainer(TrainingLoop):
-    """A model, its optimizer and its data, and the training loop."""
+    """Training loop of a text-to-video model, with its optimizer and data."""
 
     run: Run
 

@@ -13,13 +13,12 @@ if TYPE_CHECKING:
     from gulliver.parallel.pipeline.pipeline import Pipeline
     from gulliver.parallel.pipeline.schedules import STYLES, stages_by_rank
     from gulliver.parallel.pipeline.stack import cut, stack_of
-    from gulliver.parallel.pipeline.stage import Stage, checkpoint_blocks, make_stage
+    from gulliver.parallel.pipeline.stage import Stage, make_stage
 
 __all__ = [
     "STYLES",
     "Pipeline",
     "Stage",
-    "checkpoint_blocks",
     "cut",
     "make_stage",
     "split",
@@ -38,6 +37,6 @@ __getattr__, __dir__ = lazy_exports(
             "stages_by_rank as deal",
         ],
         "gulliver.parallel.pipeline.stack": ["cut", "stack_of"],
-        "gulliver.parallel.pipeline.stage": ["Stage", "checkpoint_blocks", "make_stage"],
+        "gulliver.parallel.pipeline.stage": ["Stage", "make_stage"],
     },
 )

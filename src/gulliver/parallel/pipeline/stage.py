@@ -142,14 +142,7 @@ def make_stage(
 
 
 def checkpoint_blocks(stage: Stage, paths: Collection[str] | None = None) -> None:
-    """Enables activation checkpointing of the stage's blocks.
-
-    Results are bitwise identical, including random numbers.
-
-    Args:
-        stage: stage of this rank.
-        paths: paths of the blocks; None for all.
-    """
+    """Enables activation checkpointing of the stage's blocks."""
     blocks = enumerate(stage.stack.blocks)
     stage.stage_forward.recomputed = {n for n, path in blocks if paths is None or path in paths}
 

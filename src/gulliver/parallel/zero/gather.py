@@ -364,13 +364,8 @@ class Gatherer:
         # Buffers are written without autograd, so earlier graphs must not be used.
         increment_version([p for c in self.chunks if c.trained for p in c.chunk.members])
         self.note_versions()
-        if all(c.chunk.wire is IDENTITY for c in self.chunks):
-            self._prefetch()
-
-    def _prefetch(self) -> None:
-        """Starts the first gathers of the next forward, limited to its first modules."""
-        if self.sharded:
-            self._prefetcher.prefetch()
+        if self.sharded and all(c.chunk.wire is IDENTITY for c in self.chunks):
+            self._prefetcher.prefetch()  # no more than the first modules of the next forward need
 
     def _begin(self, kind: Pass) -> None:
         self.check_views()

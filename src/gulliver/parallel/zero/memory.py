@@ -65,10 +65,9 @@ def predicted(shards: ShardedState, pipelined: bool = False) -> dict[str, int]:
     events = list(ordinary_step(chunks, uses))
     options = shards.stage, shards.parts, shards.options.ahead, _state_bytes(shards)
     found = held_bytes(chunks, *options, events)
-    if pipelined and shards.manager is None:
-        found = after_micro_batches(found, chunks, *options[:3])
-    if shards.options.unequal:
-        found = in_unequal_step(found, chunks, *options[:2], shards.manager is not None)
+    if (pipelined and shards.manager is None) or shards.options.unequal:
+        gathered = len(chunks) if shards.options.unequal else shards.options.ahead + 2
+        found = reduced_at_end(found, chunks, shards.stage, shards.parts, gathered)
     return found if shards.manager is None else _within(found, shards.manager)
 
 
@@ -114,40 +113,30 @@ def held_bytes(
     return replay.counter.fullest
 
 
-def after_micro_batches(
-    found: Mapping[str, int], chunks: Sequence[ChunkBytes], stage: int, parts: int, ahead: int
+def reduced_at_end(
+    found: Mapping[str, int], chunks: Sequence[ChunkBytes], stage: int, parts: int, gathered: int
 ) -> dict[str, int]:
-    """Converts the bytes of a step with one backward to the bytes of a pipeline step."""
-    # Micro-batches accumulate in full buffers in every stage, which are reduced when the schedule
-    # ends; then shards in flight exist in addition, and in stage 3 the parameters in use.
-    if parts == 1:
-        return dict(found)
-    trained = [chunk for chunk in chunks if chunk.trained]
-    flying = sum(chunk.shard for chunk in trained[: IN_FLIGHT + 1])
-    whole = sum(chunk.whole for chunk in trained) + flying
-    changed = {**found, GRADIENTS: max(found[GRADIENTS], whole)}
-    if stage == 3:  # the chunk in use, the one before it, and those gathered ahead
-        few = (sum(c.whole for c in chunks[n : n + ahead + 2]) for n in range(len(chunks)))
-        shards = sum(c.shard for c in chunks if not c.copied)
-        changed[PARAMETERS] = max(found[PARAMETERS], shards + max(few, default=0))
-    return changed
+    """Converts the bytes of an ordinary step to a step that reduces all gradients at its end.
 
-
-def in_unequal_step(
-    found: Mapping[str, int], chunks: Sequence[ChunkBytes], stage: int, parts: int, limited: bool
-) -> dict[str, int]:
-    """Converts the bytes of an ordinary step to a step that reduces all gradients at its end."""
-    # Then each rank has full gradients, whose reductions start together, and in stage 3 also full
-    # parameters, which are released first under a limit.
+    Args:
+        found: bytes by kind in an ordinary step.
+        chunks: chunks in the order of use.
+        stage: ZeRO stage.
+        parts: number of shards of a chunk.
+        gathered: number of consecutive chunks of parameters that stage 3 holds together.
+    """
+    # Gradients of micro-batches, and of steps of unequal work, accumulate in full buffers in every
+    # stage; when they are reduced, shards in flight exist in addition.
     if parts == 1:
         return dict(found)
     trained = [chunk for chunk in chunks if chunk.trained]
     flying = sum(chunk.shard for chunk in trained[-IN_FLIGHT - 1 :])
-    whole = sum(chunk.whole for chunk in trained)
-    changed = {**found, GRADIENTS: whole + (0 if limited else flying)}
+    whole = sum(chunk.whole for chunk in trained) + flying
+    changed = {**found, GRADIENTS: max(found[GRADIENTS], whole)}
     if stage == 3:
-        homes = sum(chunk.shard for chunk in chunks if not chunk.copied)
-        changed[PARAMETERS] = homes + sum(chunk.whole for chunk in chunks)
+        together = (sum(c.whole for c in chunks[n : n + gathered]) for n in range(len(chunks)))
+        shards = sum(c.shard for c in chunks if not c.copied)
+        changed[PARAMETERS] = max(found[PARAMETERS], shards + max(together, default=0))
     return changed
 
 
@@ -344,16 +333,17 @@ def ordinary_step(
     begun: set[int] = set()
     for uses, members in backward_uses(names, again):
         yield from (("used", homes[name]) for name in uses)
-        for place, name in members:
-            number = homes[name]
-            if place != first[name]:
-                continue  # autograd sums the gradients of all uses, and passes the sum on once
-            missing[number].discard(name)
+        # Autograd sums the gradients of all uses, and passes the sum on once; the gradients of a
+        # module arrive together, in any order.
+        ended = [name for place, name in members if place == first[name]]
+        for number in dict.fromkeys(homes[name] for name in ended):
             if chunks[number].trained and number not in begun:
                 begun.add(number)
                 yield "collecting", number
-            while following and not missing[following[0]]:
-                yield "reduced", following.popleft()
+        for name in ended:
+            missing[homes[name]].discard(name)
+        while following and not missing[following[0]]:
+            yield "reduced", following.popleft()
     yield "backward ended", -1
     yield "released", -1
     yield "prefetched", -1

@@ -28,9 +28,7 @@ from gulliver.parallel.zero.elementwise import (
     check_trainable,
     needs_whole,
 )
-from gulliver.parallel.zero.gather import Gatherer
 from gulliver.parallel.zero.memory import predicted
-from gulliver.parallel.zero.reduce import GradientReducer
 from gulliver.parallel.zero.state import (
     ShardedState,
     ShardingOptions,
@@ -200,6 +198,9 @@ class ZeroOptimizer(BoostedOptimizer):
         sharded = dict(frozen or {}) if stage == 3 else {}
         whole = needs_whole(inner, chosen.assume_elementwise)
         self.shards = ShardedState(inner, self.names, sharded, stage, group, chosen, manager, whole)
+        self.stage, self.group = stage, group
+        self.rank, self.size = self.shards.rank, self.shards.size
+        self.gatherer, self._reducer = self.shards.gatherer, self.shards.reducer
         self.names = self.shards.names  # which grow when parameters are unfrozen
         self._frozen = [p for p in self._frozen if p not in self.shards.frozen_trainable]
         self.grad_norm: Tensor | None = None
@@ -223,24 +224,6 @@ class ZeroOptimizer(BoostedOptimizer):
         inner.register_state_dict_pre_hook(_refuse_state)
         inner.register_load_state_dict_pre_hook(_refuse_state)
 
-    # Properties of the state.
-
-    @property
-    def stage(self) -> int:
-        return self.shards.stage
-
-    @property
-    def group(self) -> Group:
-        return self.shards.group
-
-    @property
-    def rank(self) -> int:
-        return self.shards.rank
-
-    @property
-    def size(self) -> int:
-        return self.shards.size
-
     @property
     def all_chunks(self) -> list[ShardedChunk]:
         return self.shards.all_chunks
@@ -248,14 +231,6 @@ class ZeroOptimizer(BoostedOptimizer):
     @property
     def chunks(self) -> list[ShardedChunk]:
         return self.shards.chunks
-
-    @property
-    def gatherer(self) -> Gatherer:
-        return self.shards.gatherer
-
-    @property
-    def _reducer(self) -> GradientReducer:
-        return self.shards.reducer
 
     def watch(self, model: nn.Module) -> None:
         super().watch(model)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gulliver.comm.collectives import Group, Handle, all_reduce, group_size, reduce_scatter
 from gulliver.comm.groups import ALONE
-from gulliver.comm.host import Terms, host_team
+from gulliver.comm.host import host_team
 from gulliver.comm.watchdog import Purpose
 from gulliver.errors import GulliverError
 from gulliver.memory.chunk import Chunk, ReducedGradient
@@ -535,45 +536,29 @@ class GradientSender:
             layout, placed = chunk.layout, chunk.gradients.lend()
             found = [(s.start, placed.get(s.name), s.end) for s in layout.by_address]
             incoming = chunk.gradients.take_reduced()
-            terms = Terms(found, layout.size, chunk.dtype)
-            return incoming, Handle(team.reduce_terms(incoming, terms, why))
-        assert chunk.gradients.buffer is not None
-        lost = self._lost_of(sharded, chunk.gradients.buffer) if self.feeds else None
-        if chunk.layout.parts == 1:
-            if sharded.reduced_in_place:
-                buffer = chunk.gradients.take()
-            else:
-                # The optimizer steps float32, and an all-reduce does not sum in a wider dtype, so
-                # float32 is sent.
-                buffer = chunk.gradients.take_reduced()
-                buffer.copy_(chunk.gradients.buffer)
-
-            if self.checking:
-                exact = self.references[id(sharded)] = buffer.clone()
-                all_reduce(exact, "mean", self.group, purpose=why)
-            wire = self.wires.reduce
-            return buffer, all_reduce(
-                buffer, "mean", self.group, async_op=True, purpose=why, wire=wire, error=lost
-            )
-        incoming = chunk.gradients.take_reduced()
+            work = team.reduce_terms(incoming, found, layout.size, chunk.dtype, why)
+            return incoming, Handle(work)
         gradient, dtype = chunk.gradients.buffer, chunk.master_shard.dtype
+        assert gradient is not None
+        whole = chunk.layout.parts == 1
 
+        def reduce(output: Tensor, **how: Any) -> Handle:
+            if whole:
+                return all_reduce(output, "mean", self.group, purpose=why, **how)
+            # Terms are sent in 16 bits or less, and summed in the dtype of the optimizer.
+            how["accumulate_dtype"] = dtype
+            return reduce_scatter(output, gradient, "mean", self.group, purpose=why, **how)
+
+        lost = self._lost_of(sharded, gradient) if self.feeds else None
+        in_place = sharded.reduced_in_place
+        incoming = chunk.gradients.take() if in_place else chunk.gradients.take_reduced()
+        if whole and not in_place:
+            # The optimizer steps float32, and an all-reduce does not widen, so float32 is sent.
+            incoming.copy_(gradient)
         if self.checking:
-            exact = self.references[id(sharded)] = torch.empty_like(incoming)
-            reduce_scatter(exact, gradient, "mean", self.group, accumulate_dtype=dtype, purpose=why)
-        # Terms are sent in 16 bits or less, and summed in the dtype of the optimizer.
-        handle = reduce_scatter(
-            incoming,
-            gradient,
-            "mean",
-            self.group,
-            async_op=True,
-            accumulate_dtype=dtype,
-            purpose=why,
-            wire=self.wires.reduce,
-            error=lost,
-        )
-        return incoming, handle
+            exact = self.references[id(sharded)] = incoming.clone()
+            reduce(exact)
+        return incoming, reduce(incoming, async_op=True, wire=self.wires.reduce, error=lost)
 
     def _lost_of(self, sharded: ShardedChunk, gradient: Tensor) -> Tensor:
         if id(sharded) not in self._lost:

@@ -145,6 +145,9 @@ class ShardedState:
         self.stage, self.group, self.options, self.whole = stage, group, options, whole
         self.manager = manager
         self.rank, self.size = group_rank(group), group_size(group)
+        self.parts = self.size if stage else 1
+        self.part = self.rank if self.parts > 1 else 0
+        self.has_whole = whole or self.parts == 1
         if self.size > 1 and not isinstance(group, Torus):
             log_host_team(group)
         self.groups = OptimizerGroups(inner, group)
@@ -188,18 +191,6 @@ class ShardedState:
         self.adopt(
             [self._placed(*found) for found in self.ordered(options.order, options.chunk_bytes)]
         )
-
-    @property
-    def parts(self) -> int:
-        return self.size if self.stage else 1
-
-    @property
-    def part(self) -> int:
-        return self.rank if self.parts > 1 else 0
-
-    @property
-    def has_whole(self) -> bool:
-        return self.whole or self.parts == 1
 
     # Chunks.
 

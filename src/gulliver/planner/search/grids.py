@@ -138,8 +138,7 @@ def search_grids(
     facts = facts or facts_of(model, optimizer, batch, cluster.device, precision, on_cpu)
     analysed = time.perf_counter()
     limit = _limit(memory, cluster, on_cpu)
-    free = free_share(cluster.device, cluster.size)
-    scorer = Scorer(facts, cluster, samples, "cpu" if on_cpu else "cuda", free)
+    scorer = _scorer(facts, cluster, samples)
     possible, refused = _possible(scorer)
     looked = _view_of(scorer, possible, limit, best)
     offloader = Offloader(scorer, behind, limit)
@@ -160,6 +159,16 @@ def search_grids(
     )
 
 
+def scorer_of(found: Found, samples: int) -> Scorer:
+    """Returns the scorer of a search's model and cluster."""
+    return _scorer(found.facts, found.cluster, samples)
+
+
+def _scorer(facts: Facts, cluster: Cluster, samples: int) -> Scorer:
+    device = "cpu" if cluster.device.to_device_rate is None else "cuda"
+    return Scorer(facts, cluster, samples, device, free_share(cluster.device, cluster.size))
+
+
 def _possible(scorer: Scorer) -> tuple[list[Axes], dict[str, str]]:
     """Returns the meshes that can run the model, and reasons for those that cannot."""
     facts, ranks = scorer.facts, scorer.cluster.size
@@ -169,7 +178,7 @@ def _possible(scorer: Scorer) -> tuple[list[Axes], dict[str, str]]:
     possible = [axes for axes, why in refusals.items() if not why]
     refused = {axes_text(axes): why for axes, why in refusals.items() if why}
     if not possible:
-        why = next(iter(refused.values()), f"{scorer.batch} samples cannot be dealt to them")
+        why = next(iter(refused.values()), f"{scorer.batch} samples cannot be divided over them")
         raise GulliverError(f"no mesh of {ranks} ranks can run this model: {why}")
     return possible, refused
 
@@ -372,14 +381,13 @@ def minimum_resources(found: Found, samples: int) -> MinimumResources:
 def _offloaded(found: Found, samples: int) -> MinimumOffload | None:
     if found.offloaded is not None or found.facts.optimizer is None:
         return found.offloaded
-    scorer, meshes = _scorer(found.facts, found.cluster, samples)
+    scorer, meshes = _runnable(found.facts, found.cluster, samples)
     return least_offloaded(scorer, meshes)
 
 
-def _scorer(facts: Facts, cluster: Cluster, samples: int) -> tuple[Scorer, list[Axes]]:
+def _runnable(facts: Facts, cluster: Cluster, samples: int) -> tuple[Scorer, list[Axes]]:
     """Returns a scorer for a model on a cluster, and the possible meshes."""
-    on_cpu = cluster.device.to_device_rate is None
-    scorer = Scorer(facts, cluster, samples, "cpu" if on_cpu else "cuda", 0.0)
+    scorer = _scorer(facts, cluster, samples)
     blocks = len(facts.blocks) * facts.has_stack
     meshes = axes_of(cluster.size, samples, blocks, modes_of(facts))
     return scorer, [axes for axes in meshes if not scorer.why_unsupported(axes)]
@@ -424,7 +432,7 @@ def _fits(found: Found, samples: int, ranks: int) -> bool:
 
 def least_bytes(facts: Facts, cluster: Cluster, samples: int, limit: int = 0) -> tuple[int, Grid]:
     """Returns the minimum memory per rank over grids that recompute every block, and its grid."""
-    scorer, meshes = _scorer(facts, cluster, samples)
+    scorer, meshes = _runnable(facts, cluster, samples)
     again, trains = len(facts.recomputable), facts.optimizer is not None
     best: tuple[int, Grid] | None = None
     for axes in meshes:

@@ -182,7 +182,7 @@ def replace_module(
             int8 weights only; or ``"int4"``, int4 weights in groups of 128 inputs.
         exclude: patterns of paths to keep, matching a path or its end (``"lm_head"``,
             ``"*.attn.*"``).
-        outlier_threshold: activations from this magnitude are not quantized; None quantizes all.
+        outlier_threshold: activations of at least this magnitude are not quantized; None: no limit.
         embeddings: whether to quantize embeddings.
         convolutions: whether to quantize convolutions.
         only: patterns of the paths to quantize; None for all.

@@ -146,7 +146,7 @@ class Elastic:
             GulliverError: the job has no length, or a step was not reported.
         """
         if last is None and self.samples is None:
-            raise GulliverError("the job has no length; pass a last step to steps(first, last)")
+            raise GulliverError("the job has no length; pass last to job.steps(first, last)")
         self._begin(first)
         step = first
         while not self._leaving and (step < last if last is not None else not self._complete()):

@@ -253,7 +253,7 @@ def prompts_of(body: CompletionBody) -> list[str | list[int]]:
     if several and all(_is_token(one) for one in several):
         several = [several]
     if not several or not all(isinstance(one, str) or _are_tokens(one) for one in several):
-        raise wrong("prompt must be a text, a list of texts, tokens, or lists of tokens", "prompt")
+        raise wrong("prompt must be a text, a list of tokens, or a list of either", "prompt")
     return several
 
 
@@ -300,7 +300,7 @@ def _content(content: Any, where: str) -> str:
 def sampling_of(
     body: RequestBody, tokens: Sequence[int], limits: Limits, many: int = 1
 ) -> SamplingParams:
-    """Sampling parameters for one of `many` prompts; rejects values out of range."""
+    """Returns the sampling parameters for one of `many` prompts; rejects values out of range."""
     prompt = "prompt" if isinstance(body, CompletionBody) else "messages"
     sampling, name = _sampling(body, max(1, limits.facts.longest - len(tokens)), limits)
     # Use the names that clients know.

@@ -278,7 +278,7 @@ class EngineThread:
             ticket.put(event)
 
     def _recover(self, error: Exception) -> None:
-        """Continues after a failed step."""
+        """Restarts the engine after a failed step; raises the error if it cannot continue."""
         # A runner raises a `GulliverError` only if it cannot recover: the engine stops. Any other
         # error may have left the engine in an inconsistent state, and cannot be attributed to one
         # request: all running requests end with the error, and the engine restarts with an empty

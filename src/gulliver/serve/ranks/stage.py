@@ -200,7 +200,7 @@ class StageModel:
         return self.place.stage == self.layout.stages - 1
 
     def sizes(self, options: ModelOptions, block_size: int, sequences: int) -> RankSizes:
-        """Sizes that fit in this rank's memory."""
+        """Returns the sizes to report, including the number of blocks that fit in memory."""
         context = context_of(
             getattr(self._model.config, "max_position_embeddings", None), options.seq_length
         )

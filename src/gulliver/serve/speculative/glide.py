@@ -167,7 +167,7 @@ class Glide(nn.Module):
         values: Sequence[Tensor] = (),
         teacher: Tensor | None = None,
     ) -> Tensor:
-        """Mean cross-entropy of the next tokens, or against the target's distributions."""
+        """Returns the mean cross-entropy against the next tokens, or the target's distributions."""
 
         def attend(number: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             del number
@@ -272,7 +272,7 @@ class Glimpses:
         self._looks = [look for look in looks if look.count > 0]
 
     def __call__(self, layer: int, query: Tensor) -> Tensor:
-        """Computes attention as `Glimpse` of `glide.py`; tokens without visible keys get zeros."""
+        """Computes attention to the target (`Glimpse`); tokens without visible keys get zeros."""
         query = query[0]
         out = query.new_zeros(query.shape[1], query.shape[0], query.shape[2])
         keys, values = (

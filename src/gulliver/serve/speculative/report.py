@@ -97,7 +97,7 @@ def measure_draft(
     rounds: int = 3,
     sequences: int = 1,
 ) -> SpeculationReport:
-    """Measures a draft of a model.
+    """Measures the acceptance rate, cost and speedup of a model's draft.
 
     Args:
         model: causal language model of transformers.
@@ -106,7 +106,7 @@ def measure_draft(
         texts: prompts.
         asked: sampling parameters.
         depth: draft tokens per round.
-        rounds: alternating runs with and without drafts; medians are reported.
+        rounds: number of runs with and without drafts, in turn; medians are reported.
         sequences: concurrent sequences.
     """
 

@@ -230,7 +230,7 @@ class Speculator(Drafter):
         return self.options.fixed or (gain is not None and gain.value >= LEAST_GAIN)
 
     def rests(self, sequences: int) -> bool:
-        """Whether drafting is off for this many sequences; called before gathering them."""
+        """Whether drafting is off for this many sequences; then `draft` is not called."""
         if self._pending or not self._resting(sequences):
             return False
         self.stats.rounds += 1

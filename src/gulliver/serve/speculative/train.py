@@ -49,7 +49,7 @@ def target_frequencies(model: Any) -> list[float]:
     if kind not in HALVES or not found:
         raise GulliverError(
             f"drafts cannot attend to the keys of a {kind} model, only of {', '.join(HALVES)}, "
-            f"{', '.join(UNROTATED)}; for any model, use a small model or a look-up"
+            f"{', '.join(UNROTATED)}; for others, use a small model or a look-up"
         )
     return found[0].tolist()
 
@@ -304,7 +304,7 @@ def glide_config(config: TrainDraftConfig, model: Any) -> GlideConfig:
     hidden = config.hidden or max(64, -(-width // 2 // 64) * 64)
     heads_of_own = max(1, hidden // 64)
     if hidden % heads_of_own or hidden // heads_of_own % 2:
-        raise GulliverError(f"--hidden {hidden}: use a multiple of 64, or an even number below")
+        raise GulliverError(f"--hidden {hidden}: use a multiple of 64, or an even number below 128")
     dim = keys[0].shape[-1]
     wide = config.feed_forward or -(-hidden * 8 // 3 // 16) * 16
     if config.plain:

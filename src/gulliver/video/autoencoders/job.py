@@ -51,12 +51,7 @@ class AutoencoderOutcome:
 
 
 def run_autoencoder(config: TrainAutoencoderConfig) -> AutoencoderOutcome:
-    """Trains a video autoencoder; called on every rank.
-
-    Raises:
-        GulliverError: the configuration is invalid, the folder holds another run, the loss is not
-            finite, or another rank has failed.
-    """
+    """Trains a video autoencoder; called on every rank."""
     check_autoencoder_config(config)
     world = init_world()
     run = Run(config.out, config.keep, MAY_CHANGE_OF_AUTOENCODER)

@@ -220,14 +220,7 @@ def build_autoencoder(config: TrainAutoencoderConfig) -> VideoAutoencoder:
 
 
 class AutoencoderTrainer(TrainingLoop):
-    """An autoencoder, its optimizers and its clips, and the training loop.
-
-    Args:
-        config: options of the run; its folder is ``config.out``.
-        model: autoencoder to train, on this rank's device.
-        sources: training and held-out clips.
-        world: ranks that train together.
-    """
+    """Training loop of an autoencoder, with its optimizers and clips."""
 
     def __init__(
         self,

@@ -9,7 +9,6 @@ from gulliver._lazy import lazy_exports
 
 if TYPE_CHECKING:
     from gulliver.video.preparation.cutting import cut
-    from gulliver.video.preparation.deduplication import deduplicate
     from gulliver.video.preparation.encoding import encode
     from gulliver.video.preparation.filtering import filter_table
     from gulliver.video.preparation.packets import Samples
@@ -17,14 +16,13 @@ if TYPE_CHECKING:
     from gulliver.video.preparation.scoring import score
     from gulliver.video.preparation.table import Table
 
-__all__ = ["Samples", "Table", "cut", "deduplicate", "encode", "filter_table", "scan", "score"]
+__all__ = ["Samples", "Table", "cut", "encode", "filter_table", "scan", "score"]
 
 __getattr__, __dir__ = lazy_exports(
     __name__,
     {
         "gulliver.video.preparation.encoding": ["encode"],
         "gulliver.video.preparation.cutting": ["cut"],
-        "gulliver.video.preparation.deduplication": ["deduplicate"],
         "gulliver.video.preparation.filtering": ["filter_table"],
         "gulliver.video.preparation.packets": ["Samples"],
         "gulliver.video.preparation.scanning": ["scan"],

@@ -361,7 +361,7 @@ def _with_written_clips(folder: Path) -> Iterator[None]:
 
 
 class _Frames:
-    """Frames of a file by increasing index."""
+    """Reads frames of a file in the order of their indices."""
 
     def __init__(self, path: Path) -> None:
         self._coming: Iterator[tuple[int, Frame]] = enumerate(source_frames(path))
@@ -379,7 +379,7 @@ class _Frames:
 
 
 def _is_inherited(name: str) -> bool:
-    """Whether clips inherit this column of their source: not if it describes the whole file."""
+    """Whether clips inherit a column of their source, which must not describe the whole file."""
     told = (*COLUMNS, *FACTS, *SOURCE, *IN_THE_BOX)
     plugged = {point.name for point in entry_points(group=GROUP)}
     return name == "text" or (name not in told and name not in plugged)

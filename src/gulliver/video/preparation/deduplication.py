@@ -60,17 +60,7 @@ class Deduplicated:
 
 
 def deduplicate(table: Table, out: Path, alike: float = ALIKE, workers: int = 0) -> Deduplicated:
-    """Writes a table without duplicate clips, and a list of the pairs.
-
-    Args:
-        table: table of clips; with a column `phash` they are not hashed again.
-        out: table to write; the pairs are written next to it, in NAME.duplicates.csv.
-        alike: minimum correlation of duplicates.
-        workers: threads; 0 uses one per core.
-
-    Raises:
-        GulliverError: `out` is the input table, or its hashes are invalid.
-    """
+    """Writes a table without duplicate clips, and a list of the pairs."""
     out = Path(out)
     check_other(out, table.path)
     hashes = _known_hashes(table)

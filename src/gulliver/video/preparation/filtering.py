@@ -106,7 +106,7 @@ def _numbers(cells: list[str | None]) -> list[float | None] | None:
 
 
 def _texts_of(data: Any, condition: str) -> str:
-    """Mentions text columns in a condition, as a possible reason for its failure."""
+    """Names the text columns in a condition, which may be the reason for its failure."""
     texts = [field.name for field in data.schema if str(field.type) in ("string", "large_string")]
     named = [name for name in texts if re.search(rf"\b{re.escape(name)}\b", condition)]
     if not named:

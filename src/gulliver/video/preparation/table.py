@@ -359,7 +359,7 @@ def _round_trips(cast: Any, text: Any) -> bool:
 
 
 def _fractions(path: Path, name: str, column: Any) -> Any:
-    """Parses numbers with fractions among them, such as 30000/1001."""
+    """Parses numbers, some of which may be fractions such as 30000/1001."""
     values: list[float | None] = []
     for row, cell in enumerate(column.to_pylist(), 1):
         try:
