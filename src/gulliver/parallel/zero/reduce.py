@@ -38,10 +38,10 @@ STEPS = Purpose("steps the optimizer, or reads its gradients", 1)
 # [Note: gradients leave the parameters] The obvious way is to leave gradients in ``parameter.grad``
 # and to reduce them in the step. Then all messages would be exposed, and full gradients of all
 # parameters would exist at the same time. So a chunk is reduced as soon as its gradients are
-# complete, while backward computes those of earlier layers; from stage 2 on its buffer then returns
-# to the pool. From then on a parameter has no meaningful gradient, except in stage 0 after the
-# reduction: this rank's sum is not a mean, and its memory may hold other gradients. So in all
-# stages a `ReducedGradient` replaces it, which rejects norms and in-place changes.
+# complete, while backward computes those of earlier layers; its buffer then returns to the pool.
+# From then on a parameter has no meaningful gradient, except in stage 0 after the reduction: this
+# rank's sum is not a mean, and its memory may hold other gradients. So in all stages a
+# `ReducedGradient` replaces it, which rejects norms and in-place changes.
 #
 # [Note: order of the sum] Sums of floats depend on the order of their terms. A ring adds each
 # element's terms in an order that depends on its position in the buffer, so results would vary with

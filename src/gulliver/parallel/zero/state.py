@@ -356,7 +356,7 @@ class ShardedState:
         self._updating = True
 
     def update(self, numbers: Sequence[int], used: set[str], gather: bool = True) -> None:
-        """Updates chunks, whose gradients are complete, in one optimizer step.
+        """Updates chunks with complete gradients in one optimizer step.
 
         Args:
             numbers: indices of the chunks.

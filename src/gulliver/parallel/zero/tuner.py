@@ -90,7 +90,7 @@ def next_size(measured: dict[int, float], start: int, largest: int) -> int | Non
 
 
 def best_size(measured: dict[int, float]) -> int:
-    """The size with the smallest mean of its measured and its fitted seconds."""
+    """Returns the size with the smallest mean of measured and fitted seconds."""
     sizes = torch.tensor(list(measured), dtype=torch.float64) / min(measured)
     took = torch.tensor(list(measured.values()), dtype=torch.float64)
     terms = torch.stack((torch.ones_like(sizes), 1 / sizes, sizes), 1)
