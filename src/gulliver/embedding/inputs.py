@@ -60,6 +60,9 @@ class Bags:
 
 
 def check_ids(table: Table, ids: Tensor) -> None:
+    if not isinstance(ids, Tensor) or ids.dtype not in INTEGERS:
+        kind = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
+        raise GulliverError(f"table {table.name!r}: ids must be int64 or int32, not {kind}")
     if not ids.numel():
         return
     low, high = (int(edge) for edge in ids.aminmax())
@@ -113,6 +116,8 @@ def one_table(
 
 
 def _checked_offsets(where: str, offsets: Tensor, count: int, last: bool) -> Tensor:
+    if offsets.dim() != 1 or offsets.dtype not in INTEGERS:
+        raise GulliverError(f"{where}: offsets must be one-dimensional integers")
     offsets = offsets.detach().cpu().long()
     if last and not len(offsets):
         raise GulliverError(f"{where}: include_last_offset=True needs at least the last offset")
