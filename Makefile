@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DEMO_STAMP := $(VENV)/.demo
 # What the extension is built from: it is built anew when one of them changes.
 NATIVE := CMakeLists.txt $(wildcard native/*.*)
 # An installation without extras and without the native extensions.
@@ -16,15 +17,23 @@ BENCHMARKS := $(basename $(notdir $(filter-out benchmarks/_% benchmarks/gpu.py,$
 
 install: $(STAMP)
 
-# torch goes first and alone: with it in place, nothing that follows pulls another build of it.
-# Files are compiled when they are imported: most of what these packages hold never is.
-$(STAMP): pyproject.toml constraints.txt $(NATIVE)
+# `make demo` on a fresh machine installs only what the demo needs.
+$(STAMP): EXTRAS := all
+$(DEMO_STAMP): EXTRAS := video train
+
+# torch goes first and alone: with it in place, nothing that follows pulls another build of it. The
+# extension compiles while the other packages are installed. Python files are compiled when they are
+# imported: most of what these packages hold never is.
+$(STAMP) $(DEMO_STAMP): pyproject.toml constraints.txt $(NATIVE)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/pip install -q --no-compile -c constraints.txt torch
-	$(BIN)/pip install -q --no-compile -c constraints.txt -e '.[all]'
+	$(BIN)/python tools/requirements.py $(EXTRAS) > $(VENV)/requirements.txt
+	$(BIN)/pip install -q --no-compile --no-deps -e . & build=$$!; \
+	  $(BIN)/pip install -q --no-compile -c constraints.txt -r $(VENV)/requirements.txt; packages=$$?; \
+	  wait $$build && exit $$packages
 	touch $@
 
-demo: $(STAMP)
+demo: $(if $(wildcard $(STAMP)),$(STAMP),$(DEMO_STAMP))
 	$(BIN)/gulliver demo --out out/demo
 
 test: $(STAMP)

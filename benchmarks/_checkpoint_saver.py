@@ -51,6 +51,7 @@ class Job:
     saves: int  # while training, the first apart
     calm: int  # steps without a save before and after each
     ring_mb: int  # of our ring
+    every: int = 0  # steps that are all saved, instead of single saves
 
 
 @dataclass
@@ -74,6 +75,23 @@ class During:
 
 
 @dataclass
+class Every:
+    """Training of which every step is to be saved, with one state in flight.
+
+    Attributes:
+        begun, ended: `time.perf_counter` of the first and the last of these steps.
+    """
+
+    begun: float
+    ended: float
+    ratio: float  # seconds of a step, its save included, over those of calm steps around them
+    worst: float  # the same of the slowest step
+    calm_s: float  # mean of the calm steps
+    written: int  # states
+    skipped: int  # steps whose state was not saved, as the one before was being written
+
+
+@dataclass
 class Run:
     """Results of one process."""
 
@@ -88,6 +106,7 @@ class Run:
     raw_s: list[float] = field(default_factory=list)
     load_s: float = 0.0  # all tensors filled again, files not in the page cache
     equal: bool = False  # whether they were what had been saved, to the bit
+    every: Every | None = None  # where that was the job
 
 
 class Training:
@@ -158,6 +177,7 @@ class Entrant(ABC):
 
     def __init__(self, training: Training, job: Job) -> None:
         self.training, self.job = training, job
+        self.pending: Pending | None = None
 
     @abstractmethod
     def save(self, folder: Path, step: int) -> Pending:
@@ -166,6 +186,20 @@ class Entrant(ABC):
     @abstractmethod
     def load(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
         """Fills tensors."""
+
+    def save_unless_busy(self, folder: Path, step: int) -> bool:
+        """Begins, or skips the step if the one before is still being written."""
+        if self.pending is not None:
+            if self.pending.ended() is None:
+                return False
+            self.pending.wait()
+        self.pending = self.save(folder, step)
+        return True
+
+    def finish(self) -> None:
+        """Waits for what was begun."""
+        if self.pending is not None:
+            self.pending.wait()
 
     def close(self) -> None:
         return
@@ -263,7 +297,11 @@ class Ours(Entrant):
         super().__init__(training, job)
         mode = "ring" if job.entrant == RING else "shadow"
         self.checkpointer = AsyncCheckpointer(
-            Path(job.folder) / "ours", keep=0, mode=mode, ring_mb=job.ring_mb
+            Path(job.folder) / "ours",
+            keep=0,
+            mode=mode,
+            ring_mb=job.ring_mb,
+            when_busy="skip" if job.every else "wait",
         )
 
     def save(self, folder: Path, step: int) -> Pending:
@@ -282,6 +320,12 @@ class Ours(Entrant):
             ended,
             lambda: snapshot.stall_s - in_call,
         )
+
+    def save_unless_busy(self, folder: Path, step: int) -> bool:
+        return self.checkpointer.save(step, self.training.state())
+
+    def finish(self) -> None:
+        self.checkpointer.wait()
 
     def load(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
         entries: dict[str, dict[Any, Any]] = {}
@@ -382,6 +426,28 @@ def save_during(training: Training, entrant: Entrant, folder: Path, step: int, c
     )
 
 
+def save_every(
+    training: Training, entrant: Entrant, place: Callable[[int], Path], job: Job
+) -> Every:
+    """Trains and saves every step; calm steps before and after say how long steps take alone."""
+    # Memory is taken by a save that does not count.
+    save_alone(entrant, place(0), 0)
+    calm = [training.step() for _ in range(job.calm)]
+    seconds, written = [], 0
+    begun = time.perf_counter()
+    for step in range(1, job.every + 1):
+        start = time.perf_counter()
+        training.step()
+        written += entrant.save_unless_busy(place(step), step)
+        seconds.append(time.perf_counter() - start)
+    ended = time.perf_counter()
+    entrant.finish()
+    calm += [training.step() for _ in range(job.calm)]
+    normal = statistics.mean(calm)
+    ratio, worst = statistics.mean(seconds) / normal, max(seconds) / normal
+    return Every(begun, ended, ratio, worst, normal, written, job.every - written)
+
+
 def save_alone(entrant: Entrant, folder: Path, step: int) -> float:
     """A save while nothing else goes on; seconds until it is on the disk."""
     begun = time.perf_counter()
@@ -420,6 +486,9 @@ def measure(job: Job) -> Run:
         ours = isinstance(entrant, Ours)
         return root / "ours" / f"step-{step:08d}" if ours else root / f"step-{step}"
 
+    if job.every:
+        run.every = save_every(training, entrant, place, job)
+        return run
     for step in range(job.saves):
         run.during.append(save_during(training, entrant, place(step), step, job.calm))
         shutil.rmtree(place(step))

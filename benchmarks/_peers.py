@@ -1,4 +1,4 @@
-"""What trains in `benchmarks.zero`: ours, DDP, FSDP2 and DeepSpeed, on the same task.
+"""What trains in `benchmarks.zero`: ours, DDP, torch's ZeRO 1, FSDP2 and DeepSpeed, on one task.
 
 Each contestant is a step on the batch of a seed, made in the process that runs it. DeepSpeed takes
 part where it is installed.
@@ -41,6 +41,8 @@ class Contestant:
     model: nn.Module = field(default_factory=nn.Module)  # that is trained, without wrappers
     inner: torch.optim.Optimizer | None = None  # torch's optimizer, which it steps in the end
     finish: Callable[[], None] = lambda: None  # waits for what a step leaves under way
+    # calls a function inside of a step where most may be held, besides around layers
+    watching: Callable[[Callable[..., None]], Any] = lambda look: contextlib.nullcontext()
     # bytes that this rank will hold at most, where somebody predicts them
     planned: Callable[[], int] | None = None
     steps: int = 0  # done so far
@@ -77,7 +79,7 @@ class Contestant:
         return sum(seen.values())
 
     def peak_bytes(self, rank: int, ranks: int) -> int:
-        """Most that `bytes` is in a step, looked at around every layer and the update."""
+        """Most that `bytes` is in a step, looked at around layers, reductions and the update."""
         most = self.bytes()
 
         def look(*_: Any) -> None:
@@ -93,8 +95,9 @@ class Contestant:
         hooks: list[Any] = [layer.register_forward_hook(forward) for layer in layers]
         if self.inner is not None:
             hooks.append(self.inner.register_step_pre_hook(look))
-        self.advance(rank, ranks)
-        self.finish()
+        with self.watching(look):
+            self.advance(rank, ranks)
+            self.finish()
         for hook in hooks:
             hook.remove()
         return most
@@ -108,6 +111,8 @@ def build(name: str, task: Task, chunk_mb: float | str) -> Contestant | None:
         early = when == IN_BACKWARD
         plugin = LowLevelZeroPlugin(int(stage), chunk_mb, step_in_backward=early, verbose=False)
         return boosted(name, task, plugin)
+    if name == "DDP ZeRO 1":
+        return zero_redundancy(name, task)
     if kind == "DDP":
         return boosted(name, task, TorchDDPPlugin(bucket_cap_mb=int(rest or 25), verbose=False))
     if kind == "FSDP2":
@@ -119,14 +124,14 @@ def build(name: str, task: Task, chunk_mb: float | str) -> Contestant | None:
 
 def plain(task: Task) -> Contestant:
     """The task with communication left out: every rank for itself."""
-    model, optimizer = _made(task)
+    model, optimizer = make(task)
     step = _stepper(task, model, optimizer)
     return Contestant("compute", step, lambda: _all(model, optimizer), optimizer, model, optimizer)
 
 
 def boosted(name: str, task: Task, plugin: Plugin, work: Work | None = None) -> Contestant:
     """The task through the Booster; with `work` it is planned with what a batch costs."""
-    model, optimizer = _made(task)
+    model, optimizer = make(task)
     booster = Booster(plugin)
     if work is not None:
         plan = plugin.make_plan(model, optimizer, work=work)
@@ -158,8 +163,37 @@ def boosted(name: str, task: Task, plugin: Plugin, work: Work | None = None) -> 
     def planned() -> int:
         return sum(wrapped.memory().values()) if sharded else booster.plan.memory.total
 
-    finish = (lambda: wrapped.gatherer.finish_all()) if sharded else (lambda: None)
-    return Contestant(name, step, tensors, wrapped, model, optimizer, finish, planned)
+    @contextlib.contextmanager
+    def watching(look: Callable[..., None]) -> Iterator[None]:
+        sender = wrapped.shards.reducer.sender
+        send = sender.send
+
+        def sent(sharded: Any) -> Any:
+            sharded.incoming, handle = send(sharded)
+            look()
+            return sharded.incoming, handle
+
+        sender.send = sent
+        yield
+        del sender.send
+
+    if not sharded:
+        return Contestant(name, step, tensors, wrapped, model, optimizer, planned=planned)
+    finish = wrapped.gatherer.finish_all
+    return Contestant(name, step, tensors, wrapped, model, optimizer, finish, watching, planned)
+
+
+def zero_redundancy(name: str, task: Task) -> Contestant:
+    """DDP with torch's `ZeroRedundancyOptimizer`: each rank updates some of the parameters."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    torch.manual_seed(0)
+    model = task.model()
+    net = nn.parallel.DistributedDataParallel(model)
+    options: dict[str, Any] = {"lr": 1e-4, "fused": True}
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, **options)
+    step = _stepper(task, net, optimizer)
+    return Contestant(name, step, lambda: _all(model, optimizer.optim), optimizer, model)
 
 
 def fsdp2(name: str, task: Task, reshard: bool, offload: bool = False) -> Contestant:
@@ -258,7 +292,8 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def _made(task: Task) -> tuple[nn.Module, torch.optim.Optimizer]:
+def make(task: Task) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model with the weights that all contestants begin with, and its optimizer."""
     torch.manual_seed(0)
     model = task.model()
     return model, _optimizer(model)

@@ -32,11 +32,10 @@ def state_bytes(stage: int | None, ranks: int, half: bool = False) -> float:
     if ranks == 1 or not stage:
         return size + size + copy + 8
     parameters = {1: size, 2: size, 3: 0 if half else size / ranks}[stage]
-    gradients = (size if stage == 1 else 0) + 4 / ranks
-    return parameters + gradients + (copy + 8) / ranks
+    return parameters + (4 + copy + 8) / ranks
 
 
-CHOICES = {"DDP": (None, False), "stage 1": (1, True), "stage 2": (2, True), "stage 3": (3, True)}
+CHOICES = {"DDP": (None, False), "stage 1": (1, True), "stage 3": (3, True)}
 """What is tried, in this order: with each the ranks send more, or compute in fewer bits."""
 
 

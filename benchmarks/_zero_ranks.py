@@ -13,22 +13,30 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from types import SimpleNamespace
+from typing import Any, Literal
 
 import torch
+from torch import Tensor, nn
 
 from benchmarks._harness import Spread, alternate, slowest_rank
 from benchmarks._models import Task, gpt, stdit
-from benchmarks._peers import IN_BACKWARD, Contestant, build
+from benchmarks._peers import IN_BACKWARD, Contestant, build, make
 from benchmarks.netlab import wire_bytes
-from gulliver.comm import World, all_gather, barrier, init_world, reduce_scatter
+from gulliver.booster import LowLevelZeroPlugin
+from gulliver.cli.probe import measured_cluster
+from gulliver.comm import World, all_gather, barrier, gather_objects, init_world, reduce_scatter
 from gulliver.comm import shutdown as leave
+from gulliver.planner.measure import measure_work
 
 COMMUNICATION = "communication"
 COMPUTE = "compute"
 PIECE = 1 << 20  # Elements that communication alone sends at once
 MOST_SETTLING = 200
-PEERS = ("DDP", "DDP 5", "FSDP2", "FSDP2 keep", "DeepSpeed 1", "DeepSpeed 2", "DeepSpeed 3")
+PEERS = (
+    *("DDP", "DDP 5", "DDP ZeRO 1", "FSDP2", "FSDP2 keep"),
+    *("DeepSpeed 1", "DeepSpeed 2", "DeepSpeed 3"),
+)
 """DDP with smaller buckets too: our chunks are tuned, so it shall not stay at its default."""
 OURS = (*(f"ZeRO {stage}" for stage in range(4)), *(f"ZeRO {s} {IN_BACKWARD}" for s in (1, 2, 3)))
 
@@ -76,6 +84,7 @@ class Entry:
     held: int = 0  # bytes of model state between steps
     peak: int = 0  # and at most
     planned: int | None = None  # what had been predicted of that
+    predicted_s: float | None = None  # seconds of a step, as the plan has them
     losses: tuple[float, ...] = ()  # of this rank's steps
     chunk_mb: float | None = None  # of ours, as tuned
 
@@ -97,6 +106,7 @@ def measure(options: Options, names: Sequence[str], shaped: bool, cache: str) ->
     # Before there are threads: they stay on the core of their rank.
     os.sched_setaffinity(0, {cores[int(os.environ["RANK"]) % len(cores)]})
     world, task = init_world(), options.task()
+    predicted = _predicted(task, names, world)
     built = {name: build(name, task, options.chunk()) for name in (COMPUTE, *names)}
     contestants = [c for c in built.values() if c is not None]
     peaks = {c.name: _settle(c, world) for c in contestants}
@@ -108,10 +118,41 @@ def measure(options: Options, names: Sequence[str], shaped: bool, cache: str) ->
     }
     turns[COMMUNICATION] = _communication(count, world)
     times = alternate(turns, options.rounds, warm_up=0)  # all have settled
-    entries = {c.name: _entry(c, times[c.name], wire[c.name], peaks[c.name]) for c in contestants}
+    entries = {
+        c.name: _entry(c, times[c.name], wire[c.name], peaks[c.name], predicted.get(c.name))
+        for c in contestants
+    }
     leave()
     absent = [name for name, contestant in built.items() if contestant is None]
     return Found(entries, times[COMMUNICATION], 4 * count, absent)
+
+
+class _Loss(nn.Module):
+    """A model whose result is its loss on the batch of a seed."""
+
+    def __init__(self, task: Task, net: nn.Module) -> None:
+        super().__init__()
+        self.task, self.net = task, net
+
+    def forward(self, seed: Tensor) -> Any:
+        return SimpleNamespace(loss=self.task.loss(self.net, int(seed)))
+
+
+def _predicted(task: Task, names: Sequence[str], world: World) -> dict[str, float]:
+    """Seconds of a step by name, of links and passes measured on all ranks at once."""
+    cluster = measured_cluster(world)
+    net, optimizer = make(task)
+    barrier()
+    own = measure_work(_Loss(task, net), optimizer, torch.zeros(1), None, (), None)
+    work = max(gather_objects(own), key=lambda w: w.forward_s + w.backward_s)
+    found = {}
+    for name in names:
+        kind, _, stage = name.partition(" ")
+        if kind == "ZeRO" and stage.isdigit():
+            plugin = LowLevelZeroPlugin(int(stage), verbose=False)
+            plan = plugin.make_plan(net, optimizer, cluster, work=work)
+            found[name] = plan.predicted.seconds.step
+    return found
 
 
 def _settle(contestant: Contestant, world: World) -> int:
@@ -166,13 +207,16 @@ def _communication(count: int, world: World) -> Callable[[], float]:
     return turn
 
 
-def _entry(contestant: Contestant, step: Spread, wire: list[float], peak: int) -> Entry:
+def _entry(
+    contestant: Contestant, step: Spread, wire: list[float], peak: int, predicted: float | None
+) -> Entry:
     return Entry(
         step,
         sorted(wire)[len(wire) // 2] if wire else None,
         contestant.bytes(),
         peak,
         contestant.planned() if contestant.planned is not None else None,
+        predicted,
         tuple(contestant.losses),
         contestant.chunk_mb,
     )

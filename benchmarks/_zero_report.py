@@ -5,6 +5,7 @@ All of it is arithmetic on what ranks found; it starts nothing.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -101,6 +102,7 @@ def joined(name: str, found: Sequence[Found], foreign: float) -> Network:
             max(e.held for e in entries),
             fullest.peak,
             fullest.planned,
+            entry.predicted_s,
             tuple(sum(x) / len(x) for x in zip(*(e.losses for e in entries), strict=True)),
             entry.chunk_mb,
         )
@@ -120,7 +122,13 @@ def loss_differences(network: Network) -> dict[str, float]:
 
 def bars(network: Network) -> list[Bar]:
     """What must hold on a network."""
-    return [*_bytes_bars(network), *_loss_bars(network), *_time_bars(network)]
+    found = [*_bytes_bars(network), *_loss_bars(network), *_time_bars(network)]
+    results = [network.results[name] for name in network.ours((0, 1, 2))]
+    errors = [abs(r.predicted_s / r.step.median - 1) for r in results if r.predicted_s]
+    if errors:
+        error = statistics.median(errors)
+        found.append(at_most("predicted seconds of a step, median error", error, 0.15))
+    return found
 
 
 def _bytes_bars(network: Network) -> list[Bar]:
@@ -160,7 +168,7 @@ def _time_bars(network: Network) -> list[Bar]:
 
 
 COLUMNS = (
-    *("", "step ms (quartiles)", "exposed", "/ best peer", "MB sent"),
+    *("", "step ms (quartiles)", "predicted", "exposed", "/ best peer", "MB sent"),
     *("state MiB: held, peak, plan", "chunk MiB", "loss off"),
 )
 
@@ -194,6 +202,7 @@ def _row(
     return [
         name,
         step.shown(".0f", 1e-3),
+        f"{1e3 * result.predicted_s:.0f}" if result.predicted_s else "",
         "" if alone else f"{1e3 * (step.median - network.compute_s):.0f}",
         "" if alone else f"{step.median / base:.2f}",
         "" if result.wire is None else f"{result.wire / 1e6:.1f}",
@@ -211,6 +220,7 @@ def _figures(result: Entry) -> dict[str, Any]:
         "state_bytes": result.held,
         "peak_state_bytes": result.peak,
         "planned_bytes": result.planned,
+        "predicted_s": result.predicted_s,
         "chunk_mib": result.chunk_mb,
     }
 

@@ -1,5 +1,5 @@
-// Three ways to the same number, chosen at run time: carry-less multiplication, of one or of four
-// lanes in an instruction (Gopal et al., "Fast CRC Computation for Generic Polynomials Using
+// Ways to the same number, chosen at run time: carry-less multiplication, of one, two or four lanes
+// in an instruction (Gopal et al., "Fast CRC Computation for Generic Polynomials Using
 // PCLMULQDQ Instruction", Intel 2009), and tables, sixteen bytes at a time (Kounavis and Berry, "A
 // Systematic Approach to Building High Performance, Software-based, CRC Generators", 2005).
 #include "crc32.hpp"
@@ -144,10 +144,48 @@ __attribute__((target("avx512f,avx512vl,vpclmulqdq,sse4.1,pclmul"))) std::uint32
   return by_pclmul<false>(0, folded, sizeof folded);
 }
 
-bool has_vpclmul() {
-  static const bool has = __builtin_cpu_supports("vpclmulqdq") &&
-                          __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl");
-  return has;
+// The same where registers have 256 bits.
+template <bool kCopies>
+__attribute__((target("avx2,vpclmulqdq,sse4.1,pclmul"))) std::uint32_t by_vpclmul_avx2(
+    std::uint32_t rest, const unsigned char* data, std::size_t nbytes,
+    unsigned char* target = nullptr) {
+  const __m256i by_sixteen =
+      _mm256_set_epi64x(0x1322d1430, 0x11542778a, 0x1322d1430, 0x11542778a);
+  __m256i lane[8];
+  for (int k = 0; k < 8; ++k) {
+    lane[k] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(data + 32 * k));
+    if (kCopies) _mm256_stream_si256(reinterpret_cast<__m256i*>(target + 32 * k), lane[k]);
+  }
+  lane[0] = _mm256_xor_si256(
+      lane[0], _mm256_zextsi128_si256(_mm_cvtsi32_si128(static_cast<int>(rest))));
+  for (data += 256, nbytes -= 256; nbytes; data += 256, nbytes -= 256) {
+    target += kCopies ? 256 : 0;
+    for (int k = 0; k < 8; ++k) {
+      const auto found = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(data + 32 * k));
+      if (kCopies) _mm256_stream_si256(reinterpret_cast<__m256i*>(target + 32 * k), found);
+      const __m256i low = _mm256_clmulepi64_epi128(lane[k], by_sixteen, 0x00);
+      const __m256i high = _mm256_clmulepi64_epi128(lane[k], by_sixteen, 0x11);
+      lane[k] = _mm256_xor_si256(_mm256_xor_si256(low, high), found);
+    }
+  }
+  unsigned char folded[256];
+  for (int k = 0; k < 8; ++k)
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(folded + 32 * k), lane[k]);
+  return by_pclmul<false>(0, folded, sizeof folded);
+}
+
+using Sum = std::uint32_t (*)(std::uint32_t, const unsigned char*, std::size_t, unsigned char*);
+
+// The widest of this processor, for 512 bytes or more in multiples of 256; null for none.
+template <bool kCopies>
+Sum widest() {
+  static const Sum found = [] {
+    const bool has = __builtin_cpu_supports("vpclmulqdq");
+    if (has && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl"))
+      return Sum{by_vpclmul<kCopies>};
+    return has && __builtin_cpu_supports("avx2") ? Sum{by_vpclmul_avx2<kCopies>} : Sum{nullptr};
+  }();
+  return found;
 }
 
 bool has_pclmul() {
@@ -166,9 +204,9 @@ std::uint32_t crc32(std::uint32_t crc, const void* data, std::size_t nbytes) {
   const auto* bytes = static_cast<const unsigned char*>(data);
   std::uint32_t rest = ~crc;
 #ifdef GULLIVER_PCLMUL
-  if (nbytes >= 512 && has_vpclmul()) {
+  if (const Sum sum = widest<false>(); sum && nbytes >= 512) {
     const std::size_t whole = nbytes & ~static_cast<std::size_t>(255);
-    rest = by_vpclmul<false>(rest, bytes, whole);
+    rest = sum(rest, bytes, whole, nullptr);
     bytes += whole;
     nbytes -= whole;
   }
@@ -190,7 +228,8 @@ std::uint32_t crc32_copy(std::uint32_t crc, char* target, const char* source, st
     std::memcpy(target, source, ahead);
     crc = crc32(crc, target, ahead);
     const std::size_t whole = (nbytes - ahead) & ~static_cast<std::size_t>(255);
-    const auto copy = has_vpclmul() ? by_vpclmul<true> : by_pclmul<true>;
+    const Sum wide = widest<true>();
+    const Sum copy = wide ? wide : by_pclmul<true>;
     crc = ~copy(~crc, reinterpret_cast<const unsigned char*>(source) + ahead, whole,
                 reinterpret_cast<unsigned char*>(target) + ahead);
     // Before anybody is told that the bytes are there.

@@ -10,6 +10,7 @@
 #include <pthread.h>
 #include <signal.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -109,8 +110,11 @@ void Ticket::finish(std::optional<Failure> failure) {
 // Beginning and end
 
 Engine::Engine(std::uint64_t page_bytes, int pages, int copiers, int writers, int queue,
-               bool direct, bool io_uring)
-    : page_bytes_(page_bytes), queue_(static_cast<std::uint64_t>(queue)), direct_(direct) {
+               bool direct, bool io_uring, int nice)
+    : page_bytes_(page_bytes),
+      queue_(static_cast<std::uint64_t>(queue)),
+      direct_(direct),
+      nice_(nice) {
   add_pages(map_pages(pages));
   if (io_uring) ring_ = Ring::make(kRingDepth, ring_errno_);
   const SignalsBlocked blocked;
@@ -485,6 +489,7 @@ std::shared_ptr<Ticket> Engine::submit(const std::shared_ptr<Request>& request, 
     return request->ticket;
   }
   request->number = numbers_++;
+  request->ticket->key_ = key(*request);
   ++pending_;
   ++file.pending;
   if (request->counted) ++counted_;
@@ -529,21 +534,37 @@ void Engine::wake_movers() {
 // Copiers
 
 void Engine::copy_loop() {
+#ifdef __linux__
+  // Linux has a priority per thread. Where it is refused, copiers run like all others.
+  if (nice_) static_cast<void>(setpriority(PRIO_PROCESS, static_cast<id_t>(gettid()), nice_));
+#endif
   Lock lock(mutex_);
   for (;;) {
     to_copy_.wait(lock, [this] { return closed_ || !copies_.empty(); });
     if (copies_.empty()) return;
-    const auto request = pop(copies_);
-    lock.unlock();
-    fill(*request);
-    lock.lock();
-    if (request->kind == Kind::write && request->nbytes) {
-      // A page is aligned whatever was gathered into it.
-      push(moves_, request);
-    } else {
-      finish(request);
-    }
+    copy(lock, pop(copies_));
   }
+}
+
+void Engine::copy(Lock& lock, const std::shared_ptr<Request>& request) {
+  lock.unlock();
+  fill(*request);
+  lock.lock();
+  if (request->kind == Kind::write && request->nbytes) {
+    // A page is aligned whatever was gathered into it.
+    push(moves_, request);
+  } else {
+    finish(request);
+  }
+}
+
+void Engine::copy_now(const Ticket& ticket) {
+  Lock lock(mutex_);
+  const auto place = copies_.find(ticket.key_);
+  if (place == copies_.end() || place->second->ticket.get() != &ticket) return;
+  const auto request = std::move(place->second);
+  copies_.erase(place);
+  copy(lock, request);
 }
 
 // Gathers what is to be gathered, and sums.

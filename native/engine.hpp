@@ -53,6 +53,8 @@ class Ticket {
   void set_copied(std::uint32_t checksum);
   void finish(std::optional<Failure> failure);
 
+  // Place in the line; under the engine's mutex.
+  std::pair<std::int64_t, std::uint64_t> key_{};
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   std::atomic<bool> copied_{false};
@@ -133,7 +135,7 @@ class Ring;
 class Engine {
  public:
   Engine(std::uint64_t page_bytes, int pages, int copiers, int writers, int queue, bool direct,
-         bool io_uring);
+         bool io_uring, int nice);
   ~Engine();
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
@@ -166,6 +168,8 @@ class Engine {
   std::shared_ptr<Ticket> sync(const std::shared_ptr<File>& file);
   void prefetch(const std::shared_ptr<File>& file, std::uint64_t offset, std::uint64_t nbytes);
   void wait_room(double seconds);
+  // Copies in the calling thread what no copier has begun.
+  void copy_now(const Ticket& ticket);
 
   // A page for somebody who fills it himself: granted when the ticket is done.
   std::shared_ptr<Request> want(std::int64_t priority);
@@ -217,6 +221,7 @@ class Engine {
   void wake_movers();
 
   void copy_loop();
+  void copy(Lock& lock, const std::shared_ptr<Request>& request);
   void fill(Request& request);
   void move_loop();
   Transfer next_slice();
@@ -231,6 +236,7 @@ class Engine {
   const std::uint64_t page_bytes_;
   const std::uint64_t queue_;
   const bool direct_;
+  const int nice_;  // of the copiers
   int ring_errno_ = -1;
 
   mutable std::mutex mutex_;

@@ -54,10 +54,10 @@ std::optional<FailureTuple> tuple_of(const std::optional<Failure>& failure) {
 class Owner {
  public:
   Owner(std::uint64_t page_bytes, int pages, int copiers, int writers, int queue, bool direct,
-        bool io_uring)
+        bool io_uring, int nice)
       : process_(getpid()),
         engine_(std::make_unique<Engine>(page_bytes, pages, copiers, writers, queue, direct,
-                                         io_uring)) {}
+                                         io_uring, nice)) {}
   ~Owner() {
     if (getpid() != process_) {
       static_cast<void>(engine_.release());
@@ -143,7 +143,7 @@ NB_MODULE(_core, m) {
   using namespace gulliver;
   // Engines live until the interpreter's end: that is no leak worth a message.
   nb::set_leak_warnings(false);
-  m.attr("INTERFACE") = 2;
+  m.attr("INTERFACE") = 3;
 
   nb::class_<Handle>(m, "File");
   nb::class_<ViewHandle>(m, "View");
@@ -173,7 +173,7 @@ NB_MODULE(_core, m) {
       .def_prop_ro("page", [](Wanted& w) { return w.page((*w.owner)->granted(w.request)); });
 
   nb::class_<Owner>(m, "Engine")
-      .def(nb::init<std::uint64_t, int, int, int, int, bool, bool>(), Release())
+      .def(nb::init<std::uint64_t, int, int, int, int, bool, bool, int>(), Release())
       .def_prop_ro("kind", [](Owner& e) { return e->kind(); })
       .def_prop_ro("ring_errno", [](Owner& e) { return e->ring_errno(); })
       .def_prop_ro("pages", [](Owner& e) { return e->pages(); })
@@ -225,6 +225,7 @@ NB_MODULE(_core, m) {
            [](Owner& e, const Handle& handle, std::uint64_t offset, std::uint64_t nbytes) {
              e->prefetch(handle.file, offset, nbytes);
            })
+      .def("copy_now", [](Owner& e, const Ticket& ticket) { e->copy_now(ticket); }, Release())
       .def("wait_room", [](Owner& e, double seconds) { e->wait_room(seconds); }, Release())
       .def("want",
            [](Owner& e, std::int64_t priority) { return Wanted{&e, e->want(priority)}; },

@@ -7,12 +7,17 @@ memory limit from a replayed step, the data-centric step from its planner, jobs 
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 
 ASSETS = Path(__file__).resolve().parent.parent / "docs" / "assets"
 COLORS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#ee8866", "#999933")
+RESULTS = ASSETS.parent.parent / "benchmarks" / "results"
+PUBLISHED = 0.95  # PowerAI DDL (Cho et al. 2017), Caffe on 256 GPUs
+Point = tuple[float, float]
 IDLE, TEXT = "#eeeeee", "#222222"
 
 
@@ -68,6 +73,14 @@ class Svg:
         self._parts.append(
             f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" fill="{fill}" '
             f'text-anchor="{anchor}">{escape(label)}</text>\n'
+        )
+
+    def line(self, points: Sequence[Point], color: str, dashed: bool = False) -> None:
+        """Adds lines from point to point."""
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        dashes = ' stroke-dasharray="6 4"' if dashed else ""
+        self._parts.append(
+            f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2"{dashes}/>\n'
         )
 
     def __str__(self) -> str:
@@ -241,18 +254,18 @@ def spans(
     rank_of: Mapping[int, int],
 ) -> Iterator[tuple[int, Work, float, float]]:
     """Yields rank, work, begin and end of all that the ranks compute."""
-    from gulliver.solve.timeline import _ready  # pyright: ignore[reportPrivateUsage]
+    from gulliver.solve.timeline import inputs_of, output_of
 
     clocks, following, done = [0.0] * len(orders), [0] * len(orders), {}
     while any(at < len(order) for at, order in zip(following, orders, strict=True)):
         for rank, order in enumerate(orders):
             while following[rank] < len(order):
                 work = order[following[rank]]
-                ready = _ready(work, done, rank_of, 0.0)
-                if ready is None:
+                needs = inputs_of(work, len(rank_of))
+                if any(need not in done for need in needs):
                     break
-                begin = max(clocks[rank], ready)
-                clocks[rank] = done[work] = begin + times[work[0]][work[1]]
+                begin = max(clocks[rank], *(done[need] for need in needs), 0.0)
+                clocks[rank] = done[output_of(work)] = begin + times[work[0]][work[1]]
                 following[rank] += 1
                 yield rank, work, begin, clocks[rank]
 
@@ -331,6 +344,43 @@ def jobs() -> str:
     return str(svg)
 
 
+def weak_scaling() -> str:
+    """Efficiency by number of ranks, as kept by `benchmarks.scaling`."""
+    kept = sorted(RESULTS.glob("scaling_*.md"))[-1].read_text(encoding="utf-8")
+    figures = json.loads(kept.split("```json\n")[1].split("\n```")[0])["figures"]
+    svg = Svg(760, 330, "Weak scaling: samples per second and rank, relative to one rank")
+    left, top, width, height = 60, 20, 480, 250
+    names = [name for name in figures if "Llama" in name]
+    lowest = min(point[0] for name in names for point in figures[name].values())
+    base = min(0.6, math.floor(10 * lowest) / 10)
+
+    def at(ranks: str | int, efficiency: float) -> tuple[float, float]:
+        x = left + width * math.log2(int(ranks)) / 10
+        return x, top + height * (1.05 - efficiency) / (1.05 - base)
+
+    for tenth in range(round(10 * base), 11):
+        _, y = at(1, tenth / 10)
+        svg.line([(left, y), (left + width, y)], IDLE)
+        svg.text(left - 8, y + 4, f"{tenth * 10} %", 11, anchor="end")
+    for power in range(0, 11, 2):
+        svg.text(at(2**power, 1)[0], top + height + 18, f"{2**power:,}", 11, anchor="middle")
+    svg.text(left + width / 2, top + height + 38, "ranks", 12, anchor="middle")
+    svg.line([at(1, PUBLISHED), at(1024, PUBLISHED)], TEXT, dashed=True)
+    svg.text(left + width + 12, at(1, PUBLISHED)[1] + 4, "95 % published, 256 GPUs", 11)
+    for number, name in enumerate(names):
+        color, points = COLORS[number], figures[name]
+        svg.line([at(ranks, point[0]) for ranks, point in points.items()], color)
+        y = top + 60 + 22 * number
+        svg.box(left + width + 12, y, 14, 14, color)
+        svg.text(left + width + 32, y + 12, name, 11)
+        for ranks, (_, measured) in points.items():
+            if measured:
+                x, place = at(ranks, measured)
+                svg.box(x - 4, place - 4, 8, 8, color)
+    svg.text(left + width + 12, top + 60 + 22 * len(names) + 12, "squares: measured", 11)
+    return str(svg)
+
+
 DRAWINGS = {
     "rank-grid": rank_grid,
     "chunk-life": chunk_life,
@@ -338,6 +388,7 @@ DRAWINGS = {
     "pipeline-schedules": schedules,
     "data-centric-step": data_centric,
     "jobs-on-slots": jobs,
+    "weak-scaling": weak_scaling,
 }
 
 

@@ -78,7 +78,7 @@ _PACKAGES = {
         (),
     ),
 }
-"""Public packages, and the names that this module hands on from each."""
+"""Public packages, each with the names that this module re-exports."""
 
 _PLACES = {name: package for package, names in _PACKAGES.items() for name in names}
 
@@ -89,7 +89,7 @@ def __getattr__(name: str) -> Any:
     if name not in _PLACES:
         raise AttributeError(f"module 'gulliver' has no attribute {name!r}")
     value = getattr(import_module(f"gulliver.{_PLACES[name]}"), name)
-    globals()[name] = value  # asked for once
+    globals()[name] = value  # so that `__getattr__` is called once
     return value
 
 

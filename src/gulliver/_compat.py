@@ -18,15 +18,15 @@ from torch import Tensor
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# What `torch.compiler.disable` does, without its import of torch._dynamo, which takes seconds: that
-# is imported when a function is first called.
+# Equals `torch.compiler.disable`, but imports torch._dynamo, which takes seconds, only when such a
+# function is first called.
 uncompiled: Callable[..., Any] = torch._disable_dynamo  # pyright: ignore
 """Keeps a function out of compiled graphs."""
 
 DispatchMode = TorchDispatchMode
 """Base class of modes that intercept every operation below autograd."""
 
-# torch 2.13 renamed the flat collectives and warns of the old names; 2.11 knows only those.
+# torch 2.13 renamed the flat collectives and warns about the old names; 2.11 only has those.
 _renamed = hasattr(dist, "all_gather_single")
 all_gather_flat: Callable[..., Any] = getattr(
     dist, "all_gather_single" if _renamed else "all_gather_into_tensor"
@@ -51,7 +51,7 @@ def local_tensor_mode(size: int) -> AbstractContextManager[Any]:
 
 
 def map_ranks(make: Callable[[int], Tensor]) -> Tensor:
-    """Creates a tensor with the value ``make(rank)`` on each rank, inside `local_tensor_mode`."""
+    """Creates, in `local_tensor_mode`, a tensor whose value on each rank is ``make(rank)``."""
     from torch.distributed._local_tensor import rank_map
 
     return rank_map(make)
@@ -163,7 +163,7 @@ def is_compiled(module: torch.nn.Module) -> bool:
 
 
 def hooks_of(thing: Any, forward: bool = True) -> list[Any]:
-    """Returns the hooks of a parameter or module; `forward` includes forward hooks."""
+    """Returns the hooks of a parameter or module, without forward hooks if `forward` is False."""
     kinds = ["_backward_hooks", "_backward_pre_hooks", "_post_accumulate_grad_hooks"]
     kinds += ["_forward_hooks", "_forward_pre_hooks"] if forward else []
     return [hook for kind in kinds for hook in (getattr(thing, kind, None) or {}).values()]
@@ -227,7 +227,7 @@ FORWARD_HOOKS = (
 
 @contextmanager
 def private_tables(module: torch.nn.Module, hooks: bool) -> Iterator[None]:
-    """Restores all attributes of a module (tensors, submodules, hooks, others) after the block."""
+    """Restores all attributes of a module after the block, which sees its hooks only if `hooks`."""
     attributes = vars(module)
     before = dict(attributes)
     for name in (*FORWARD_HOOKS, "_backward_hooks", "_backward_pre_hooks"):
@@ -272,7 +272,7 @@ def is_batch_norm(module: torch.nn.Module) -> bool:
 
 
 def order_outputs_hooks(module: torch.nn.Module, last: list[int]) -> None:
-    """Moves the hooks with the ids `last` behind a module's other output hooks."""
+    """Makes the output hooks with the ids `last` run after a module's other ones."""
     hooks = module._forward_hooks
     for key in last:
         if key in hooks:
@@ -336,7 +336,7 @@ def newest_node() -> int:
 def running_node() -> int:
     """Sequence number of the autograd node whose backward runs in this thread, or -1."""
     node = torch._C._current_autograd_node()
-    # What accumulates gradients has the highest number there is, and stands for no operation.
+    # Nodes that accumulate gradients have the largest possible number, and stand for no operation.
     return -1 if node is None or (number := node._sequence_nr()) >= 1 << 63 else number
 
 
@@ -344,8 +344,8 @@ class Recomputed:
     """Reference to a tensor that non-reentrant checkpointing has recomputed.
 
     Args:
-        value: tensor.
-        find: returns the tensor again.
+        value: tensor that the reference replaces.
+        find: returns the recomputed tensor.
     """
 
     requires_grad = False
@@ -363,12 +363,12 @@ class Recomputed:
 def replace_recomputed(refer: Callable[[Tensor], Recomputed | None]) -> None:
     """Makes non-reentrant checkpointing store references instead of parameters; installed once.
 
-    Checkpointing stores a frozen parameter object itself. If the parameter's memory is freed and
-    reused, a later backward would read wrong data; a detached tensor keeps pointing at the old
-    memory.
+    Checkpointing stores the parameter object itself if it is frozen. If the parameter's memory is
+    then freed and reused, backward would read wrong data; a detached tensor keeps pointing at the
+    old memory.
 
     Args:
-        refer: returns the reference to a tensor; None to store the detached tensor.
+        refer: returns the reference to store for a tensor; None to store the tensor detached.
     """
 
     def pack(x: Any) -> Any:
@@ -404,7 +404,7 @@ def is_gloo(group: dist.ProcessGroup | None, device: torch.device) -> bool:
 def graph_redistribution() -> AbstractContextManager[Any]:
     """Context in which DTensor searches for the cheapest conversion between two layouts.
 
-    Torch before 2.12 may lack this search; its usual conversion is used then.
+    Torch before 2.12 may lack this search; DTensor then uses its default conversion.
     """
     from torch.distributed.tensor import _redistribute
 
@@ -423,9 +423,9 @@ def clear_redistributions() -> None:
 
 @contextmanager
 def meta_devices(count: int) -> Iterator[None]:
-    """Makes DTensor estimate costs on a meta mesh as for GPUs, with `count` devices per node.
+    """Makes DTensor estimate costs on a meta mesh as it would on GPUs, `count` of them per node.
 
-    For a CPU mesh it would choose all-gathers instead of all-to-alls.
+    On a CPU mesh, DTensor would choose all-gathers instead of all-to-alls.
     """
     torch.meta = SimpleNamespace(device_count=lambda: count)  # type: ignore[attr-defined]
     try:

@@ -67,7 +67,7 @@ def cuda_flash_backward(
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Computes the gradients of q, k and v."""
-    # Without dropout the state of the random numbers is not read.
+    # Without dropout, the random number state is not read.
     seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
     offset = torch.zeros((), dtype=torch.uint64, device=q.device)
     return torch.ops.aten._scaled_dot_product_flash_attention_backward.default(
@@ -102,7 +102,7 @@ def cuda_efficient_backward(
     """Computes the gradients of q, k and v."""
     rows = -(-lse.shape[2] // 32) * 32
     padded = torch.nn.functional.pad(lse, (0, rows - lse.shape[2]), value=float("inf"))
-    # Without dropout the state of the random numbers is not read.
+    # Without dropout, the random number state is not read.
     state = torch.zeros((), dtype=torch.int64, device=q.device)
     found = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default(
         *(grad, q, k, v, bias, out, padded, state, state, 0.0),
@@ -122,7 +122,7 @@ def context_parallel_ring(rotate: str) -> tuple[Callable[..., Any], Callable[...
     """
     from torch.distributed.tensor.experimental._context_parallel import _attention
 
-    # Zigzag, which it would want a causal mask for.
+    # Torch's zigzag layout would require a causal mask.
     _attention._cp_options.enable_load_balance = False
     _attention.set_rotate_method(rotate)
     return (

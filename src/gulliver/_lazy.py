@@ -13,8 +13,8 @@ def lazy_exports(
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Returns `__getattr__` and `__dir__` for a package that exports names of these modules.
 
-    A name may be exported under another one: ``"AttentionShape as Shape"``. If a package of an
-        optional `extra` is missing, the error names the extra.
+    A name may be exported under another one: ``"AttentionShape as Shape"``. If importing a module
+    fails because a package is missing, the error names the optional `extra` that contains it.
     """
     places: dict[str, tuple[str, str]] = {}
     for module, names in modules.items():

@@ -26,7 +26,7 @@ class MissingExtraError(GulliverError):
 
 @contextmanager
 def usage_errors() -> Iterator[None]:
-    """Converts `GulliverError` in the block, which only checks arguments, to `UsageError`."""
+    """Converts a `GulliverError` to `UsageError`; for blocks that only check arguments."""
     try:
         yield
     except MissingExtraError:
@@ -77,15 +77,15 @@ def first_difference(
 
 
 def once_differentiable(what: str, linear: bool = False) -> Callable[[Any], Any]:
-    """Makes a second derivative raise; unlike torch's decorator, it also covers saved tensors.
+    """Makes a backward raise under ``create_graph``, even if only saved tensors need gradients.
 
     Args:
         what: the operation, in terms of the user's options.
-        linear: whether the backward reads only the incoming gradient.
+        linear: whether the backward reads no saved tensors, only the incoming gradient.
     """
 
     def decorate(backward: Any) -> Any:
-        import torch  # late: errors are imported where torch is not
+        import torch  # late, because this module is also imported without torch
 
         @wraps(backward)
         def checked(ctx: Any, *grads: Any) -> Any:

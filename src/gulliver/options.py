@@ -187,7 +187,7 @@ class Options(metaclass=_RenamingType):
     """
 
     GROUPS: ClassVar[Mapping[str, str]] = {}
-    """Headings in the help text, each by its first field."""
+    """Headings in the help text, by the first field of each group."""
 
     if not typing.TYPE_CHECKING:
 
@@ -235,9 +235,9 @@ def renamed_fields(kind: type, hidden: Collection[str] = ()) -> dict[str, str]:
 
 
 def with_new_names(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Replaces deprecated option names by the current ones, recursively."""
+    """Replaces deprecated option names with the current ones, recursively."""
     renamed, known, made = renamed_fields(kind), field_hints(kind), {}
-    # Those by old names last: `dataclasses.replace` adds the present value of the new one.
+    # Values by old names come last, because `dataclasses.replace` adds the new one's current value.
     for name, value in sorted(values.items(), key=lambda pair: pair[0] in renamed):
         new = renamed.get(name, name)
         inner = bare(known.get(new, Any))
@@ -377,7 +377,7 @@ def checked(value: Any, hint: Any, name: str) -> Any:
         return value
     if origin is Literal:
         value = alternative_dtype(value, arguments)
-        # True == 1, which is no stage.
+        # True == 1, but True is not a stage.
         if not any(type(value) is type(choice) and value == choice for choice in arguments):
             choices = ", ".join(repr(choice) for choice in arguments)
             raise GulliverError(f"{name} is {value!r}: choose from {choices}")
@@ -425,7 +425,7 @@ def _checked_as_any(value: Any, hints: tuple[Any, ...], name: str) -> Any:
         try:
             return checked(value, hint, name)
         except GulliverError as error:
-            # Text that is none of the choices is more likely misspelt than of the wrong type.
+            # Text that is not among the choices is more likely misspelled than of the wrong type.
             misspelt = isinstance(value, str) and typing.get_origin(hint) is Literal
             problem = error if misspelt else problem or error
     assert problem is not None, "a union has types besides None"

@@ -281,3 +281,13 @@ def test_inexact_options_are_rejected() -> None:
         optimizer.step(lambda: 0.0)
     with pytest.raises(GulliverError, match="cannot change its device"):
         table.double()
+
+
+def test_inputs_that_would_be_misread_are_rejected() -> None:
+    table = CachedEmbeddingBag(20, 4, mode="max", cache=5)
+    with pytest.raises(GulliverError, match="float"):
+        table(torch.tensor([[1.0, 2.7]]))
+    with pytest.raises(GulliverError, match="per_sample_weights"):
+        table(torch.tensor([[1, 2]]), per_sample_weights=torch.ones(1, 2))
+    with pytest.raises(GulliverError, match="mode"):
+        CachedEmbeddingBag(20, 4, mode="summ")  # type: ignore[arg-type]

@@ -317,3 +317,19 @@ def test_a_step_that_stops_for_a_message_waits_as_long_as_was_measured_between_c
     assert Message("sends", 1 << 20, line, 2, hidden=True).seconds == pytest.approx(8e-3)
     assert stops.sent == 3 * (1 << 20)
     assert Message("sends", 100, line, 2).sent == 200
+
+
+def test_zero_on_one_host_costs_reading_memory_unless_that_is_off_or_a_torus(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    link = replace(FAST, host_rate=1e9)
+    read = Message("all_reduce", 1 << 20, [(4, link)], reads=True)
+    assert read.seconds == pytest.approx(2 * 3 / 4 * (1 << 20) / 1e9)
+    sent = replace(read, reads=False).seconds
+    assert sent > 2 * read.seconds
+    assert Message("all_gather", 1 << 20, [(2, link), (2, link)], reads=True).seconds > 1e-4
+    cluster = Cluster("c", DEVICE, (Axis("local", 4, link),))
+    collectives = zero_collectives(0, [1 << 20])
+    assert choose_axes(cluster, collectives).flat_s == pytest.approx(read.seconds)
+    monkeypatch.setenv("GULLIVER_SHARED_MEMORY", "off")
+    assert replace(read).seconds == pytest.approx(sent)

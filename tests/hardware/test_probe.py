@@ -309,6 +309,7 @@ def test_ranks_measure_links_and_collectives_into_one_file(pool: Pool, tmp_path:
             ring = {"ring_all_reduce"} if measured.ranks > 2 else set()
             names = {"all_reduce", "reduce_scatter", "all_gather"} | ring
             assert set(measured.collectives) == names
+    assert len({axis.link.host_rate for axis in cluster.axes}) == 1  # all are on this host
     assert cluster.disk is not None
     assert cluster.date
     assert cluster.versions["torch"] == torch.__version__

@@ -20,7 +20,7 @@ from gulliver.errors import GulliverError
 from gulliver.memory.buffers import OPTIMIZER_STATE
 from gulliver.memory.manager import Manager
 from gulliver.parallel import ZeroOptimizer
-from gulliver.parallel.zero import step as _updates
+from gulliver.parallel.zero import state as _updates
 from gulliver.parallel.zero.elementwise import ELEMENTWISE
 from tests.covering import some
 from tests.pool import Pool

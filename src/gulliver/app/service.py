@@ -32,7 +32,7 @@ from gulliver.app.worker import (
 
 Work = Callable[[Connection, Source], None]
 TRIES = 3
-"""Maximum consecutive processes that end before their first clip; then none starts in advance."""
+"""After this many processes in a row end before their first clip, none is started in advance."""
 
 
 # [Note: turns] A ticket's round is one more than that of the same user's previous ticket, and at
@@ -77,7 +77,7 @@ class Worker:
         other.close()
 
         def watch() -> None:
-            # Waits, and leaves reading the exit code to the thread that owns the process.
+            # Waits for the end; the thread that owns the process reads its exit code.
             wait([self.process.sentinel])
             ended()
 

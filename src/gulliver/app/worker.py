@@ -30,7 +30,7 @@ from gulliver.video.run import Run
 
 @dataclass(frozen=True)
 class Source:
-    """A model to sample from: a run, or the parts of a public one."""
+    """The model to sample from: that of a run, or a public model with its encoders."""
 
     # Run folder; None if `model` is given.
     run: Path | None = None
@@ -51,7 +51,7 @@ class Source:
 
     @property
     def options(self) -> dict[str, str]:
-        """The options of `gulliver generate` that select it."""
+        """The options of `gulliver generate` that select this model."""
         paths = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "keep"}
         return {name.replace("_", "-"): str(path) for name, path in paths.items() if path}
 
@@ -197,7 +197,7 @@ def _result(
 
 
 class ClipMaker:
-    """Generates clips with the newest checkpoint of a run, or with public parts."""
+    """Generates clips with the newest checkpoint of a run, or with a public model."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
@@ -238,7 +238,7 @@ class ClipMaker:
         return self._model
 
     def _preview(self, request: Request) -> Callable[[Any], bytes] | None:
-        """Returns the preview function; None if the autoencoder does not fit into memory."""
+        """Returns the preview function; None if the autoencoder is not kept in memory."""
         if self._source.run is None and not self._source.keep:
             return None
         autoencoder, frames = self._model.autoencoder, request.bucket.frames

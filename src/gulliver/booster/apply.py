@@ -1,8 +1,8 @@
 """Applies plans; a model larger than memory starts on meta and is filled chunk by chunk.
 
 A meta parameter is replaced by an expanded NaN, which takes no memory, until its chunk is created;
-then it is loaded from a folder or initialized by the module's ``reset_parameters``, in torch's
-order. At any time, memory holds at most the limit plus one chunk of the model.
+then it is loaded from a folder or initialized by the module's ``reset_parameters``, in the order
+of `nn.Module.modules`. At any time, memory holds at most the limit plus one chunk of the model.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ from gulliver.planner.ranks import ResolvedPlan, rank_state, rank_work, state_by
 def check_meta(
     model: nn.Module, weights: str | None, dtypes: Mapping[str, torch.dtype] | None = None
 ) -> None:
-    """Rejects a model on meta without weights to fill it."""
+    """Rejects meta tensors that neither `weights` nor ``reset_parameters`` can fill."""
     for name, buffer in model.named_buffers():
         if buffer.is_meta:
             raise GulliverError(
                 f"buffer {name!r} is on meta and has no values; build the model under "
-                "gulliver.booster.lazy_parameters(), which leaves buffers alone"
+                "gulliver.booster.lazy_parameters(), which puts only parameters on meta"
             )
     if weights is not None:
         load_huggingface(model, weights, dtypes=dtypes, fill=False)
@@ -80,7 +80,7 @@ def check_meta(
         for name, parameter in module.named_parameters(path, recurse=False):
             other = owners.setdefault(parameter, name)
             if parameter.is_meta and other != name:
-                # In memory, the tie decides which module's values remain; here there are none.
+                # In memory, the tie determines which values remain; on meta there are none.
                 raise GulliverError(
                     f"parameters {other!r} and {name!r} are tied and on meta, so it is unclear "
                     "which module's reset_parameters() initializes them; pass weights=folder"
@@ -95,8 +95,8 @@ def check_meta(
 
 def lend_shapes(model: nn.Module, device: torch.device) -> list[nn.Module]:
     """Replaces meta parameters by expanded NaNs on a device, which take no memory."""
-    # They stay the same objects, so that an optimizer keeps them.
-    # Before any is moved: each module that shares a parameter initialises it, as with torch.
+    # Parameters stay the same objects, so that an optimizer keeps them. Modules are listed before
+    # any parameter moves: as in torch, each module that shares a parameter initializes it.
     found = [m for m in model.modules() if any(p.is_meta for p in m.parameters(recurse=False))]
     for parameter in [p for p in model.parameters() if p.is_meta]:
         value = math.nan if parameter.is_floating_point() else 0
@@ -126,7 +126,7 @@ def _initialise(modules: Sequence[nn.Module]) -> None:
     for module in modules:
         module.reset_parameters()  # type: ignore[operator]
     if not all(torch.equal(mine, theirs) for mine, theirs in zip(own, first, strict=True)):
-        _set_random_state(own)  # ranks that draw other numbers go on with theirs
+        _set_random_state(own)  # ranks with other random states keep them
 
 
 def _random_state() -> list[torch.Tensor]:
@@ -140,11 +140,11 @@ def _set_random_state(states: Sequence[torch.Tensor]) -> None:
         torch.cuda.set_rng_state(state)
 
 
-# `apply_plan`: a plan becomes a running model. Read it top to bottom.
+# `apply_plan` turns a plan into a running model. Read it top to bottom.
 #
-# Every plugin and every loaded plan runs through it. Steps that cut one model over several ranks
-# are in `booster.hybrid.steps`, and do nothing where their axis has one rank; how replicas share
-# the rest is in `booster.replicas`. What cannot be run is rejected first, with nothing changed.
+# All plugins and loaded plans use it. The steps that shard one model over several ranks are in
+# `booster.hybrid.steps`, and do nothing if their axis has one rank; `booster.replicas` shards the
+# rest over replicas. Unsupported plans are rejected first, before anything is changed.
 
 
 def apply_plan(
@@ -165,7 +165,7 @@ def apply_plan(
     if plan.ddp is not None:
         use_fp8(plan, model)
         return share_ddp(plan, model, optimizer, world)
-    # While the model is whole, and on all ranks, so that none continues where another cannot.
+    # Checked on all ranks before sharding, so that either all ranks continue or none.
     raise_on_any_rank(lambda: _check_whole(resolved))
     manager = raise_on_any_rank(lambda: _manager(resolved))
     uses = state_bytes(plan, resolved.sizes(_place(plan))).order if plan.stage == 3 else ()
@@ -180,7 +180,7 @@ def apply_plan(
     stage = cut_stages(model, stages, mesh)
     cut_tensors(plan, model, tensor, mesh)
     wire_sequences(plan, model, mesh, verbose)
-    # Layers are converted as they are cut: their scales are shared over the ranks of these axes.
+    # Converted when sharded: layers share their scales over the ranks of these axes.
     use_fp8(plan, model, *(() if mesh is None else (mesh.tensor, mesh.sequence.all)))
     recompute(plan, model, stage, whole.recomputable)
     if mesh is not None:
@@ -193,7 +193,7 @@ def apply_plan(
     boosted = share_zero(plan, model, inner, names, whole, mesh, stage, manager, uses)
     manage_activations(plan, model, boosted, manager)
     if _is_streamed(plan):
-        # Chunk by chunk, so that no more than a chunk of it is whole at any time.
+        # Chunk by chunk, so that at most one chunk is unsharded at any time.
         fill_boosted(boosted, model, empty, plan.weights)
     finish(plan, model, boosted, mesh, tensor, stage, whole)
     tune(plan, model, boosted, verbose)
@@ -204,7 +204,7 @@ def check_choices(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer
     """Rejects plans that cannot run, before models are compared across ranks."""
     check_modules(model, sharded=plan.zero is not None)
     if plan.operators is not None:
-        from gulliver.operators.apply import check_operators  # few plans are of operators
+        from gulliver.operators.apply import check_operators  # few plans have operators
 
         check_operators(plan, model, optimizer)
         return
@@ -261,8 +261,8 @@ def _check_second(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer
         what = "stage 3 has sharded all of" if plan.stage == 3 else "fp16 has one loss scale for"
         raise GulliverError(
             f"another boosted optimizer already trains one of the parameters, and {what} the "
-            "model; use one optimizer with several parameter groups; two kinds, such as Muon and "
-            "AdamW, need stage 2 or less, and not fp16"
+            "model; use one optimizer with several parameter groups, or, for two kinds such as "
+            "Muon and AdamW, stage 2 or less without fp16"
         )
     if half != "none" and optimizer is not None:
         check_unstepped(optimizer)
@@ -280,7 +280,7 @@ def _check_whole(resolved: ResolvedPlan) -> None:
 
 
 def _checked_here(plan: Plan, model: nn.Module) -> dict[str, torch.dtype]:
-    """Names the parameters whose saved values this rank checks against fp16's range."""
+    """Returns the tensors, by name, whose saved values this rank checks against fp16's range."""
     if plan.precision.parameters != "fp16":
         return {}
     world, turned = current_world(), {t for _, t in converted(model, plan.precision.kept)}
@@ -289,17 +289,17 @@ def _checked_here(plan: Plan, model: nn.Module) -> dict[str, torch.dtype]:
 
 
 def _unequal(plan: Plan, model: nn.Module, inner: torch.optim.Optimizer) -> list[Tensor]:
-    """Returns the tensors that may differ between ranks; chunks broadcast all others."""
+    """Returns the tensors that are not broadcast with the chunks."""
     stepped = {p for group in inner.param_groups for p in group["params"] if p.requires_grad}
     cut = plan.mesh.names_model
     rest = [p for p in model.parameters() if cut or not (p in stepped or is_boosted(p))]
     return [*model.buffers(), *rest]
 
 
-# Tensors of a model that share memory without being one: moving a parameter cuts them apart.
+# Distinct tensors of a model that share memory: moving a parameter would separate them.
 #
-# Sharding moves every parameter into a chunk of its own. A parameter that a model holds under two
-# names moves as one; two parameters made of one tensor's memory would train apart from then on.
+# Sharding moves every parameter into a chunk. A parameter with two names moves as one; two
+# parameters on the same memory would be trained separately afterwards.
 
 
 def check_unshared(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

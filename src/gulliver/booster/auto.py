@@ -104,15 +104,15 @@ class AutoEngine:
     model: nn.Module
     # Optimizer to step in the loop.
     optimizer: Any
-    # Result of the search over grids; None for plans of operators.
+    # Result of the search over grids; None for plans with operators.
     found: Found | None
-    # The grid that runs; None of operators.
+    # The grid in use; None for plans with operators.
     grid: Grid | None
-    # Number of backwards in a step; 1 where a pipeline cuts the batch.
+    # Number of backward passes per step; 1 if a pipeline splits the batch.
     accumulate: int
-    # Number of samples of a step that each replica reads, `Plugin.data_place` of them.
+    # Samples that each replica reads per step; `Plugin.data_place` has the replica's index.
     samples: int
-    # Better grids that could not be run, and why.
+    # Better grids that cannot run, with reasons.
     left_out: tuple[tuple[Grid, str], ...]
 
     @property
@@ -124,7 +124,7 @@ class AutoEngine:
         count = samples_of(batch)
         if count != self.samples:
             raise GulliverError(
-                f"the batch has {count} samples, but each replica reads {self.samples} a step"
+                f"the batch has {count} samples, but each replica reads {self.samples} per step"
             )
         *early, last = _parts(batch, self.accumulate)
         total = 0.0
@@ -177,7 +177,8 @@ def auto_engine(
 
     Raises:
         GulliverError: no plan fits the memory (the error names the smallest sufficient amount);
-            `cluster` has another number of ranks; or no grid found can run (with the reasons).
+            `cluster` has another number of ranks; or none of the grids found can run (the error
+            gives the reasons).
     """
     world = init_world()
     cluster = raise_on_any_rank(
@@ -212,7 +213,7 @@ def _of_grids(
 ) -> AutoEngine:
     """Boosts the model with the fastest grid that can run."""
     left_out: list[tuple[Grid, str]] = []
-    # Ranks may know different link rates: the order of rank 0 counts.
+    # Ranks may know different link rates, so rank 0's order is used.
     for scored in broadcast_object(found.best):
         try:
             plan = raise_on_any_rank(partial(plan_of, scored, found, model, optimizer, precision))
@@ -258,8 +259,8 @@ def _of_operators(
     def search() -> Plan:
         if samples_of(batch) != samples or precision not in (None, "fp32"):
             raise GulliverError(
-                f"operators=True needs a batch of all {samples} samples, not {samples_of(batch)}, "
-                "and runs in the dtypes of the model; omit precision"
+                f"operators=True needs a batch of all {samples} samples (this one has "
+                f"{samples_of(batch)}), and precision=None, as it runs in the model's dtypes"
             )
         inner = cluster.axes[-1].size if len(cluster.axes) > 1 else 1
         meshes = [{"data": cluster.size}]
@@ -306,7 +307,7 @@ def plan_of(
     plugin = plugin_of(grid, precision, found.limit, found.behind)
     plan = plugin.make_plan(model, optimizer, found.cluster, work=work)
     if 0 < grid.recomputed < len(plan.recompute):
-        # Evenly spaced, so that each stage recomputes as many.
+        # Evenly spaced, so that each stage recomputes the same number of blocks.
         count, every = grid.recomputed, len(plan.recompute)
         chosen = sorted({number * every // count for number in range(count)})
         paths = tuple(plan.recompute[number] for number in chosen)

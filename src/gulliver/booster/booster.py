@@ -18,7 +18,8 @@ from gulliver.booster.plugins import LowLevelZeroPlugin, PlanPlugin, Plugin, Tor
 from gulliver.booster.running import Running, run_whole
 from gulliver.comm.collectives import broadcast_object, gather_objects, raise_on_any_rank
 from gulliver.comm.groups import release_groups
-from gulliver.comm.world import World, guard, init_world
+from gulliver.comm.watchdog import guard
+from gulliver.comm.world import World, init_world
 from gulliver.errors import GulliverError, first_difference
 from gulliver.parallel.optimizer import BoostedOptimizer, boosted_only, refuse_extra_state
 from gulliver.plan.plan import Plan
@@ -30,7 +31,7 @@ from gulliver.precision.int8.layers import QuantizedLayer
 if TYPE_CHECKING:
     from gulliver.jobs.display import Scalars
 
-# What each tensor of a model is, by its name.
+# Description of each tensor of a model, by name.
 Signature = dict[str, str]
 
 
@@ -69,7 +70,7 @@ def _difference(every: Sequence[Signature]) -> str:
     )
 
 
-# `Booster`: an ordinary model and loop become the planned run.
+# `Booster` runs an ordinary model and training loop as planned.
 #
 # Read `Booster.boost`. `apply_plan` runs the plan; `CheckpointIO` saves and loads.
 
@@ -198,7 +199,7 @@ class Booster(CheckpointIO):
         again = next((known for known in self._optimizers if unwrapped(known) is model), model)
         boosted, wrapped, plan = self.plugin.configure(again, optimizer, world, choices)
         self._last = Running(broadcast_object(plan), wrapped, unwrapped(model))
-        # All ranks are here, so the groups of models that are gone can be given back together.
+        # All ranks are here, so they can release the groups of deleted models together.
         release_groups()
         wrapped.watch(unwrapped(model))
         if boosted in self._optimizers:
@@ -209,7 +210,7 @@ class Booster(CheckpointIO):
             autocast_calls(model, world.device.type, plan.precision.autocast)
         try:
             refuse_extra_state(unwrapped(model))
-        except GulliverError as error:  # it can be trained; the first save would come late
+        except GulliverError as error:  # it can be trained, but saving would fail late
             warnings.warn(str(error), stacklevel=2)
         self._optimizers[boosted] = wrapped
         if self.gradient_noise and optimizer is not None:
@@ -262,7 +263,7 @@ class Booster(CheckpointIO):
         Raises:
             GulliverError: a tracker is unknown, or its package is not installed.
         """
-        from gulliver.jobs.trackers import track  # and with it rich, which no loop needs
+        from gulliver.jobs.trackers import track  # and with it rich, which no training loop needs
 
         opened = track(names, Path(folder), step, init_world().is_main, config or {})
         self._scalars = self._tracking.enter_context(opened)
@@ -290,10 +291,10 @@ class Booster(CheckpointIO):
     def noise_scale(self, batch: int) -> NoiseScale | None:
         """Estimates the gradient noise scale from the steps so far; None before the first step.
 
-        McCandlish et al. 2018, "An empirical model of large-batch training". A batch of that many
-        samples makes half the progress of the same samples one at a time. All ranks get the same
-        numbers. Micro-batches should have one size; if sizes differ by one sample, as for 16 over 3
-        ranks, the estimate is off by less than 1%.
+        McCandlish et al. 2018, "An empirical model of large-batch training". A batch of `scale`
+        samples makes half the progress that these samples would make one at a time. All ranks get
+        the same numbers. Micro-batches should have equal sizes; if these differ by one sample, as
+        for 16 samples on 3 ranks, the estimate is off by less than 1%.
 
         Args:
             batch: samples of a step since the last call, over all ranks and micro-batches.
@@ -367,10 +368,10 @@ class Booster(CheckpointIO):
             return_outputs: whether to return the outputs, on the last stage.
             weight: the items that a criterion averages over, if their number differs between
                 micro-batches: ``samples``, ``labels`` that are not -100, ``shifted_labels``
-                (without the first of each sample), or a function of a micro-batch that counts it.
+                (without the first of each sample), or a function that counts a micro-batch's items.
 
         Returns:
-            Dict with the batch's ``loss``, on every stage, and ``outputs``; None if not requested.
+            Dict with the batch's ``loss`` (on every stage) and ``outputs``, None if not requested.
 
         Raises:
             GulliverError: the batch cannot be split; ranks of one model have different batches.

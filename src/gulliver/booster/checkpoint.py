@@ -55,7 +55,7 @@ def on_main(write: Callable[[], object]) -> None:
             failure = GulliverError(f"{error.filename} cannot be written: {error.strerror}")
         except Exception as error:
             failure = error
-    # The others wait for this answer, and so for the file: they may read it afterwards.
+    # Other ranks wait for this result and thus for the file, so they may read it afterwards.
     failed = any_rank(failure is not None, world.device)
     if failure is not None:
         raise failure
@@ -64,7 +64,7 @@ def on_main(write: Callable[[], object]) -> None:
     barrier()
 
 
-# Attribute of models of which each rank has a share only; copies of them have it, too.
+# Attribute of sharded models; copies of these models have it too.
 CUT = "gulliver_cut"
 
 
@@ -101,7 +101,7 @@ def saved_groups(optimizer: BoostedOptimizer) -> list[dict[str, Any]]:
 def check_groups(
     ours: list[list[str]], frozen: list[list[str]], saved: list[Any], folder: Path
 ) -> None:
-    """Rejects groups with other parameters; frozen and trained ones may be swapped."""
+    """Rejects groups whose parameters differ from the saved ones; which are frozen may differ."""
     if len(saved) != len(ours):
         raise GulliverError(
             f"{folder} has {len(saved)} parameter groups, but the optimizer has {len(ours)}"
@@ -115,7 +115,7 @@ def check_groups(
 
 
 def write_scheduler(lr_scheduler: Any, path: Path, writes: bool) -> None:
-    """Writes a scheduler's numbers as JSON on rank 0; validated on all ranks."""
+    """Checks a scheduler's state on all ranks, and writes it as JSON if `writes`."""
     tensors, skeleton = split_state(scheduler_numbers(lr_scheduler))
     if tensors:
         raise GulliverError(
@@ -139,10 +139,10 @@ def read_scheduler(lr_scheduler: Any, path: Path) -> None:
 
 
 def fill_scheduler(lr_scheduler: Any, state: Mapping[str, Any]) -> None:
-    """Restores a scheduler's saved numbers."""
+    """Restores a scheduler's saved state."""
     own = lr_scheduler.state_dict()
     for key, value in state.items():
-        # JSON knows plain dicts only; a step schedule counts its milestones.
+        # JSON only has plain dicts; a step schedule stores its milestones in a Counter.
         counts = isinstance(own.get(key), collections.Counter)
         own[key] = collections.Counter(value) if counts else value
     lr_scheduler.load_state_dict(own)
@@ -159,10 +159,10 @@ def _is_code(value: Any) -> bool:
     )
 
 
-# Saves and loads the state of a boosted model, its optimizer and what belongs to them.
+# Saves and loads the state of a boosted model, its optimizer and related objects.
 #
-# What is saved depends neither on the number of ranks nor on how the model was sharded; see
-# `BoostedOptimizer.model_leaves` for what a rank contributes.
+# Contents depend neither on the number of ranks nor on how the model was sharded; see
+# `BoostedOptimizer.model_leaves` for the part that a rank contributes.
 
 
 MODEL, OPTIMIZER, SCHEDULER, RANDOM = "model", "optimizer", "lr_scheduler", "random"
@@ -223,7 +223,7 @@ def optimizer_entry(
     }
     if others := optimizer.checkpoint.other_state():
         found["others"] = others
-    # A run that continued with the first scale would skip steps that the saved one did not.
+    # With the initial scale, a resumed run would skip steps that the saved run did not skip.
     if isinstance(optimizer, ZeroOptimizer) and optimizer.scaler is not None:
         found["loss_scale"] = optimizer.scaler.state_dict()
     return found
@@ -246,26 +246,26 @@ class LoadPlan:
     reader: StepReader
     model: nn.Module | None
     optimizer: BoostedOptimizer | None
-    # The optimizer that the model was boosted with, whether it is loaded or not.
+    # The optimizer that the model was boosted with, even if its state is not loaded.
     holder: BoostedOptimizer | None
     lr_scheduler: Any = None
     state: Mapping[str, Any] = field(default_factory=dict)
     strict: bool = True
     # Prefix of the model's names in the checkpoint.
     prefix: str = ""
-    # Whether parameters that are not trained are loaded, too.
+    # Whether to also load frozen parameters.
     frozen: bool = True
 
     def load(self) -> Loaded:
         """Matches the step with the objects, and fills them (collective)."""
         reader, optimizer, model = self.reader, self.optimizer, self.model
         self.loaded = Loaded(reader.manifest.step)
-        # These call other ranks, so they run before anything that may fail on one rank alone.
+        # These are collective, so they run before anything that may fail on one rank only.
         entry = None if optimizer is None else OptimizerEntry.of(reader, optimizer)
         elsewhere = names_of_all(model, self.holder)
         rest = raise_on_any_rank(lambda: self._match(entry, elsewhere))
         if entry is not None:
-            # Before the model is filled: of 16 bits there is a float32 copy to fill then.
+            # Before the model is filled: unfreezing 16-bit parameters adds float32 copies to fill.
             entry.unfreeze()
         if model is not None and self.holder is not None:
             self._fill_model(unwrapped(model), self.holder)
@@ -294,7 +294,7 @@ class LoadPlan:
             if odd:
                 self.loaded.mismatches[MODEL] = odd
             wanted = {name: leaf for name, leaf in leaves.items() if name not in odd.missing}
-            # What is trained in 16 bits is filled by its float32 copies, and rounded from them.
+            # Trained 16-bit parameters are filled from their float32 copies, and rounded.
             reader.check_fits(MODEL, wanted, self.prefix, narrow_dtypes(unwrapped(model)))
             reader.check_tied(
                 MODEL, holder.checkpoint.canonical_names(unwrapped(model)), self.prefix
@@ -314,12 +314,12 @@ class LoadPlan:
 
     def _fill_model(self, model: nn.Module, holder: BoostedOptimizer) -> None:
         odd = self.loaded.mismatches.get(MODEL, Mismatch())
-        # Again, because unfreezing has added float32 copies.
+        # Listed again, because unfreezing has added float32 copies.
         leaves = self._leaves(model, holder)
         wanted = {name: leaf for name, leaf in leaves.items() if name not in odd.missing}
         holder.checkpoint.before_model_load()
         raise_on_any_rank(lambda: self.reader.read_into(MODEL, wanted, self.prefix))
-        # Under a memory limit nothing can leave the device that views still refer to.
+        # Under a memory limit, views would keep their memory on the device.
         leaves.clear()
         wanted.clear()
         holder.checkpoint.after_model_load()
@@ -345,19 +345,19 @@ def names_of_all(model: nn.Module | None, holder: BoostedOptimizer | None) -> se
 
 @dataclass
 class OptimizerEntry:
-    """A step's optimizer entry and the optimizer that loads it."""
+    """A step's optimizer entry, and the optimizer to load it into."""
 
     reader: StepReader
     optimizer: BoostedOptimizer
-    # Names of the parameters of each group, of all ranks: trained ones, and frozen ones besides.
+    # Names of the parameters of each group over all ranks: trained ones, and frozen ones.
     trained: list[list[str]]
     frozen: list[list[str]]
-    # Nested values with placeholders for tensors, once they are matched.
+    # Nested values with placeholders for tensors; set by `match`.
     content: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, reader: StepReader, optimizer: BoostedOptimizer) -> Self:
-        """Creates the entry, with the optimizer's groups over all ranks (collective)."""
+        """Creates the entry, with the parameter groups of all ranks (collective)."""
         return cls(
             reader,
             optimizer,
@@ -416,8 +416,8 @@ def _check_shapes(
     reader: StepReader, optimizer: BoostedOptimizer, content: Mapping[str, Any]
 ) -> None:
     """Rejects optimizer state whose shapes do not match the parameters."""
-    # Where every rank has all of it, it may have any shape itself: then the step tells the
-    # parameters'.
+    # If every rank has the full state, its shapes need not be those of the parameters; then the
+    # step has the parameters' shapes.
     shapes = {name: whole_shape(p) for p, name in optimizer.checkpoint.trainable.items()}
     known = _stepped(reader, content) if optimizer.checkpoint.has_whole_state else {}
     for name, entries in content["state"].items():
@@ -425,7 +425,7 @@ def _check_shapes(
         if ours is not None and name in known and known[name][0] != ours:
             raise GulliverError(
                 f"{reader.folder}: the optimizer state of {name!r} does not match: the parameter "
-                f"was {known[name][0]} when saved, but is {ours} now"
+                f"had shape {known[name][0]} when saved, but has shape {ours} now"
             )
         for key, value in entries.items():
             if ours is None or name in known:
@@ -433,8 +433,8 @@ def _check_shapes(
             refs = refs_in(value)
             if refs and (not isinstance(value, Ref) or value.shape != ours):
                 raise GulliverError(
-                    f"{reader.folder}: the optimizer state of {name!r} does not match: {key} is "
-                    f"{refs[0].shape}, but the parameter is {ours}"
+                    f"{reader.folder}: the optimizer state of {name!r} does not match: {key} "
+                    f"has shape {refs[0].shape}, but the parameter has shape {ours}"
                 )
 
 
@@ -467,7 +467,7 @@ def _load_optimizer_state(
         }
         for name, entries in found["state"].items()
     }
-    # Else numbers are turned to the parameter's dtype: ZeRO keeps those of 16 bits in 32.
+    # Other values are converted to the parameter's dtype: ZeRO has float32 state for 16-bit ones.
     known = _stepped(reader, content)
     exact = [n for p, n in optimizer.names.items() if n in known and known[n][1] == p.dtype]
     optimizer.checkpoint.adopt_state(state, found["others"], exact)
@@ -534,8 +534,8 @@ def restore_random(reader: StepReader) -> bool:
 # Error feedback of packed messages, one entry per rank.
 #
 # A rank feeds back the packing errors of its own gradients, and its parameters differ from its
-# shards by the packing errors of their changes. Neither makes sense on another number of ranks:
-# there errors are dropped, and all ranks begin with the parameters as saved.
+# shards by the packing errors of their updates. Neither applies to another number of ranks: then
+# errors are dropped, and all ranks begin with the saved parameters.
 
 
 def _feedback(optimizer: BoostedOptimizer) -> Any:
@@ -546,7 +546,7 @@ def _feedback(optimizer: BoostedOptimizer) -> Any:
 
 
 def wire_entry(optimizer: BoostedOptimizer) -> dict[str, PerRank]:
-    """Returns the checkpoint entry of packing errors, if messages are packed."""
+    """Returns the checkpoint entry of packing errors and gathered values; empty without packing."""
     feedback = _feedback(optimizer)
     lost = feedback.lost() if feedback is not None and feedback.feeds else None
     shown = optimizer.checkpoint.shown_parts() if isinstance(optimizer, ZeroOptimizer) else {}

@@ -83,7 +83,7 @@ def stepped(optimizer: BoostedOptimizer) -> dict[str, Any]:
 
 
 def read_optimizer(optimizer: BoostedOptimizer, reader: StepReader) -> None:
-    """Loads an optimizer at any number of ranks (collective)."""
+    """Loads an optimizer on any number of ranks (collective)."""
     entry = OptimizerEntry.of(reader, optimizer)
 
     def match() -> None:
@@ -94,7 +94,7 @@ def read_optimizer(optimizer: BoostedOptimizer, reader: StepReader) -> None:
     raise_on_any_rank(match)
     entry.unfreeze()
     if isinstance(optimizer, ZeroOptimizer):
-        # Else values that the user wrote to parameters would replace the masters that are loaded.
+        # Otherwise values that the user wrote to parameters would replace the loaded master shards.
         optimizer.shards.take_writes()
     raise_on_any_rank(entry.fill)
     if isinstance(optimizer, ZeroOptimizer):
@@ -112,7 +112,7 @@ def _check_stepped(optimizer: BoostedOptimizer, content: Mapping[str, Any], fold
             )
 
 
-# Whole files of models that ranks may hold parts of. Every rank calls every function here.
+# Files with full models of which ranks may hold only parts. All functions here are collective.
 
 Write = Callable[[Weights], object]
 
@@ -202,8 +202,8 @@ class CheckpointIO:
     ) -> bool:
         """Saves a step as one checkpoint while training continues (collective).
 
-        Each rank writes its part of the state; nothing is gathered. It can be loaded with any
-        number of ranks, stage, chunk size and plugin.
+        Each rank writes its part of the state; nothing is gathered. The checkpoint can be loaded
+        with any number of ranks, stage, chunk size and plugin.
 
         Args:
             folder: folder of the run's checkpoints.
@@ -216,8 +216,8 @@ class CheckpointIO:
             use_async: False returns when the step is complete.
             frozen: whether to save frozen parameters; a checkpoint without them is loaded with
                 ``frozen=False`` into a model that already has them.
-            options: arguments of `gulliver.checkpoint.AsyncCheckpointer` for this folder, taken
-                from the first save.
+            options: arguments of `gulliver.checkpoint.AsyncCheckpointer`; a folder's first save
+                sets them for all later ones.
 
         Returns:
             Whether the save was started; False if another was in flight and ``when_busy="skip"``
@@ -234,13 +234,14 @@ class CheckpointIO:
             check_whole(model)
         content = boosted_state(model, optimizer, holder, lr_scheduler, state, frozen)
         limit = None if holder is None else holder.checkpoint.copy_limit
-        # Under a memory limit the copy that is written in the background is limited as well.
+        # The memory limit also applies to the copy that is written in the background.
         checkpointer = self._checkpointer(Path(folder), options, limit)
         if self._last is not None:
             checkpointer.about["plan"] = self._running().plan.to_values()
         begun = checkpointer.save(step, content)
         first = begun and checkpointer.saves == 1 and checkpointer.rank == 0
-        if first and limit is not None and self.plugin.verbose:
+        limited = limit is not None or checkpointer.when_busy == "skip"
+        if first and limited and self.plugin.verbose:
             print(f"checkpoints in {folder} use {checkpointer.held}", flush=True)
         if not use_async:
             checkpointer.wait()
@@ -329,13 +330,13 @@ class CheckpointIO:
     def close(self) -> None:
         """Waits for pending saves, then frees the buffers used for saving."""
         with ExitStack() as stack:
-            # Whatever fails, the folders of the others are free afterwards.
+            # Whatever fails, all other folders are released.
             while self._checkpointers:
                 stack.callback(self._checkpointers.popitem()[1].close)
             self._await_model()
 
     def abandon(self) -> None:
-        """Finishes this rank's writes and unlocks the folders if other ranks may have died."""
+        """Finishes this rank's writes and unlocks the folders; used if other ranks may be dead."""
         while self._checkpointers:
             self._checkpointers.popitem()[1].abandon()
 
@@ -383,8 +384,8 @@ class CheckpointIO:
     def save_model(self, model: nn.Module, path: Path | str, use_async: bool = False) -> None:
         """Writes the model's full state dict, under its own names, as one safetensors file.
 
-        Must be called on all ranks; rank 0 writes, including its buffers. It can be loaded at any
-        world size and by any safetensors reader.
+        Must be called on all ranks; rank 0 writes, including its buffers. The file can be loaded at
+        any world size and by any safetensors reader.
 
         Args:
             model: boosted or not.
@@ -469,9 +470,9 @@ class CheckpointIO:
             read_optimizer(optimizer, reader)
 
     def save_lr_scheduler(self, lr_scheduler: Any, path: Path | str) -> None:
-        """Writes a scheduler's numbers as JSON; rank 0 writes, other ranks need not call it.
+        """Writes a scheduler's state as JSON; rank 0 writes, other ranks need not call it.
 
-        Its functions are not saved: create the same scheduler before loading.
+        Functions in its state are not saved: create the same scheduler before loading.
         """
         write_scheduler(lr_scheduler, Path(path), init_world().is_main)
 
@@ -484,7 +485,7 @@ def _whole_state(holder: BoostedOptimizer | None, model: nn.Module) -> dict[str,
     """Returns the state dict of a model that is unsharded on every rank (collective)."""
     state = whole_model(model)
     if isinstance(holder, ZeroOptimizer):
-        # Where updates travel packed, parameters differ from the shards that are trained.
+        # If updates are packed, parameters differ from the shards that are trained.
         state |= holder.checkpoint.exact_parameters(model)
     return state
 

@@ -101,7 +101,7 @@ class HybridParallelPlugin(Plugin):
         self.fp8, self.wires = groups[5].plan(), groups[6].wires()
         self.precision, self.max_norm = self.zero.precision, self.zero.max_norm
         self.tp_size, self.pp_size, self.mode = tp_size, pp_size, sequence_parallelism_mode
-        # Users of Colossal-AI repeat the size of the tensor axis in the modes that it serves.
+        # Users of Colossal-AI set sp_size to the tensor axis' size in the modes that use this axis.
         repeated = self.mode in SHARED_BY_TENSOR and sp_size == tp_size
         self.sp_size = 1 if sp_size is None or repeated else sp_size
         default_stage = 0 if memory_limit is None else 3
@@ -178,7 +178,7 @@ class HybridParallelPlugin(Plugin):
         )
 
     def _tensor_layout(self) -> TensorLayout:
-        # A plan says nothing of an axis that it does not have.
+        # Without a tensor axis, the plan has no tensor layout.
         if self.tp_size == 1:
             return TensorLayout()
         return TensorLayout(dict(self.grid.tensor_rules or {}), self.grid.replicate_rest)
@@ -205,7 +205,7 @@ class HybridParallelPlugin(Plugin):
         optimizer: torch.optim.Optimizer | None,
         cluster: Cluster | None,
     ) -> Plan:
-        """Chooses the sequence mode and recomputed blocks, and chunks under a limit."""
+        """Chooses the sequence mode and recomputed blocks; under a memory limit also the chunks."""
         family = family_of(model)
         check_family(family, self.mode, max(self.tp_size, self.sp_size))
         known = families().get(family or "")

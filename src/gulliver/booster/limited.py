@@ -28,10 +28,10 @@ from gulliver.planner.residency import find_residency, other_bytes
 from gulliver.planner.state_bytes import Shares, StateBytes
 from gulliver.solve.replacement import Action, InsufficientMemory
 
-# Part of the budget that is added between two times that freed memory is given back.
+# Divisor of the budget: freed memory is returned after this fraction of it has been added.
 TRIMMED = 16
 
-# Part of the state that host memory has more room for: its slabs are powers of two.
+# Divisor of the state: host memory has this fraction in reserve, as slabs are powers of two.
 SLACK = 4
 
 
@@ -47,21 +47,21 @@ class LimitedManager(Manager):
         **options: Any,
     ) -> None:
         super().__init__(*arguments, **options)
-        # Objects that never leave; None where the manager chooses them.
+        # Shares of state that never leave the device; None lets the manager choose.
         self.shares = shares
-        # Bytes that a step is predicted to need in addition to state; 0 where that is not known.
+        # Bytes that a step is predicted to need in addition to state; 0 if unknown.
         self.other = other
-        # Bytes of the store that state leaves for activations.
+        # Bytes of the store that are left for activations.
         self.spare = spare
         # Sets the budget of the next step.
         self.controller: BudgetController | None = None
         self._kept = set[ManagedTensor]()
-        # What parameters leave must go back at once: it and the chunks would be more than either.
+        # Memory of moved parameters is returned at once, as both copies may exceed the limit.
         self._freed, self._added = FreedMemory(), 0
         weakref.finalize(self, self._freed.close)
-        # Bytes that the last step has read and written.
+        # Bytes read and written by the last step.
         self.step_moved: tuple[int, int] = (0, 0)
-        # The same between host memory and a disk behind it; None without one.
+        # The same between host memory and the disk behind it; None without a disk.
         self.disk_moved: tuple[int, int] | None = None
         self._before: dict[str, tuple[int, int]] = {}
         self._clock = (0.0, 0.0)
@@ -132,7 +132,7 @@ class LimitedManager(Manager):
             now, waited = time.perf_counter(), stats["seconds_waited"]
             began, waited_before = self._clock
             self._clock = now, waited
-            # The first step has built all state, so it says nothing of the next.
+            # The first step creates all state, so it does not predict the next one.
             self.controller.end_step((waited - waited_before) / (now - began) if began else None)
 
     def _since(self, tier: str, stats: dict[str, Any]) -> tuple[int, int]:
@@ -168,7 +168,7 @@ def _store(plan: Plan, state: StateBytes, device: torch.device) -> Store | None:
     assert plan.zero is not None, "only ZeRO has tiers"
     tiers = plan.zero.tiers
     assert tiers is not None, "there are tiers"
-    # What is reserved is reserved at once: no more than can be needed, as far as that is known.
+    # Memory is reserved at once, so no more than can be needed, if that is known.
     unknown = tiers.takes_activations and not plan.work.blocks
     if tiers.disk is not None:
         needed = tiers.disk_bytes if unknown else state.reserved
@@ -192,7 +192,7 @@ def keep_to_limit(plan: Plan, optimizer: ZeroOptimizer, manager: LimitedManager 
     try:
         footprint = Footprint(held, manager.device)
     except OSError:
-        footprint = None  # no /proc: what was predicted stays
+        footprint = None  # no /proc: the prediction is used
     manager.controller = BudgetController(
         tiers.limit,
         manager,

@@ -30,7 +30,7 @@ from gulliver.comm.world import World
 from gulliver.errors import GulliverError
 from gulliver.parallel.optimizer import BoostedOptimizer
 
-# Weight of what was known before, at each step.
+# Weight of the previous average at each step.
 DECAY = 0.95
 
 
@@ -75,7 +75,7 @@ class NoiseMeter:
         for parameter in optimizer.names:
             if parameter.requires_grad:
                 parameter.register_hook(self._listen)
-        # Before clipping, which scales the mean gradient and not its parts.
+        # Before clipping, which scales the mean gradient but not its parts.
         self._norm = optimizer.clip_grad_by_norm
         for name in ("clip_grad_by_norm", "clip_grad_by_value"):
             setattr(optimizer, name, self._first(getattr(optimizer, name)))
@@ -156,4 +156,4 @@ def check_noise(plugin: Any, kinds: tuple[type, ...]) -> None:
     if getattr(plugin, "step_in_backward", False):
         raise GulliverError("gradient_noise needs full gradients: omit step_in_backward")
     if getattr(plugin, "precision", None) == "fp16":
-        raise GulliverError("gradient_noise is not measured with fp16's loss scale: use bf16")
+        raise GulliverError("gradient_noise is not supported with fp16's loss scale: use bf16")

@@ -31,7 +31,7 @@ from gulliver.planner.tiers import MemoryTiers
 from gulliver.planner.wires import WireOptions
 
 MIB = 2**20
-# Size of chunks before tuning, and without other ranks.
+# Chunk size before tuning, and with a single rank.
 DEFAULT_CHUNK_MB = 4.0
 Stage = Literal[0, 1, 2, 3]
 Count = Annotated[int, AT_LEAST_1]

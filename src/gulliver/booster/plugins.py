@@ -53,7 +53,7 @@ class Plugin(ABC):
     verbose: bool = True
     wires = WireOptions()
     takes: tuple[str, ...] = ()
-    """Device types on which parameters may be, in addition to the rank's own."""
+    """Device types that parameters may be on, in addition to the rank's own."""
 
     @abstractmethod
     def choices(self, ranks: int, precision: str = "none") -> Plan:
@@ -89,14 +89,14 @@ class Plugin(ABC):
         """Plans how a model would run; changes nothing.
 
         One process can plan for any number of ranks. If the planned ranks are running, each of them
-        calls it.
+        must call it.
 
         Args:
             model: full model; it may be on meta.
             optimizer: optimizer of its parameters; None without training.
             cluster: hardware to plan for, one device per rank; None for the local machines, as
                 measured by ``gulliver probe`` or described.
-            sample: batch of one model, as keyword or positional arguments or a tensor, to measure
+            sample: batch of one replica, as keyword or positional arguments or a tensor, to measure
                 compute, or to estimate it for a model on meta; without it, predicted seconds cover
                 only communication.
             precision: dtype of autocast, or none.
@@ -110,7 +110,7 @@ class Plugin(ABC):
         choices = self.wires.asked(choices)
         choices = choices if work is None else replace(choices, work=work)
         if sample is not None and choices.limited:
-            # What is chosen under a limit depends on what a batch takes.
+            # Under a limit, the choices depend on the memory and time of a batch.
             check_plan(choices, ranks)
             check_choices(choices, model, optimizer)
             choices = with_work(cut_model(choices, model, optimizer), sample)
@@ -123,7 +123,7 @@ class Plugin(ABC):
         if sample is not None and not choices.limited:
             resolved = resolved.with_plan(with_work(resolved, sample))
         plan = predict(decide(resolved, self.wires, cluster), cluster).plan
-        # Ranks measure different times, and have one plan.
+        # Ranks measure different times, but need the same plan.
         return broadcast_object(plan) if current_world().size == ranks > 1 else plan
 
     def check(
@@ -149,10 +149,10 @@ class Plugin(ABC):
     ) -> tuple[nn.Module, BoostedOptimizer, Plan]:
         """Plans and runs the choices of `check`; returns the boosted model, optimizer and plan."""
         plain = unwrapped(model)
-        # A plan differs where the formats do, and ranks with different plans wait for each other.
+        # Ranks with different wire formats would have different plans, and wait for each other.
         self.wires.check_equal_on_ranks()
         choices = self.for_model(choices, plain, optimizer, None)
-        # It reads measurements of this machine, which one rank alone may lack.
+        # Reads measurements of this machine, which may be missing on a single rank.
         resolved = raise_on_any_rank(lambda: resolve(choices, plain, optimizer))
         resolved = decide(resolved, self.wires)
         if choices.work.samples or choices.limited:
@@ -310,8 +310,8 @@ class LowLevelZeroPlugin(Plugin):
         self.weights, self.verbose = weights, verbose
         if weights is not None and stage != 3:
             raise GulliverError(
-                f"weights= fills parameter shards, which only stage 3 has, not stage={stage}; use "
-                "stage=3, or load the model before boost"
+                f"weights= needs the parameter shards of stage 3, but stage={stage}; use stage=3, "
+                "or load the model before boost"
             )
         self.takes = ("meta",) if stage == 3 else ()
         self.memory = limits.tiers(
@@ -356,7 +356,7 @@ class LowLevelZeroPlugin(Plugin):
         optimizer: torch.optim.Optimizer | None,
         cluster: Cluster | None,
     ) -> Plan:
-        """Chooses a torus with ``axes="auto"``, and chunks under a limit."""
+        """Chooses the torus if ``axes="auto"`` and, under a memory limit, the chunks."""
         links = cluster or self.links.cluster
         if self.memory is not None:
             chosen = isinstance(self.zero.chunk_mb, str)
@@ -374,7 +374,7 @@ class LowLevelZeroPlugin(Plugin):
         return replace(plan, mesh=mesh, reasons={**plan.reasons, "mesh.torus": str(found)})
 
 
-# The plugin for models larger than memory: one number, the limit, and a plan that keeps to it.
+# The plugin for models larger than memory: a memory limit, and a plan that keeps to it.
 
 
 class GeminiPlugin(Plugin):
@@ -437,7 +437,7 @@ class GeminiPlugin(Plugin):
         groups = sort_options(type(self), (*kinds, *formats), given | options)
         self.zero, limits, steps, placement = groups[:4]
         self.fp8, self.wires = groups[4].plan(), groups[5].wires()
-        # Sizes of chunks are planned: a step of the tuner would not keep to the limit.
+        # Chunk sizes are planned: steps of the tuner could exceed the limit.
         self.zero.refuse_tuning()
         self.memory = MemoryTiers(
             **asdict(limits),
@@ -493,7 +493,7 @@ class PlanPlugin(Plugin):
         self.takes = ("meta",) if plan.stage == 3 or plan.weights is not None else ()
 
     def choices(self, ranks: int, precision: str = "none") -> Plan:
-        # It may have been edited, or made for other machines.
+        # The plan may have been edited, or made for other machines.
         check_plan(self.plan, ranks)
         device = current_world().device.type
         if self.plan.mesh.device != device:
@@ -520,6 +520,6 @@ class PlanPlugin(Plugin):
     def data_place(self) -> tuple[int, int]:
         """Index of this rank among the ranks that read different samples, and their number."""
         mesh, rank = self.plan.mesh, current_world().rank
-        if self.plan.operators is not None:  # all ranks read one batch, and share what it takes
+        if self.plan.operators is not None:  # all ranks read one batch, and shard its operators
             return 0, 1
         return rank // (mesh.of("sequence") * mesh.of("tensor")) % mesh.of("data"), mesh.of("data")

@@ -178,7 +178,7 @@ class BucketHook:
     def _lost_of(self, bucket: dist.GradBucket, tensor: torch.Tensor) -> torch.Tensor:
         members = [self.names.get(p, "") for p in bucket.parameters()]
         views, lost = self._lost.get(bucket.index(), ({}, tensor))
-        if list(views) != members:  # DDP cuts buckets anew after a step
+        if list(views) != members:  # DDP rebuilds its buckets after a step
             self._given = self.lost()
             self._lost = {}
             lost, views = torch.zeros_like(tensor), {}
@@ -222,8 +222,8 @@ class _DDP(DistributedDataParallel):
 
     def watch_gradients(self, reduce: Callable[..., Any]) -> None:
         """Records which gradients this rank has accumulated since the last reduction."""
-        # DDP reduces in the backward of its own forward alone, not of a submodule's that is called
-        # directly, nor inside `no_sync`; a bucket that it reduces has all gradients up to then.
+        # DDP reduces only in the backward of its own forward: not if a submodule was called
+        # directly, nor inside `no_sync`. A bucket that it reduces contains all gradients so far.
         self.unreduced = unreduced = set[int]()  # by id: the hooks must not keep the parameters
 
         def reduced(state, bucket):  # torch compares annotations
@@ -241,9 +241,9 @@ class _DDP(DistributedDataParallel):
 class _DDPOptimizer(BoostedOptimizer):
     """The user's optimizer of a DDP model."""
 
-    # [Note: what DDP does not reduce] It is reduced after the backward, inside `no_sync` before the
-    # step: the mean over the ranks is linear, and leaves what is the same on all ranks as it is. So
-    # a gradient may have been reduced in part. As with DDP, all ranks make the same kinds of calls.
+    # [Note: what DDP does not reduce] The rest is reduced after backward, or before the step inside
+    # `no_sync`: the mean over ranks is linear and does not change equal values, so a gradient may
+    # already have been reduced in part. As with DDP, all ranks must make the same kinds of calls.
 
     def __init__(self, inner: torch.optim.Optimizer, names: Any, model: nn.Module) -> None:
         super().__init__(inner, names)

@@ -56,7 +56,7 @@ def run_whole(
         outputs = call(model, batch)
         wanted = optimizer is not None or criterion is not None
         loss = (criterion or own_loss)(outputs, batch) if wanted else None
-        # As a pipeline returns it: the model's own loss, also where no one asked for one.
+        # As with a pipeline: the model's own loss, even if it was not requested.
         if loss is None and isinstance(getattr(outputs, "loss", None), Tensor):
             loss = outputs.loss
     if optimizer is not None and loss is not None:
@@ -67,7 +67,7 @@ def run_whole(
     }
 
 
-# The plan as it runs now, tuning included, and what its steps take and hold.
+# The plan as it runs now, including tuning, and the measured time and memory of its steps.
 
 
 EXTRA = "all steps so far were used to tune chunks or compare packed gradients: run more steps"
@@ -84,7 +84,7 @@ class Running:
     def plan(self) -> Plan:
         """The running plan, with tuned chunks."""
         plan, zero, optimizer = self.planned, self.planned.zero, self.optimizer
-        # Ranks of a pipeline have chunks of their own, which nothing cuts again.
+        # Pipeline ranks have different chunks, which are not tuned.
         if zero is None or not isinstance(optimizer, ZeroOptimizer) or optimizer.pipeline:
             return plan
         chunks = tuple(
@@ -98,13 +98,13 @@ class Running:
         )
         tuner = optimizer.tuner
         found = tuner.result if tuner is not None and tuner.stage is TuningStage.DONE else None
-        # Sizes are those of the first rank: where tensors are cut, others' differ a little.
+        # Sizes are those of the first rank; if tensors are sharded, other ranks' differ a little.
         if found is None and [c.tensors for c in chunks] == [c.tensors for c in zero.chunks]:
             return plan
         tuned = replace(zero, chunks=chunks, chunk_bytes=optimizer.shards.chunk_bytes)
         reasons = dict(plan.reasons)
         if found is not None:
-            # What was found is a choice from here on: the plan runs as it is, untuned.
+            # The tuned value becomes a choice: the plan can be run without tuning.
             tuned = replace(tuned, tuning="off")
             reasons["zero.chunk_bytes"] = found.summary()
         memory = replace(plan.memory, **self._memory(plan.memory))
@@ -117,10 +117,10 @@ class Running:
         assert self.planned.zero is not None
         found = optimizer.memory()
         if optimizer.stage < 3:
-            # Frozen parameters lie alongside the chunks.
+            # Frozen parameters are stored in addition to the chunks.
             whole = sum(chunk.bytes for chunk in self.planned.zero.chunks)
             found["parameters"] += planned.parameters - whole
-        # The first rank's, which all ranks' plans have: the others' shards may be smaller.
+        # The first rank's bytes, as in all ranks' plans: other ranks' shards may be smaller.
         found["optimizer_state"] = max(planned.optimizer_state, found["optimizer_state"])
         return found
 
@@ -145,7 +145,7 @@ class Running:
         between = [b - a for a, b in itertools.pairwise(self.optimizer.taken.stepped_at)]
         if between:
             rows += self._phases(statistics.median(between))
-        # torch's DDP sends by itself, and says nothing of it.
+        # torch's DDP communicates itself, and does not count bytes.
         if between and self.planned.ddp is None:
             rows.append(self._sent(predicted.sent))
         held = self._held()
@@ -165,15 +165,15 @@ class Running:
     def _sent(self, predicted: int) -> ComparisonRow:
         """Bytes sent in a step, excluding chunk tuning and gradient comparisons."""
         steps, alone = self.optimizer.taken.sent()
-        # What is posted as a step ends counts for it or for the next one, as time goes, which a
-        # mean of few steps would show: so the usual number, where steps have one.
+        # Messages posted at the end of a step may count for the next one, which would distort the
+        # mean of a few steps: so the most frequent number is used, if there is one.
         usual, times = Counter(steps).most_common(1)[0]
         sent = usual if 2 * times >= len(steps) else statistics.fmean(steps)
         return ComparisonRow("sent", "sent bytes", predicted, sent, "" if alone else EXTRA)
 
     def _phases(self, step: float) -> list[ComparisonRow]:
         """Seconds of a step, of forward and backward, and of the optimizer's step."""
-        # On a GPU the processor runs ahead: there the two phases are what it waits for in each.
+        # On a GPU, the CPU runs ahead: the phases are then the times that it waits in each.
         predicted, cluster = self.plan.predicted.seconds, self.plan.predicted.cluster
         update = statistics.median(self.optimizer.taken.updated_in)
         links = f"gulliver probe measures the links of {cluster or 'the cluster'}"

@@ -42,12 +42,12 @@ def install_hooks() -> None:
 
     def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         add_writer(optimizer)
-        # An optimizer that updates part by part (ZeRO chunk by chunk) asks before each itself.
+        # An optimizer that updates in parts (ZeRO chunk by chunk) waits before each part itself.
         if any_read_lock() and not getattr(optimizer, ASKS, False):
             before_write_at(_storages(optimizer))
 
     def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        # What follows a step changes the rest: averages of weights, statistics, counters.
+        # Code after a step modifies other tensors: averages of weights, statistics, counters.
         before_any_write()
 
     _hooked.append(register_optimizer_step_pre_hook(before).remove)
@@ -73,7 +73,7 @@ def _changed_by(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
         yield from changed()
         return
     for group in optimizer.param_groups:
-        # A pending parameter has no memory yet, and asking for it would gather its shards.
+        # A pending parameter has no memory yet, and reading its address would gather its shards.
         params = (p for p in group["params"] if type(p) is not PendingParameter)
         yield from (_local(parameter) for parameter in params)
     for state in optimizer.state.values():
@@ -96,7 +96,7 @@ def _local(tensor: Any) -> torch.Tensor:
     return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
-# Takes a state apart: a rank's tensors by entry, and the rank that writes what all ranks have.
+# Splits a state into a rank's tensors by entry, and chooses the rank that writes replicated ones.
 
 
 WHOLE_FILE = ".safetensors"
@@ -124,17 +124,17 @@ class RankContent:
 
     # Tensors and parts by entry and name.
     tensors: dict[str, dict[str, Leaf]] = field(default_factory=dict)
-    # Skeletons by entry, of what all ranks have.
+    # Skeletons of replicated values, by entry.
     skeletons: dict[str, Any] = field(default_factory=dict)
-    # Skeletons by entry, of what this rank alone has.
+    # Skeletons of this rank's own values, by entry.
     own: dict[str, Any] = field(default_factory=dict)
-    # Class names of optimizers and schedulers by entry, and the shapes of the parameters that an
-    # optimizer steps.
+    # Class names of optimizers and schedulers by entry, and the shapes of an optimizer's
+    # parameters.
     kinds: dict[str, Any] = field(default_factory=dict)
-    # Hash of the names, dtypes and shapes that all ranks have to have in common.
+    # Hash of the names, dtypes and shapes that must be equal on all ranks.
     digest: str = ""
-    # Storages that are changed by optimizers whose steps wait for a snapshot; anything else may
-    # change as soon as `save` has returned.
+    # Storages that only optimizers modify whose steps wait for a snapshot; all other storages may
+    # be modified as soon as `save` returns.
     guarded: set[int] = field(default_factory=set)
 
 
@@ -166,7 +166,7 @@ def collect(
         if isinstance(held, Optimizer):
             add_writer(held)
         leaves, skeleton = split_state(_content(held))
-        # What every rank has of its own may be of another kind on each.
+        # Per-rank values may have different kinds.
         kind = None if alone else kind_of(held)
         if kind is not None:
             found.kinds[entry] = kind
@@ -207,7 +207,7 @@ def kind_of(value: Any) -> dict[str, Any] | None:
         return {"kind": type(value).__name__}
     if not isinstance(value, torch.optim.Optimizer):
         return None
-    # A boosted one is saved as the one that it wraps.
+    # A boosted optimizer is saved as the one that it wraps.
     kind = type(getattr(value, "inner", value)).__name__
     shapes = [[list(state_shape(p)) for p in group["params"]] for group in value.param_groups]
     return {"kind": kind, "shapes": shapes}
@@ -237,9 +237,9 @@ def _leaf(entry: str, name: str, leaf: Leaf) -> Leaf:
     check_holdable(where, leaf)
     value = leaf.detach()
     if value.is_conj() or value.is_neg():
-        # Views that are so only by a flag would be written without it.
+        # Lazily conjugated or negated views would be written without the operation.
         value = value.resolve_conj().resolve_neg()
-    # In host memory what lies apart is gathered as it is copied.
+    # Host tensors that are not contiguous are gathered when they are copied.
     return value if value.is_cpu else value.contiguous()
 
 
@@ -251,7 +251,7 @@ def _assign_shared(
         for entry, tensors in common.items():
             found.tensors[entry].update(tensors)
         return
-    # Each rank computes the same shares without a word, for all see the same tensors (`digest`).
+    # Ranks see equal tensors (`digest`), so they need not communicate to agree on the assignment.
     loads = [0] * world_size
     for entry, tensors in common.items():
         for name, tensor in tensors.items():

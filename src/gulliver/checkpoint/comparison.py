@@ -68,7 +68,7 @@ def any_step(path: Path | str, step: int | None = None) -> Path:
     if step is not None and step not in folders:
         raise GulliverError(f"{path} has no step {step}: it has {sorted(folders)}")
     if step is None:
-        # A step whose manifest is broken does not say when it was saved: it may be the newest.
+        # A step with a broken manifest has no known order, so it may be the newest.
         saved = by_age(folders.items())
         unknown = [n for n in folders if n not in saved]
         step = max([*saved[-1:], *unknown])
@@ -98,13 +98,13 @@ class Difference:
 
     # Name of the tensor.
     name: str
-    # Number of elements that were compared.
+    # Number of compared elements.
     numel: int = 0
-    # Number of these that are further apart than was allowed.
+    # Number of elements that differ by more than allowed.
     unequal: int = 0
-    # Largest difference of two elements; infinite where one of them is not a number.
+    # Largest absolute difference; infinite if one element is nan.
     absolute: float = 0.0
-    # Largest difference in terms of the larger of the two elements.
+    # Largest difference relative to the larger of the two elements.
     relative: float = 0.0
 
     def add(self, one: Tensor, other: Tensor, tolerance: float, relative: float) -> None:
@@ -121,7 +121,7 @@ class Difference:
         apart = (a - b).abs()
         apart = torch.where(apart.isnan(), torch.inf, apart)
         if one.dtype == other.dtype and not (one.is_floating_point() or one.is_complex()):
-            # Doubles do not tell all large integers apart.
+            # Doubles cannot represent all large integers.
             same = one.view(_bits(one.dtype)) == other.view(_bits(one.dtype))
             apart.clamp_(min=1.0)
         apart.masked_fill_(same, 0.0)
@@ -130,7 +130,7 @@ class Difference:
         ratio = torch.where(ratio.isnan(), torch.inf, ratio)
         self.absolute = max(self.absolute, float(apart.max()))
         self.relative = max(self.relative, float(ratio.max()))
-        # An infinite element allows nothing.
+        # An infinite element adds no tolerance.
         allowed = tolerance + relative * scale.nan_to_num(posinf=0.0)
         self.unequal += int((apart > allowed).sum())
 
@@ -147,7 +147,7 @@ def _bits(dtype: torch.dtype) -> torch.dtype:
 def _double(value: Tensor) -> Tensor:
     if value.is_complex():
         return value.to(torch.complex128)
-    # 8-bit floats go by way of 32 bits: not every pair of dtypes is convertible.
+    # 8-bit floats are converted through 32 bits: not every pair of dtypes is convertible.
     return (value.float() if value.dtype.itemsize == 1 else value).double()
 
 
@@ -155,22 +155,22 @@ def _double(value: Tensor) -> Tensor:
 class Comparison:
     """Differences between two checkpoints."""
 
-    # Tensors of the first that the second has not.
+    # Names of tensors that only the first has.
     missing: list[str] = field(default_factory=list)
-    # Tensors of the second that the first has not.
+    # Names of tensors that only the second has.
     unexpected: list[str] = field(default_factory=list)
-    # Shapes in the first and in the second by name, where they differ.
+    # Shapes in the first and in the second by name, if they differ.
     shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
-    # Dtypes in the first and in the second by name, where they differ; the values are compared all
-    # the same.
+    # Dtypes in the first and in the second by name, if they differ; values are compared
+    # nevertheless.
     dtypes: dict[str, tuple[torch.dtype, torch.dtype]] = field(default_factory=dict)
-    # Entries of which something else than the tensors differs.
+    # Entries whose non-tensor values differ.
     values: list[str] = field(default_factory=list)
-    # Distances of tensors with elements further apart than allowed, the furthest first.
+    # Distances of tensors that differ by more than allowed, largest first.
     differences: list[Difference] = field(default_factory=list)
     # Number of tensors whose values were compared.
     compared: int = 0
-    # Whether other dtypes are no difference.
+    # Whether different dtypes are accepted.
     allow_dtypes: bool = False
 
     @property
@@ -191,8 +191,8 @@ def compare(
     progress: Progress | None = None,
 ) -> Comparison:
     """Compares two checkpoints batch by batch, in constant memory."""
-    # Elements are apart where ``|a - b| > tolerance + relative * max(|a|, |b|)``. Zeros of either
-    # sign are equal, and so is what is not a number in both.
+    # Elements differ if ``|a - b| > tolerance + relative * max(|a|, |b|)``. Zeros of either sign
+    # are equal, and so are two nans.
     with open_weights(a, entry, step) as one, open_weights(b, entry, other_step) as other:
         if entry is None and type(one) is not type(other):
             raise GulliverError(
@@ -209,7 +209,7 @@ def compare(
                 continue
             if info.dtype != theirs.dtype:
                 found.dtypes[name] = info.dtype, theirs.dtype
-            # In batches of the larger elements neither side needs more memory.
+            # Batches sized for the larger elements fit into memory on both sides.
             common[name] = max(info, theirs, key=lambda info: info.dtype.itemsize)
         if entry is None:
             found.values = _different_values(one, other)

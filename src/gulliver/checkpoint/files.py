@@ -25,10 +25,10 @@ def parse_json(path: Path, content: bytes) -> Any:
         raise GulliverError(f"{path} is truncated or not JSON ({error})") from error
 
 
-# Plan of a safetensors file: its header, and the memory that each of its bytes comes from.
+# Plan of a safetensors file: its header, and the source memory of each byte.
 #
-# The file is cut into pages of equal size, each gathered from the tensors that are in it, so that
-# every write but the last is aligned whatever the sizes of the tensors are.
+# The file is split into pages of equal size, each gathered from the tensors in it, so that all
+# writes but the last are fully aligned for any tensor sizes.
 #
 # Format: https://github.com/huggingface/safetensors, read as of version 0.8.
 
@@ -54,10 +54,10 @@ CODES: dict[torch.dtype, str] = {
     torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
     torch.float8_e8m0fnu: "F8_E8M0",
 }
-"""Format's name of each supported dtype."""
+"""Name of each supported dtype in the safetensors format."""
 DTYPES = {code: dtype for dtype, code in CODES.items()}
 RESERVED = "__metadata__"
-"""Reserved name that headers use for text."""
+"""Reserved header key, for metadata in text form."""
 MAX_HEADER = 100_000_000
 """Maximum header size in bytes; readers reject larger ones."""
 
@@ -102,9 +102,9 @@ def check_holdable(where: str, tensor: Tensor) -> None:
     if not is_holdable(tensor):
         kind = "meta" if tensor.is_meta else f"{tensor.layout} {tensor.dtype}"
         if not tensor.is_meta and tensor.layout == torch.strided and tensor.dtype in CODES:
-            kind = f"a {type(tensor).__name__} has no storage: save the tensors in it"
+            kind = f"a {type(tensor).__name__} without storage (save the tensors that it wraps)"
         if tensor.is_nested:
-            kind = "a nested tensor, save its values() and offsets()"
+            kind = "a nested tensor (save its values() and offsets())"
         raise GulliverError(f"{where} is {kind}, which the safetensors format does not support")
 
 
@@ -115,13 +115,13 @@ class Image:
         self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
     ) -> None:
         for name, tensor in tensors.items():
-            # A file may be planned of tensors on meta, which have no values yet.
+            # Tensors may be on meta when a file is planned.
             if tensor.dtype not in CODES:
                 raise GulliverError(
                     f"tensor {name!r} is {tensor.dtype}, which the safetensors format does not "
                     "support"
                 )
-        # The largest elements first: then each is aligned to its own size.
+        # Largest elements first, so that each tensor is aligned to its element size.
         order = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
         entries: dict[str, Any] = {RESERVED: dict(metadata)} if metadata else {}
         end = 0
@@ -139,7 +139,7 @@ class Image:
                 f"{len(tensors)} tensors need a header of {len(text)} bytes, but the safetensors "
                 f"format allows {MAX_HEADER}: save them in several entries"
             )
-        # Kept by this object: pages are gathered from its memory, too.
+        # Kept alive by this object, because pages are also gathered from its memory.
         self.header = torch.frombuffer(
             bytearray(struct.pack("<Q", len(text)) + text), dtype=torch.uint8
         )
@@ -165,7 +165,7 @@ class Image:
 
 def read_slots(path: Path) -> tuple[dict[str, Slot], dict[str, str]]:
     """Reads the header of a safetensors file: its tensors and metadata."""
-    # Opening it checks the header: tensors lie one behind the other, from there to the file's end.
+    # Opening the file validates its header: tensors are consecutive up to the end of the file.
     metadata = read_metadata(path)
     with named_errors(path, "read"), path.open("rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
@@ -174,20 +174,20 @@ def read_slots(path: Path) -> tuple[dict[str, Slot], dict[str, str]]:
     slots = dict[str, Slot]()
     for name, entry in entries.items():
         if entry["dtype"] not in DTYPES:
-            raise GulliverError(f"tensor {name!r} in {path} is of dtype {entry['dtype']}")
+            raise GulliverError(f"tensor {name!r} in {path} has unknown dtype {entry['dtype']}")
         offset = 8 + length + entry["data_offsets"][0]
         slots[name] = Slot(name, DTYPES[entry["dtype"]], tuple(entry["shape"]), offset)
     return slots, metadata
 
 
-# Single files: tensors as safetensors, all else as JSON, no pickle anywhere.
+# Single files: tensors as safetensors, everything else as JSON, no pickle.
 
 
 def write_tensors(
     path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> None:
     """Writes named tensors to a safetensors file atomically."""
-    # Tied and non-contiguous tensors are written each by its own values.
+    # Tied and non-contiguous tensors are each written with their own values.
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -196,7 +196,7 @@ def write_tensors(
     for name, tensor in tensors.items():
         value = _plain(name, tensor)
         storage = value.untyped_storage()
-        # safetensors rejects shared storage and writes the whole of a larger one.
+        # safetensors rejects shared storage, and writes all of a larger storage.
         if storage.data_ptr() in seen or storage.nbytes() != value.nbytes:
             value = value.clone()
         seen.add(storage.data_ptr())
@@ -204,7 +204,7 @@ def write_tensors(
     path = Path(path)
     needed = sum(t.nbytes for t in ready.values()) + 4096
     with atomic_file(path, needed) as partial:
-        # safetensors makes files that no one else may read: the umask says who may.
+        # safetensors creates files that only the owner may read; use the umask instead.
         partial.touch()
         mode = partial.stat().st_mode & 0o777
         try:
@@ -217,9 +217,9 @@ def write_tensors(
 
 
 def _plain(name: str, tensor: Tensor) -> Tensor:
-    """Returns a contiguous copy of a tensor in host memory."""
+    """Returns a tensor as contiguous host memory."""
     check_holdable(f"tensor {name!r}", tensor)
-    # Views that are conjugated or negated only by a flag would be written without it.
+    # Lazily conjugated or negated views would be written without the operation.
     return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
 
 

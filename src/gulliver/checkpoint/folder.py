@@ -28,10 +28,10 @@ from gulliver.io.files import (
 from gulliver.options import whole_number
 
 
-# [Note: the newest step] Who loads step 100 of 300 and trains on goes back: the steps saved from
-# then on are the run, though 300 is the higher number. So every step's manifest counts: its
-# ``order`` is one more than the highest in the folder was, and the step of the highest order is the
-# newest. No order changes when steps are deleted, copied or linked.
+# [Note: the newest step] A run that loads step 100 of 300 and continues to train goes back: the
+# steps saved afterwards are the run, although 300 is a higher number. So the ``order`` in a step's
+# manifest is one more than the highest order in the folder at the time, and the newest step is the
+# one with the highest order. Orders do not change when steps are deleted, copied or linked.
 def order_in(folder: Path) -> int | None:
     """Returns a step's position in saving order; None if its manifest cannot be read."""
     path = Path(folder) / MANIFEST
@@ -54,11 +54,11 @@ def by_age(folders: Iterable[tuple[int, Path]]) -> list[int]:
     return [step for _, step in sorted((order, step) for order, step in ages if order is not None)]
 
 
-# Folder of checkpoints, of which the newest complete one always loads.
+# Folder of checkpoints, whose newest complete one can always be loaded.
 #
-# A step is written under a temporary name, forced to the disk, and renamed; `latest` is moved
-# after that. A process killed at any moment leaves complete steps and at most some temporary
-# folders, which the next save removes. Who writes what into a step is described in `saving.py`.
+# A step is written under a temporary name, synced to disk, and renamed; then `latest` is updated. A
+# process killed at any moment leaves complete steps and possibly temporary folders, which the next
+# save removes. `saving.py` describes which rank writes what.
 
 
 LATEST, LOCK = "latest", ".lock"
@@ -82,7 +82,7 @@ def steps_of(root: Path) -> list[tuple[int, Path]]:
 
 def _was_step(path: Path) -> bool:
     """Whether a folder is or was a step: it has a manifest, or only a step's files."""
-    # What somebody else has put under a step's name is theirs.
+    # Other content under a step's name is not ours to remove.
     if not path.is_dir():
         return False
     names = {entry.name for entry in path.iterdir()}
@@ -126,7 +126,7 @@ class CheckpointFolder:
         return by_age((step, self.path(step)) for step in self._numbers())
 
     def next_order(self) -> int:
-        """Returns the order of the next saved step; see the note in `folder.py`."""
+        """Returns the order of the next saved step; see [Note: the newest step]."""
         orders = (order_in(self.path(step)) for step in self._numbers())
         return 1 + max((order for order in orders if order), default=0)
 
@@ -147,7 +147,7 @@ class CheckpointFolder:
         return newest
 
     def _named(self) -> str | None:
-        """Returns the step named by `latest`, which may not exist."""
+        """Returns the step that the file `latest` names, which may not exist; None without it."""
         try:
             return (self.root / LATEST).read_text(encoding="utf-8", errors="replace").strip()
         except FileNotFoundError:
@@ -179,7 +179,7 @@ class CheckpointFolder:
         After the rename the step is saved and can be found without `latest`, so later failures are
         only logged.
         """
-        # The rename is the commit. A crash before it leaves a temporary folder, after it a whole
+        # The rename is the commit: a crash before it leaves a temporary folder, after it a complete
         # step.
         name_folder(self.partial(step), self.path(step))
         for what, settle in (
@@ -208,7 +208,7 @@ class CheckpointFolder:
 
     def _expired_steps(self) -> list[int]:
         if not self.keep:
-            return []  # without a look at the steps, which may be many
+            return []  # without reading the steps, which may be many
         complete = set(self.steps())
         return [step for step in self._ages() if step in complete][: -self.keep]
 
@@ -221,7 +221,7 @@ class CheckpointFolder:
             return []
         oldest = min(self.path(step).stat().st_mtime for step in complete)
         others = (self.path(step) for step in self._numbers() if step not in complete)
-        # Where a link leads may only be out of reach for now.
+        # The target of a link may only be unreachable for now.
         return [
             p for p in others if not p.is_symlink() and _was_step(p) and p.stat().st_mtime < oldest
         ]
@@ -234,7 +234,7 @@ class CheckpointFolder:
 class FolderLock:
     """Prevents other jobs from writing to a folder while this process holds the lock."""
 
-    # The system releases it when the process ends, however it ends. Processes that it forks do not
+    # The system releases the lock when the process ends for any reason. Forked processes do not
     # have it.
 
     def __init__(self, root: Path) -> None:
@@ -263,7 +263,7 @@ class FolderLock:
             except OSError:
                 os.close(handle)
                 raise
-            # Who holds the lock, for the message of the one that is rejected.
+            # Identifies the owner in the error of a rejected process.
             os.ftruncate(handle, 0)
             os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
         self._handle = handle
@@ -317,7 +317,7 @@ _handles: set[int] = set()
 
 def _forget_all() -> None:
     """Closes the lock handles in a forked process; the parent owns the locks."""
-    # Closed, not unlocked: the lock is shared, and unlocking would take it from the parent.
+    # Closed, not unlocked: the lock is shared, and unlocking would release the parent's.
     while _handles:
         os.close(_handles.pop())
 

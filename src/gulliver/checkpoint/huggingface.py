@@ -49,9 +49,9 @@ _Compute = Callable[[], dict[str, Tensor]]
 _Slabs = list[tuple[int, int, str, _Compute]]
 
 
-# [Note: converted tensors] A renamed tensor is read straight from its file. Experts, which files
-# keep one by one, are joined slab by slab: no more than one matrix of one expert is in memory.
-# Other conversions compute the whole tensor once, and it is kept until another is asked for.
+# [Note: converted tensors] Renamed tensors are read directly from their file. Experts, which are
+# stored one by one, are joined slab by slab, with at most one expert's matrix in memory. Other
+# conversions compute the full tensor once, and keep it until another one is read.
 def model_weights(
     path: Path | str, model: nn.Module | None, names: Collection[str] | None = None
 ) -> Weights:
@@ -93,7 +93,7 @@ def lazy_parameters() -> Iterator[None]:
     Buffers are created as usual, because files do not contain their values. Parameters are created
     one at a time and freed, so at most the largest exists at any time.
     """
-    # Not torch.device("meta"): buffers would be made there as well, and their values be lost.
+    # Not torch.device("meta"): it would also create buffers on meta, and lose their values.
     register = nn.Module.register_parameter
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -151,7 +151,7 @@ class ModelWeights(Weights):
             if not len(copies):
                 continue
             if self._last is None or self._last[0] is not compute:
-                self._last = None  # before the next is made: one at a time is in memory
+                self._last = None  # freed first, so that only one is in memory at a time
                 self._last = compute, compute()
             row = self._last[1][key].contiguous().view(-1).view(torch.uint8)
             copy_bytes(into, row, copies.scaled(info.dtype.itemsize))
@@ -169,7 +169,7 @@ def _converted(weights: FileWeights, model: Any, names: set[str]) -> Weights:
     spent = {*scales.values(), *(name for name in every if name.endswith(unused))}
     kept = [name for name in every if name not in spent]
     if not scales and set(kept) <= names:
-        return weights  # written under the model's own names
+        return weights  # stored under the model's own names
     block = _block(weights.path)
     straight: dict[str, str] = {}
     computed: dict[str, _Slabs] = {}
@@ -234,7 +234,7 @@ def _renamed(kept: list[str], model: Any, names: set[str]) -> list[tuple[str, st
             dot_natural_key,
             rename_source_key,
         )
-    except ImportError:  # before its version 5 names were converted by nobody
+    except ImportError:  # versions before 5 did not convert names
         return [(name, name, "", None) for name in kept]
     if not isinstance(model, PreTrainedModel):
         return [(name, name, "", None) for name in kept]
@@ -250,7 +250,7 @@ def _renamed(kept: list[str], model: Any, names: set[str]) -> list[tuple[str, st
         if name not in names and source in names:
             name, pattern = rename_source_key(source, [], [], base, known)
         if name not in names:
-            # Some names the model's class lets be; all others are left over, as they are written.
+            # The model's class ignores some names; all others are kept, and are unexpected.
             if not any(one.search(name) for one in ignored):
                 found.append((source, source, "", None))
             continue
@@ -302,7 +302,7 @@ def _slabs(
 
 
 def _scaled(name: str) -> str:
-    """Returns the weight that a tensor of scales belongs to; empty if it is not one."""
+    """Returns the name of the weight that a tensor holds scales of; empty for other tensors."""
     for ending in (".qscale_weight", ".scale"):
         if name.endswith(ending):
             return f"{name.removesuffix(ending)}.weight"
@@ -345,10 +345,10 @@ def _dequantized(value: Tensor, scales: Tensor, block: tuple[int, int] | None, n
     return value.float() * spread.repeat_interleave(wide, -1)[..., :columns]
 
 
-# Fills a model from Hugging Face's files, whatever kind of memory its tensors have.
+# Fills a model from Hugging Face files, in any kind of memory.
 #
-# Read `load_huggingface`, then `_fill`: a tensor is read straight into its memory where the bytes
-# of the file are those that it holds, else through a batch's, converted.
+# Read `load_huggingface`, then `_fill`: a tensor is read directly into its memory if the file has
+# the same bytes; otherwise it is converted through the memory of a batch.
 
 
 @torch.no_grad()
@@ -368,8 +368,8 @@ def load_huggingface(
 
     Must be called on all ranks. Each rank reads only the elements it holds: its elements of a
     `Part` or of a parameter that holds a region (`gulliver.memory.parts.set_region`). Values are
-    converted to the model's dtypes if they fit. Files need tied weights only once. Boosted models
-    can be loaded too.
+    converted to the model's dtypes if they fit. Tied weights need to be in the files only once.
+    Boosted models can be loaded too.
 
     Args:
         model: model to fill, or tensors and parts of tensors by name.
@@ -399,7 +399,7 @@ def load_huggingface(
     module = model if isinstance(model, nn.Module) else like
     with model_weights(path, module, {prefix + n for n in targets} | {*elsewhere}) as weights:
         odd = _matched(weights, targets, strict, prefix, elsewhere, aliases)
-        # What is filled, by the names in the files.
+        # Tensors to fill, by their names in the files.
         found = ((prefix + name, leaf) for name, leaf in targets.items())
         sources = {name: leaf for name, leaf in found if name in weights.infos}
         if check:
@@ -434,7 +434,7 @@ def _matched(
 ) -> Mismatch:
     _add_aliases(weights, targets, prefix, aliases or {})
     odd = match(weights.infos, targets, prefix, elsewhere)
-    # Of names that share their memory (tied weights) one is enough.
+    # For tensors that share memory (tied weights), one name is enough.
     there = (leaf for name, leaf in targets.items() if prefix + name in weights.infos)
     loaded = {_same_memory(leaf) for leaf in there} - {None}
     odd.missing = [name for name in odd.missing if _same_memory(targets[name]) not in loaded]
@@ -456,7 +456,7 @@ def _add_aliases(
 
 
 def _targets(model: nn.Module | Mapping[str, Leaf], filled: bool) -> dict[str, Leaf]:
-    # The parameters themselves: what ZeRO shards is only written through these.
+    # The parameters themselves, because sharded parameters can only be written through these.
     state: Mapping[str, Any] = (
         model.state_dict(keep_vars=True) if isinstance(model, nn.Module) else model
     )
@@ -494,7 +494,7 @@ def _fill(weights: Weights, targets: Mapping[str, Leaf]) -> None:
         else:
             staged[source] = leaf
     weights.read({source: part for source, part in straight.items() if part.value.numel()})
-    # Whoever watches tensors by their versions (autograd, ZeRO's copies) saw nothing of that.
+    # The reads bypass version counters, which autograd and ZeRO's copies rely on.
     increment_version([_value(targets[source]) for source in straight])
     batch = ReadBatch()
     for source, leaf in staged.items():
@@ -510,7 +510,7 @@ def _fill(weights: Weights, targets: Mapping[str, Leaf]) -> None:
 
 
 def _origin(leaf: Leaf) -> tuple[int, Region | None]:
-    """Returns a leaf's first element and the region in which it is counted."""
+    """Returns the index of a leaf's first element, and the region that indices refer to."""
     return (leaf.start, leaf.region) if isinstance(leaf, Part) else (0, region_of(leaf))
 
 

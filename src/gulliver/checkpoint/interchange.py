@@ -1,6 +1,6 @@
 """Exports `Weights` as Hugging Face folders, safetensors files and PEFT adapter folders.
 
-A PEFT model saved without ``adapter_config.json`` would be loaded as a model with random weights.
+A PEFT model without ``adapter_config.json`` would be loaded as a full model, with random weights.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def adapter_names(model: Any) -> dict[str, dict[str, str]]:
     """Maps each adapter's file names to the model's names."""
     from peft import PeftModel, get_peft_model_state_dict
 
-    # PEFT chooses and renames by names alone, so that nothing need be gathered to ask it.
+    # PEFT selects and renames by name only, so nothing needs to be gathered for it.
     own = {name: name for name in model.state_dict(keep_vars=True)}
     prefix = "" if isinstance(model, PeftModel) else "base_model.model."
     found = dict[str, dict[str, str]]()
@@ -96,15 +96,14 @@ def write_adapters(
     return folder
 
 
-# Conversion of models and steps to Hugging Face's folders.
+# Conversion of models and steps to Hugging Face folders.
 #
-# `save_huggingface` and `export_huggingface` are calls of `writing.py`, which streams tensors into
-# new files, and of `weights.py`, where they come from. Models are filled from such folders in
-# `huggingface.py`.
+# `save_huggingface` and `export_huggingface` use `writing.py`, which streams tensors into new
+# files, and `weights.py`, which reads them. `huggingface.py` fills models from such folders.
 #
-# A Hugging Face folder holds ``model.safetensors``, or ``model-00001-of-0000N.safetensors`` and
-# ``model.safetensors.index.json``, whose ``weight_map`` tells which file has which tensor. Tensors
-# that a model shares between names are there once.
+# A Hugging Face folder contains ``model.safetensors``, or ``model-00001-of-0000N.safetensors`` and
+# ``model.safetensors.index.json``, whose ``weight_map`` maps tensors to files. Tensors with several
+# names in a model are stored once.
 
 
 CONFIG = "config.json"
@@ -188,7 +187,7 @@ def export_huggingface(
     """
     target = Path(target)
     folder = dtype is not None and step is None and not is_step_or_run(Path(path))
-    # Values of FP8 that are converted need their scales.
+    # FP8 values need their scales to be converted.
     opened = model_weights(path, None) if folder else open_weights(path, entry, step)
     with opened as weights:
         names = _unprefixed(weights, prefix)

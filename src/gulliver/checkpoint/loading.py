@@ -75,11 +75,10 @@ def _is_row(value: Any) -> bool:
     return isinstance(value, list | tuple)
 
 
-# Reads the state of an optimizer, and checks that it belongs to the one that is to be filled.
+# Reads the state of an optimizer, and checks that it belongs to the optimizer to be filled.
 #
-# A torch optimizer numbers its parameters and takes whatever it is given; what does not fit shows
-# in a step much later, or never. So kind, groups and shapes are compared before anything is
-# loaded.
+# A torch optimizer numbers its parameters and accepts any state; a mismatch shows up much later, or
+# never. So class, groups and shapes are compared before anything is loaded.
 
 
 def optimizer_state(
@@ -89,7 +88,7 @@ def optimizer_state(
     optimizer: torch.optim.Optimizer,
     shapes: Sequence[Any] | None,
 ) -> Callable[[], None]:
-    """Reads an optimizer's state; for DTensors, only this rank's part."""
+    """Reads an optimizer's state (of DTensors, this rank's part); returns a function to load it."""
     where = f"{reader.folder}, entry {entry!r}"
     content = with_refs(skeleton, reader.tensors(entry))
     if not isinstance(content, dict) or not {"state", "param_groups"} <= content.keys():
@@ -130,8 +129,8 @@ def _new(where: str, ref: Ref, parameter: Any) -> tuple[Tensor, Leaf]:
         return tensor, tensor
     if ref.shape != tuple(parameter.shape):
         raise GulliverError(
-            f"{where}: tensor {ref.name!r} is {ref.shape}, but its parameter is a DTensor of "
-            f"{tuple(parameter.shape)}; only state of the same shape can be sharded"
+            f"{where}: tensor {ref.name!r} has shape {ref.shape}, but its parameter is a DTensor "
+            f"of shape {tuple(parameter.shape)}; only state of the same shape can be sharded"
         )
     local = torch.empty_like(parameter.to_local(), dtype=ref.dtype, requires_grad=False)
     tensor = like_local(parameter, local)
@@ -174,8 +173,8 @@ def _check_groups(
             there, here = tuple(shapes[number][place]), state_shape(parameter)  # type: ignore[index]
             if there != here:
                 raise GulliverError(
-                    f"{where}: parameter {place} of group {number} is {there} in the checkpoint, "
-                    f"but {here} in the model"
+                    f"{where}: parameter {place} of group {number} has shape {there} in the "
+                    f"checkpoint, but {here} in the model"
                 )
 
 
@@ -195,16 +194,16 @@ def _check_values(
             raise GulliverError(f"{where}: {key} of parameter {number}: {problem}")
 
 
-# Fills each kind of value with what a step has of it: checked first, filled afterwards.
+# Fills each kind of value from a step: checked first, filled afterwards.
 #
-# `plan` makes a `Filling` of a value: all that can be wrong is found there, while nothing of the
-# program has changed. Modules and tensors, also those in dicts and lists, are filled in place,
-# from the files; optimizers and other objects are given their whole state by `load_state_dict`,
-# for a new optimizer has no state yet that could be filled.
+# `plan` creates the `Filling` of a value, and finds all errors before any value of the program is
+# changed. Modules and tensors, including those in dicts and lists, are filled in place from the
+# files; optimizers and other objects get their full state by `load_state_dict`, because a new
+# optimizer has no state to fill yet.
 
 
 EXTRA = "_extra_state"
-"""Name of a module's `get_extra_state` in its state dict."""
+"""Key in a state dict of the value that a module's `get_extra_state` returned."""
 
 
 @dataclass
@@ -213,17 +212,17 @@ class Filling:
 
     # Reader of the step.
     reader: StepReader
-    # Name that the tensors are kept under.
+    # Entry whose tensors are read; differs from the requested one for per-rank values.
     entry: str
-    # Text that their names begin with there, and not here.
+    # Prefix of the names in the checkpoint that names here lack.
     prefix: str = ""
     # Tensors and parts to be filled in place, by name.
     leaves: dict[str, Leaf] = field(default_factory=dict)
     # Names and shapes that did not match.
     odd: Mismatch = field(default_factory=Mismatch)
-    # Function that takes up the rest once the leaves are filled, and returns the value.
+    # Function that is called once the leaves are filled: loads the rest, and returns the value.
     finish: Callable[[], Any] = lambda: None
-    # Whether the value has its own state, and is not given back.
+    # Whether the value loads its own state, and is not returned.
     is_object: bool = False
 
     def check(self, strict: bool) -> None:
@@ -313,7 +312,7 @@ def _check_fillable(where: str, leaf: Leaf) -> None:
 def module_leaves(module: nn.Module) -> tuple[dict[str, Leaf], list[str]]:
     """Returns a module's tensors to fill in place, and the names left to `load_state_dict`.
 
-    These names are `get_extra_state` and entries created by hooks or overridden methods.
+    The latter are the extra state, and entries created by hooks or overridden methods.
     """
     refuse_boosted(module, "load")
     own = [*module.named_parameters(), *module.named_buffers()]
@@ -351,7 +350,7 @@ def _plan_module(filling: Filling, module: nn.Module, skeleton: Any, prefix: str
     odd.missing += [name for name in given if name not in extras]
     odd.unexpected = [name for name in odd.unexpected if prefix + name not in held]
     if not prefix:
-        # What is no tensor, and would have been a module's own.
+        # Non-tensor values that look like a module's extra state.
         plain = (n for n in saved if not names_in(saved[n]) and n not in extras)
         odd.unexpected += sorted(n for n in plain if isinstance(n, str) and n.endswith(EXTRA))
     content = filling.reader.whole(filling.entry, sorted(held))
@@ -407,7 +406,7 @@ def _plan_tree(filling: Filling, entry: str, value: Any, skeleton: Any) -> None:
 class _Tree:
     """Matches a nested value with an entry's tensors."""
 
-    # What has no tensor in it represents anything: it is given back as it was saved.
+    # A value without tensors may stand for anything: the saved value is returned.
 
     def __init__(self, filling: Filling, entry: str) -> None:
         self.filling, self.entry = filling, entry
@@ -420,7 +419,7 @@ class _Tree:
         if _is_leaf(value):
             self._match_leaf(value, skeleton, path or "value")
             return lambda _: value
-        # A placeholder such as None or 0: there is nothing to fill, so new tensors are made.
+        # A placeholder such as None or 0: there is nothing to fill, so new tensors are created.
         if not _has_leaves(value):
             self.fresh += names_in(skeleton)
             return lambda fresh: join_state(fresh, skeleton)
@@ -458,7 +457,7 @@ def _kind(skeleton: Any) -> str | None:
 
 
 def _items(skeleton: Any, is_mapping: bool) -> dict[Any, Any] | None:
-    """Returns the items of a saved dict or list, or None if the saved kind differs."""
+    """Returns the items of a saved dict (list); None if the saved value is not a dict (list)."""
     kind = _kind(skeleton)
     if is_mapping:
         if kind != "dict":
@@ -580,8 +579,8 @@ def read_during_writes(
     path: Path | str, step: int | None, read: Callable[[Path], Result]
 ) -> Result:
     """Reads a step; if a writer removes its folder meanwhile, finds and reads another."""
-    # Another process may be saving there and keep only few steps. There is no lock for readers: a
-    # folder that was replaced or removed meanwhile is noticed by its identity.
+    # Another process may be saving there and keep only few steps. Readers take no lock; a folder
+    # that is replaced or removed meanwhile is detected by its identity.
     for left in reversed(range(ATTEMPTS)):
         folder, before = None, _identity(Path(path))
         try:
@@ -625,7 +624,7 @@ def plan_all(
     for entry, value in _present(reader, state, loaded, strict).items():
         rank = group_rank() if isinstance(value, PerRank) or reader.is_per_rank(entry) else None
         if rank is not None and rank >= reader.manifest.world_size:
-            # More ranks than saved it: a new one has no value of its own.
+            # There are more ranks than at saving: a new rank has no value of its own.
             loaded.absent.append(entry)
             continue
         held = value.value if isinstance(value, PerRank) else value

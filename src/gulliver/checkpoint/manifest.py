@@ -70,11 +70,11 @@ class PartEntry:
 class TensorEntry:
     """A tensor of a step."""
 
-    # Dtype as it is stored.
+    # Stored dtype.
     dtype: torch.dtype
-    # Shape of the whole.
+    # Shape of the full tensor.
     shape: tuple[int, ...]
-    # Parts that together are the whole; see the note in `regions.py`. Equal ones are there once.
+    # Parts that make up the tensor; see the note in `regions.py`. Equal ones are listed once.
     parts: tuple[PartEntry, ...]
 
     @property
@@ -92,15 +92,15 @@ class Manifest:
 
     # Number of the step.
     step: int
-    # Number of ranks that wrote it.
+    # Number of ranks that saved it.
     world_size: int
-    # Versions, time, and what the writer wanted to say (the plan).
+    # Versions, time, and additional values from the user (the plan).
     about: Mapping[str, Any]
     # Files by name.
     files: Mapping[str, FileEntry]
     # Tensors by entry and name.
     tensors: Mapping[str, Mapping[str, TensorEntry]] = field(default_factory=dict)
-    # Position in the order of saving, see the note in `folder.py`.
+    # Position in saving order; see the note in `folder.py`.
     order: int = 0
 
     @property
@@ -135,7 +135,7 @@ def file_from_json(value: Mapping[str, Any]) -> FileEntry:
 
 
 def _name_from_json(name: str) -> str:
-    """Rejects a file name that would leave the folder."""
+    """Rejects a file name that refers to another folder."""
     if not name or "/" in name or "\0" in name or name in (".", ".."):
         raise ValueError(f"{name!r} is not a valid file name")
     return name
@@ -174,8 +174,8 @@ def read_manifest(folder: Path) -> Manifest:
         raise GulliverError(f"{path} is not the manifest of a checkpoint")
     sealed = content.get("crc32")
     is_intact = sealed == f"{zlib.crc32(text):08x}"
-    # A flipped bit may turn any format into any other: only what is intact, or has no seal at all,
-    # says what it is.
+    # A flipped bit may change the format number: only manifests that are intact, or have no
+    # checksum at all, can be trusted about it.
     if written != FORMAT and (is_intact or sealed is None):
         other, remedy = "another version", "load it with the version that wrote it"
         if written > FORMAT:
@@ -219,7 +219,7 @@ def tensor_from_json(value: Mapping[str, Any]) -> TensorEntry:
     for file, start, stop, *rest in value["parts"]:
         region = region_from_json(shape, rest[0]) if rest else None
         part = PartEntry(file, int(start), int(stop), region)
-        # Of regions that several ranks hold one is read; nothing else may be there twice.
+        # Of regions that several ranks hold, one is read; nothing else may occur twice.
         mark = replace(part, file="")
         if region is None or mark not in regions:
             found.append(part)
@@ -242,16 +242,16 @@ def is_complete(folder: Path) -> bool:
     try:
         sizes = [(folder / name).stat().st_size for name in manifest.files]
     except OSError:
-        return False  # also one that is being removed at this moment
+        return False  # also if it is being removed at this moment
     return sizes == [entry.nbytes for entry in manifest.files.values()]
 
 
-# Compares what is there with what is asked for: names, shapes, and parts of tensors.
+# Compares saved and requested state: names, shapes, and parts of tensors.
 #
-# Read `match`. Every road goes by it, before anything is changed: steps, Hugging Face's folders,
-# raw tensors, the command that compares two checkpoints. `Mismatch.refuse` says what `strict`
-# means, and `merge_parts` whether the parts that ranks have make up whole tensors. Whether values
-# fit a dtype is checked by `reader.py`. Nothing here reads a file.
+# Read `match`. All loading uses it before anything is changed: steps, Hugging Face folders, raw
+# tensors, and the comparison of two checkpoints. `Mismatch.refuse` defines what `strict` means, and
+# `merge_parts` checks that the parts of all ranks form complete tensors. `reader.py` checks whether
+# values fit a dtype. Nothing here reads a file.
 
 
 SHOWN = 4
@@ -269,11 +269,11 @@ class Shaped(Protocol):
 class Mismatch:
     """Names and shapes that did not match."""
 
-    # Names that are wanted and not there.
+    # Names that are requested but not saved.
     missing: list[str] = field(default_factory=list)
-    # Names that are there and not wanted.
+    # Names that are saved but not requested.
     unexpected: list[str] = field(default_factory=list)
-    # Shapes there and here by name, where they differ.
+    # Saved and requested shapes by name, if they differ.
     unlike: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
@@ -289,8 +289,8 @@ class Mismatch:
 
     def refuse(self, where: str, wanted: int, strict: bool = True) -> None:
         """Raises an error unless the mismatch is allowed."""
-        # Without `strict` names may be left over or missing, but not all missing, and no shape may
-        # differ.
+        # Without `strict`, names may be missing or unexpected, but not all missing, and shapes must
+        # match.
         if self.unlike or (strict and self) or (wanted and len(self.missing) == wanted):
             raise GulliverError(f"{where} does not match: {self}")
 

@@ -55,14 +55,14 @@ class Heartbeat:
         self._handle: int | None = None
         path = _heartbeat_file(partial, rank)
         try:
-            # Rank 0 looks by locking, for a moment: who gave way to that would seem never to begin.
+            # Rank 0 locks the file briefly to check it; giving up then would look like no start.
             for _ in range(TRIES if rank and path.exists() else 0):
                 self._handle = lock_file(path)
                 if self._handle is not None:
                     break
                 time.sleep(PAUSE_S)
         except OSError:
-            self._handle = None  # no locks here
+            self._handle = None  # file system without locks
 
     def end(self, done: bool) -> None:
         """Records whether this rank has written its report, and releases the lock."""
@@ -88,7 +88,7 @@ class HeartbeatWatch:
         except OSError:
             return
         if handle is None:
-            self._seen = True  # it has the lock, or needs none
+            self._seen = True  # the rank holds the lock, or needs none
             return
         done = os.pread(handle, len(DONE), 0) == DONE
         unlock(handle)
@@ -98,11 +98,11 @@ class HeartbeatWatch:
             raise GulliverError(f"rank {self.rank} ended or failed before it had written its files")
 
 
-# Completes a step, on rank 0, from the reports of its ranks.
+# Completes a step on rank 0, from the reports of all ranks.
 #
 # A rank report is a small file in the step's temporary folder: what the rank wrote and where it
-# belongs, or why it could not. Reports are files and not a collective, which would not say which
-# rank has ended when it fails (`publishing.py`).
+# belongs, or why it failed. Reports are files instead of a collective, because a failed collective
+# does not tell which rank has ended (`publishing.py`).
 
 
 PATIENCE_S, AT_EXIT_S = 1800.0, 60.0
@@ -113,8 +113,8 @@ POLL_S = 0.02
 def write_rank_report(partial: Path, rank: int, save_id: str, report: Mapping[str, Any]) -> None:
     """Reports this rank's files, or its error, to rank 0."""
     _check_there(partial)
-    # Rank 0 may complete the step, and rename its folder, as soon as the last report has its name:
-    # nothing looks at the folder after that, not even to force it to the disk.
+    # Rank 0 may complete the step, and rename its folder, as soon as the last report exists:
+    # nothing may access the folder after that, not even to sync it.
     content = {**report, "save_id": save_id}
     write_json(_report_file(partial, rank), content, indent=None, durable=False)
 
@@ -142,13 +142,13 @@ def publish(
     texts = {STATE: _state(reports), **_indices(tensors, world_size)}
     files = {name: entry for report in reports for name, entry in report["files"].items()}
     indent = 1 if is_short(tensors) else None
-    # The manifest comes last: it lists the sizes and checksums of all files, these two as well.
+    # The manifest is last: it lists sizes and checksums of all files, including these two.
     for name, text in texts.items():
         write_json(partial / name, text, indent)
         files[name] = checksummed(partial / name)
     for rank in range(world_size):
         _report_file(partial, rank).unlink()
-    # All ranks have reported, so no one locks these files any more.
+    # All ranks have reported, so none locks these files any more.
     remove_heartbeats(partial, world_size)
     manifest = {
         "format": FORMAT,
@@ -180,7 +180,7 @@ def _awaited(partial: Path, rank: int, save_id: str, silence_s: float) -> dict[s
         _check_there(partial)
         lost: GulliverError | None = None
         try:
-            # Before the look for its report, which it writes before it gives up its heartbeat.
+            # Before looking for its report, which the rank writes before it releases its heartbeat.
             watch.check()
         except GulliverError as error:
             lost = error
@@ -191,7 +191,7 @@ def _awaited(partial: Path, rank: int, save_id: str, silence_s: float) -> dict[s
         if lost is not None:
             raise lost
         if patience > AT_EXIT_S and not threading.main_thread().is_alive():
-            # A rank that was killed writes no report: that must not keep the others from ending.
+            # A killed rank writes no report, which must not keep the others from ending.
             patience, begun = AT_EXIT_S, time.monotonic()
         if time.monotonic() - begun > patience:
             raise GulliverError(f"rank {rank} has not written its files in {patience:.0f} s")
@@ -212,7 +212,7 @@ def _state(reports: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _indices(tensors: Mapping[str, Any], world_size: int) -> dict[str, Any]:
-    """Creates Hugging Face indices for entries whose full tensors are in several files."""
+    """Creates a Hugging Face index if the model's tensors are unsharded, but in several files."""
     named = tensors.get("model", {})
     whole = named and all(len(tensor["parts"]) == 1 for tensor in named.values())
     if world_size == 1 or not whole:

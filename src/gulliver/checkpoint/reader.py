@@ -64,7 +64,7 @@ def first_unrepresentable(values: Tensor, target: torch.dtype) -> str | None:
     if always_fits(values.dtype, target) or not values.numel():
         return None
     if values.dtype in QUICK and _kind(target) == "float":
-        # One pass that makes no copy. Infinities and what is no number take the longer way.
+        # One pass without a copy. Infinities and nans take the slower path.
         ends = torch.stack(torch.aminmax(values))
         if bool(ends.isfinite().all()) and not bool(_not_finite(ends, target).any()):
             return None
@@ -126,17 +126,17 @@ def _not_finite(values: Tensor, target: torch.dtype) -> Tensor:
         parts = torch.view_as_real(values)
         return _not_finite(parts, target.to_real()).any(-1)
     target = target.to_real()
-    # Floats of 8 bits cannot be asked themselves, and some become the largest instead of infinite.
+    # 8-bit floats do not support isfinite, and some saturate instead of becoming infinite.
     info, was = torch.finfo(target), values.double()
     most = info.max * (1 + info.eps / 2)
     return was.isfinite() & (~values.to(target).double().isfinite() | (was.abs() > most))
 
 
-# Reads the files of a step and checks them: sizes, checksums of pages, headers.
+# Reads the files of a step and verifies sizes, checksums of pages, and headers.
 #
-# Read `Verifier.pages`. Whoever reads a step reads it through a `Verifier`: a load the pages that
-# it wants, `verify` all of them. What is wrong is a `Problem`: a load raises the first that it
-# meets, as a `BrokenFileError`; `Verifier.check` continues and lists all.
+# Read `Verifier.pages`. All reads of a step go through a `Verifier`: a load reads the pages it
+# needs, `verify` all of them. Defects are `Problem`s: a load raises the first one as a
+# `BrokenFileError`; `Verifier.check` continues and lists all.
 
 
 AHEAD = 8
@@ -153,7 +153,7 @@ class Problem:
     begin: int
     # One past the last.
     stop: int
-    # Names of the tensors that lie there, as ``entry: name``; empty for the header and for text.
+    # Names of the tensors in this range, as ``entry: name``; empty for the header and for text.
     tensors: tuple[str, ...]
     # Description of what is wrong.
     what: str
@@ -276,7 +276,7 @@ class Verifier:
         """Reads a full file; yields its page numbers and all problems."""
         entry, size = self.manifest.files[name], _size(self.folder / name)
         last, broken = math.ceil(entry.nbytes / entry.page_bytes), False
-        # Of a file that was cut off, the pages that are left.
+        # If the file is truncated, only its complete pages.
         numbers = [n for n in range(last) if size is not None and _span(entry, n)[1] <= size]
         try:
             for number, _, error in self._pages(name, numbers) if numbers else ():
@@ -372,14 +372,14 @@ def _places(path: Path) -> dict[str, tuple[int, int]] | None:
         offsets = {name: entry["data_offsets"] for name, entry in entries.items()}
         return {name: (8 + length + a, 8 + length + b) for name, (a, b) in offsets.items()}
     except (OSError, struct.error, ValueError, TypeError, KeyError, AttributeError):
-        # A broken header tells nothing.
+        # A broken header has no usable offsets.
         return None
 
 
-# Reads a step: only the pages that hold what is wanted, every one of them checked.
+# Reads a step: only the pages with requested data, all of them verified.
 #
-# Read `StepReader.read_into`: it finds which pages of which files hold what is wanted, wherever
-# the ranks that saved have left it, and lets the engine read a few of them ahead.
+# Read `StepReader.read_into`: it finds which pages of which files contain the data, for any layout
+# of the ranks that saved them, and lets the engine read a few pages ahead.
 
 
 LARGE = 2**16
@@ -394,13 +394,13 @@ class _Sink:
 
     # Tensor to be filled.
     target: Tensor
-    # Row that is copied to: bytes, or elements where `dtype` says what they come as.
+    # Row to copy to: bytes, or elements of `dtype` if that is set.
     row: Tensor
-    # Bytes that are still to come.
+    # Number of bytes not copied yet.
     left: int
-    # Dtype that the bytes are of where they are converted; None where they stay.
+    # Saved dtype if values are converted; None if bytes are copied unchanged.
     dtype: torch.dtype | None = None
-    # Row in host memory that a tensor is filled from at the end; None without one.
+    # Row in host memory from which the tensor is filled at the end; None without one.
     staged: Tensor | None = None
 
     def take(self, content: Tensor, copies: Copies, mapped: FileMappings) -> None:
@@ -471,7 +471,7 @@ class StepReader:
         return join_state(self.whole(entry, names_in(skeleton)), skeleton)
 
     def place(self, entry: str, rank: int | None = None) -> tuple[str, Any]:
-        """Returns an entry's name among the tensors, and its skeleton."""
+        """Returns the name under which an entry's tensors are stored, and its skeleton."""
         if rank is None:
             return entry, self.skeleton(entry)
         if rank >= len(self._ranks) or entry not in self._ranks[rank]:
@@ -512,8 +512,8 @@ class StepReader:
         dtypes: Mapping[str, torch.dtype] | None = None,
     ) -> None:
         """Checks that values fit the narrower dtypes they are loaded into; stores nothing."""
-        # `read_into` reads it again: to keep all of it until it is checked might take any amount of
-        # memory.
+        # `read_into` reads the data again, because keeping it until it is checked might take any
+        # amount of memory.
         saved = self.tensors(entry)
         batch: dict[str, Part] = {}
         targets = {n: (dtypes or {}).get(n, _values(leaf).dtype) for n, leaf in wanted.items()}
@@ -546,7 +546,7 @@ class StepReader:
         """Fills tensors and parts in place, converting to their dtype."""
         saved = self.tensors(entry)
         there = {name: saved[prefix + name] for name in wanted if prefix + name in saved}
-        # Parts may come from callers that did not match first, such as the boosters.
+        # Some callers, such as boosters, pass parts that are not matched yet.
         match(there, wanted).refuse(f"{self.folder}, entry {entry!r},", len(wanted))
         runs: dict[str, list[_FileRun]] = {}
         for name, leaf in wanted.items():
@@ -555,7 +555,7 @@ class StepReader:
         mapped = FileMappings()
         with torch.no_grad():
             for file, found in runs.items():
-                # File by file, in the order of its bytes: a page that holds several tensors is read
+                # File by file, in the order of bytes, so that a page with several tensors is read
                 # once.
                 self._read_file(file, sorted(found, key=lambda run: run.begin), mapped)
 
@@ -579,9 +579,9 @@ class StepReader:
 
     def _sink(self, target: Tensor, dtype: torch.dtype, runs: list[tuple[str, Copies]]) -> _Sink:
         sink = _Sink(target, target, sum(copies.total for _, copies in runs))
-        # Each of many short copies would be a transfer to the device: host memory takes them first.
+        # Many short copies would each be a transfer to the device: host memory takes them first.
         slow = not target.is_cpu and any(len(copies) > 1 for _, copies in runs)
-        # Converted as it comes, so that nothing is held but pages; unless those cut elements.
+        # Converted page by page, to hold nothing but pages; impossible if pages split elements.
         edges = (
             int(edge) % dtype.itemsize
             for file, copies in runs
@@ -600,7 +600,7 @@ class StepReader:
     def _read_file(self, name: str, runs: list[_FileRun], mapped: FileMappings) -> None:
         entry = self._files.check_size(name)
         size = entry.page_bytes
-        # The header tells where everything lies, so its page is checked whatever is wanted.
+        # The header has the offsets, so its page is always verified.
         wanted = sorted({0}.union(*(run.copies.pages(size) for run in runs)))
         first = 0
         for number, page in self._files.pages(name, wanted):

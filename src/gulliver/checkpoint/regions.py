@@ -29,10 +29,10 @@ UNITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 """Integer dtypes by size, for copying bytes at the widest alignment."""
 
 
-# [Note: what makes a whole] Parts that name no region hold every element once. Parts of regions:
-# the runs of elements of each region make it up, and the regions make up the whole along one dim.
-# They may overlap, as heads of keys and values do that several ranks hold; such elements are taken
-# to be equal, and any of them is read.
+# [Note: complete tensors] Parts without regions contain every element once. With regions, the runs
+# of a region must cover it, and the regions must cover the full tensor along one dim. They may
+# overlap, such as key and value heads that several ranks hold; such elements are assumed to be
+# equal, and any copy of them is read.
 @dataclass(frozen=True)
 class PartOffset:
     """Position of a part's elements in the full tensor."""
@@ -65,13 +65,13 @@ def place_of(leaf: Tensor | Part) -> PartOffset:
 class ContiguousRuns:
     """Contiguous runs of elements in the full tensor, ascending; arrays of equal length."""
 
-    # First element of each, counted in the whole.
+    # First element of each run, counted in the full tensor.
     begin: np.ndarray
     # The same element, counted in the part.
     local: np.ndarray
     # Number of elements.
     count: np.ndarray
-    # Number of the region's run that it belongs to.
+    # Number of the region's run that contains it.
     run: np.ndarray
 
 
@@ -94,7 +94,7 @@ def stretches(place: PartOffset) -> ContiguousRuns:
     local = (rows * width + np.cumsum(widths) - widths).ravel()
     count = np.tile(widths, len(rows))
     run = np.tile(np.arange(len(runs)), len(rows))
-    # The part may begin and end within a stretch.
+    # The part may begin and end inside a run.
     low, high = np.maximum(local, place.start), np.minimum(local + count, place.stop)
     kept = high > low
     begin += low - local
@@ -107,11 +107,11 @@ class Copies:
 
     # First element, or byte, of each copy.
     source: np.ndarray
-    # Element, or byte, that the first goes to.
+    # Element, or byte, that the first one is copied to.
     target: np.ndarray
     # Number of elements, or bytes.
     count: np.ndarray
-    # Number that copies share that are likely to follow each other in equal steps.
+    # Number shared by copies that are likely to follow each other at equal distances.
     kind: np.ndarray
 
     def __len__(self) -> int:
@@ -126,7 +126,7 @@ class Copies:
         return Copies(self.source * size + source, self.target * size, self.count * size, self.kind)
 
     def packed(self) -> tuple[Copies, Copies]:
-        """Splits copies into a step to a contiguous buffer, and a step from it."""
+        """Splits copies in two: to a contiguous buffer, and from there to the targets."""
         row = np.cumsum(self.count) - self.count
         return replace(self, target=row), replace(self, source=row)
 
@@ -155,7 +155,7 @@ class Copies:
             chosen = np.flatnonzero(self.kind == kind)
             source, target, count = self.source[chosen], self.target[chosen], self.count[chosen]
             steps = np.stack([np.diff(source), np.diff(target), np.diff(count)], 1)
-            # Where a step is another than the one before.
+            # Positions at which the distance changes.
             breaks = np.flatnonzero((steps[1:] != steps[:-1]).any(1)) + 1
             at = 0
             while at < len(chosen):
@@ -180,7 +180,7 @@ def overlap(source: PartOffset, target: PartOffset) -> Copies:
     first = np.searchsorted(ours.begin + ours.count, theirs.begin, "right")
     last = np.searchsorted(ours.begin, theirs.begin + theirs.count, "left")
     found = np.maximum(last - first, 0)
-    # Pairs of stretches that meet: numbers of theirs, and those of ours.
+    # Pairs of overlapping runs: their numbers in the source, and in the target.
     their = np.repeat(np.arange(len(found)), found)
     our = np.arange(len(their)) + np.repeat(first - (np.cumsum(found) - found), found)
     begin = np.maximum(ours.begin[our], theirs.begin[their])
@@ -208,9 +208,9 @@ def copy_bytes(
         unit = _unit(target, source, copies)
         theirs, ours = target.view(UNITS[unit]), source.view(UNITS[unit])
     else:
-        # Files hold the largest elements first, so none is cut by a page.
+        # Files have the largest elements first, so pages do not split them.
         unit, theirs, ours = dtype.itemsize, target, source.view(dtype)
-    # A box is one strided copy: its rows may be many and short.
+    # A box is one strided copy of possibly many short rows.
     for box in copies.boxes():
         number = box[2]
         begin, at, _, source_step, target_step, count = (value // unit for value in box)

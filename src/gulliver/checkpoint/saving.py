@@ -47,12 +47,14 @@ class Saved:
     step: int
     # Bytes that this rank wrote.
     nbytes: int
-    # Seconds for which training was held up: in `save`, and until it could change the state.
+    # Seconds for which training was blocked: in `save`, and until it could modify the state.
     stall_s: float
-    # Seconds from the beginning until the state could change again.
+    # Seconds from the start until the state could be modified again.
     copied_s: float
-    # Seconds from the beginning until the step was complete.
+    # Seconds from the start until the step was complete.
     total_s: float
+    # Steps skipped since the save before this one (``when_busy="skip"``).
+    skipped: int = 0
 
 
 @dataclass
@@ -85,6 +87,7 @@ class Save:
     save_id: str
     """Id of this save, the same on all ranks."""
     begun: float
+    skipped: int = 0
     snapshot: Snapshot | None = None
     engine: Engine | None = None
     is_ring: bool = False
@@ -102,6 +105,7 @@ class Save:
             self.snapshot.stall_s,
             self.snapshot.copied_s or 0.0,
             time.perf_counter() - self.begun,
+            self.skipped,
         )
 
 
@@ -120,7 +124,6 @@ def agree_on_save(
         # Raised once; the next call saves again.
         raise own.failure or GulliverError(f"rank {failures[0][0]} failed: {failures[0][1]}")
     if not problems:
-        log.warning("step %d is not saved: the step before is still being written", step)
         return None
     problem = own.problem or GulliverError(f"step {step}: rank {problems[0][0]}: {problems[0][1]}")
     if raises:
@@ -135,7 +138,7 @@ def text_of(problem: Exception) -> str:
 
 # Saves while training continues: `AsyncCheckpointer`.
 #
-# Read `AsyncCheckpointer.save`, then `_finish`, which is what happens behind the training's back.
+# Read `AsyncCheckpointer.save`, then `_finish`, which runs in the background.
 
 
 MODES = ("auto", "shadow", "ring")
@@ -146,13 +149,15 @@ QUEUE = 2**18
 """Number of pages that may be queued, enough for 1 TiB of state."""
 MIB = 2**20
 LIMIT = "memory_limit"
+NICE = int(os.environ.get("CKPT_NICE", 10))
+"""Niceness of the threads that copy: they use the time that training's threads leave."""
 GROWTH = 32
 """Pages by which the shadow grows at a time; earlier pages are used meanwhile."""
 
 
-# [Note: ranks] `save` and `wait` are called by all ranks together, which then agree on what has
-# happened so far. Between them every rank's thread works for itself: it reports what it wrote in
-# a small file of the unfinished step, and rank 0 finishes the step when all reports are there.
+# [Note: ranks] All ranks call `save` and `wait` together, and agree there on what has happened so
+# far. Between these calls each rank's thread works independently: it reports what it wrote in a
+# small file of the unfinished step, and rank 0 completes the step when all reports are there.
 class AsyncCheckpointer:
     """Saves a program's state while the program continues.
 
@@ -173,7 +178,10 @@ class AsyncCheckpointer:
         memory_limit: bytes of host memory for a rank's copy; None for the available memory.
         on_error: reaction to a failure: ``raise`` raises it from the next call, ``warn`` logs it
             and continues.
-        when_busy: behavior of `save` while a step is still being written: ``wait`` or ``skip``.
+        when_busy: behavior of `save` while a step is still being written. ``wait`` waits for it.
+            ``skip`` skips the new step, so that `save` may be called at every step: one state is in
+            memory at a time, training never waits for the disk of a shadow, and the newest state is
+            saved once the writer is free. Skipped steps are counted in `skipped` and `last`.
         group: ranks that save together; None for all.
         engine: I/O engine; None for the best one on this machine. A given engine keeps its pool
             size.
@@ -223,7 +231,7 @@ class AsyncCheckpointer:
         self.about, self.silence_s = checked_about(about), positive_number("silence_s", silence_s)
         self._process = os.getpid()
         self.last: Saved | None = None
-        # What is agreed on is in host memory: a group of the device would wait for its work.
+        # Statuses are in host memory: with a device group, gathering them would wait for its work.
         self._ranks = host_rank_group(group, "checkpoint")
         self.rank, self.world_size = self._ranks.rank, self._ranks.size
         self._ring_pages = min(ring_mb * 2**20, self.memory_limit or 2**63) // PAGE
@@ -233,13 +241,14 @@ class AsyncCheckpointer:
         self._engine = engine
         self._copy_stream: CopyStream | None = None
         self._lock = FolderLock(self.folder.root)
-        # One thread, made with the first save; the interpreter does not end before it has finished.
+        # One thread, created by the first save; the interpreter waits for it at exit.
         self._worker: ThreadPoolExecutor | None = None
         self._job: Future[None] | None = None
         self._snapshot: Snapshot | None = None
         self._failure: Exception | None = None
         self._caught: set[str] = set()
-        self.saves = 0
+        self.saves = self.skipped = 0
+        self._skipped_before = 0
         self._stalled = 0.0
         self._finalize = weakref.finalize(self, self._lock.release)
         install_hooks()
@@ -285,7 +294,7 @@ class AsyncCheckpointer:
                 "step %d waited %.1f s: the step before was still being written", step, waited
             )
         skips = busy and self.when_busy == "skip"
-        # A rank that skips keeps its failure: it is raised by the call that saves again, on all
+        # A rank that skips keeps its failure, so that the next call that saves raises it on all
         # ranks.
         status = RankStatus(skips, None if skips else self._pop_failure())
         collected = None if skips or status.failure else self._prepare(step, state, status)
@@ -293,8 +302,19 @@ class AsyncCheckpointer:
         if save_id is None:
             return False
         assert collected is not None
-        self._start(Save(step, save_id, begun), collected)
+        skipped, self._skipped_before = self.skipped - self._skipped_before, self.skipped
+        self._start(Save(step, save_id, begun, skipped), collected)
         return True
+
+    def _skip(self, step: int) -> None:
+        """Counts a skipped step; only the first one is logged."""
+        if not self.skipped and self.rank == 0:
+            log.warning(
+                "step %d is not saved: the step before is still being written; with "
+                "when_busy='skip' the newest step is saved next, and skipped steps are counted",
+                step,
+            )
+        self.skipped += 1
 
     def _check_process(self) -> None:
         """Rejects calls in a forked process, which lacks the threads and would wait forever."""
@@ -331,7 +351,7 @@ class AsyncCheckpointer:
             status.digest = collected.digest
             return collected
         except Exception as error:
-            # Whatever it is, the others must not wait for this rank.
+            # After any error, the other ranks must not wait for this one.
             status.problem = error
             return None
 
@@ -355,13 +375,15 @@ class AsyncCheckpointer:
         finally:
             if save_id is None and status.begun:
                 self.folder.discard(step)
+        if not (save_id or any(each["failure"] or each["problem"] for each in every)):
+            self._skip(step)
         return save_id
 
     def _start(self, save: Save, collected: RankContent) -> None:
         """Submits all copies and writes; later failures reach other ranks through reports."""
         self._stalled, self.saves = self.stall_s, self.saves + 1
         self._snapshot = None
-        # Before anything that can fail: rank 0 has to see that this rank lives until it reports.
+        # Before anything that can fail: rank 0 must see that this rank lives until it reports.
         save.heartbeat = Heartbeat(self.folder.partial(save.step), self.rank)
         try:
             snapshot = Snapshot(collected, self.rank, self.world_size, self._caught)
@@ -382,8 +404,8 @@ class AsyncCheckpointer:
         self._job = self._worker.submit(self._finish, save)
         if save.snapshot is not None:
             save.snapshot.stall_s += time.perf_counter() - save.begun
-        # Last, when the pages of all tensors are queued: what changes without asking has to be
-        # copied before `save` returns, and is copied first.
+        # Last, when the pages of all tensors are queued: tensors that may change without notice
+        # must be copied before `save` returns, and are copied first.
         if self._snapshot is not None and self._snapshot.unguarded:
             self._snapshot.release(self._snapshot.unguarded)
 
@@ -400,11 +422,13 @@ class AsyncCheckpointer:
         size = self._ring_pages * PAGE if is_ring else needed
         kind = "ring" if is_ring else "shadow"
         self.held = f"a {kind} of {size / MIB:.0f} MiB of host memory per rank: {reason}"
+        if self.when_busy == "skip":
+            self.held += "; one state at a time, since a second would wait for the same disk"
         return is_ring
 
     def _ready_engine(self) -> Engine:
         if self._engine is None:
-            self._engine = default_engine(page_bytes=PAGE, pages=self._ring_pages, queue=QUEUE)
+            self._engine = default_engine(page_bytes=PAGE, pages=self._ring_pages, queue=QUEUE, nice=NICE)
             if self.rank == 0:
                 log.info("checkpoints: %s, %s", self._engine.kind, self.held)
         return self._engine
@@ -432,7 +456,7 @@ class AsyncCheckpointer:
                 size, patience = self.world_size, self.silence_s
                 publish(self.folder, save.step, save.save_id, size, self.about, patience)
         except Exception as error:
-            # The first cause counts: what follows from it (no report, a closed file) would hide it.
+            # The first cause counts: consequences (no report, a closed file) would hide it.
             save.problem = save.problem or error
         if save.problem is None:
             self.last = save.report()
@@ -450,7 +474,7 @@ class AsyncCheckpointer:
             if save.problem is None:
                 self._write(save, partial)
             if save.problem is not None:
-                # Rank 0 stops waiting for this rank.
+                # So that rank 0 stops waiting for this rank.
                 write_rank_report(partial, self.rank, save.save_id, {"error": str(save.problem)})
             reported = True
         finally:
@@ -472,12 +496,12 @@ class AsyncCheckpointer:
         assert engine is not None
         try:
             snapshot.submit(engine, partial, save.copy_stream)
-            # After `submit`: the first pages are being copied while the rest of the shadow is
+            # After `submit`, so that the first pages are copied while the rest of the shadow is
             # allocated.
             if not save.is_ring and self._given is None:
                 self._grow(engine, snapshot)
             if save.copy_stream is not None:
-                # Page-locking is slow, so the pool keeps its locks between saves.
+                # Page-locking is slow, so the pool stays locked between saves.
                 save.copy_stream.prepare(engine.regions)
                 snapshot.pump(engine)
             snapshot.wait_copied()
@@ -523,7 +547,7 @@ class AsyncCheckpointer:
     def _join(self) -> None:
         if self._job is not None:
             if self._snapshot is not None:
-                self._snapshot.release(None)  # compares versions, without which it does not end
+                self._snapshot.release(None)  # compares versions; the job waits for it
             self._job.result()
             self._stalled, self._job, self._snapshot = self.stall_s, None, None
 
@@ -569,7 +593,7 @@ class AsyncCheckpointer:
         self.abandon()
 
     def abandon(self) -> None:
-        """Finishes this rank's save and unlocks the folder if other ranks may have died."""
+        """Finishes this rank's save and unlocks the folder; used if other ranks may be dead."""
         if os.getpid() == self._process:
             self._join()
             self._finalize()

@@ -32,12 +32,12 @@ from gulliver.memory.parts import Part
 from gulliver.memory.pending import storage_of
 
 
-# [Note: page-locked memory] CUDA copies into pageable memory while the caller waits. So the pool is
-# page-locked, once: every save uses it again.
+# [Note: page-locked memory] CUDA copies to pageable memory block the caller. So the pool is
+# page-locked once, and all saves use it.
 class CopyStream:
     """Copies between device and host, in call order. This base class copies synchronously."""
 
-    # This base class serves host memory, where every copy has ended when the call returns.
+    # This base class serves host memory, where copies are complete when the call returns.
 
     def prepare(self, regions: Iterable[tuple[int, int]]) -> None:
         """Prepares the pool's memory regions for asynchronous copies."""
@@ -127,20 +127,20 @@ class CopyTicket:
         target, position = torch.from_numpy(page.array), 0
         with self.copy_stream.queue():
             for source, begin, count in self.sources:
-                # `reshape` copies what is not contiguous, into memory of the copy stream: it may be
-                # freed at once, as whatever takes it next on this stream runs after the copy.
+                # `reshape` copies non-contiguous sources into memory of the copy stream, which may
+                # be freed at once: its next user on this stream runs after the copy.
                 run = source.detach().reshape(-1).view(torch.uint8)[begin : begin + count]
                 target[position : position + count].copy_(run, non_blocking=True)
                 position += count
             # `self.sources` keeps the sources alive until `write` has waited for this event: memory
-            # freed earlier could be given out again on the compute stream while it is being read.
+            # freed earlier could be reused on the compute stream while it is being read.
             self._event = self.copy_stream.mark()
         self._issued.set()
 
     def write(self, engine: Engine, page: Page) -> None:
         """Waits for the copies, and submits the page to the engine."""
         self.copy_stream.wait(self._event)
-        self.sources = ()  # their memory may go
+        self.sources = ()  # their memory may be freed now
         self._ticket = engine.write_page(self.file, self.offset, page, self.nbytes)
         self._written.set()
 
@@ -201,30 +201,30 @@ def _page(engine: Engine, wait: bool) -> Page | None:
         return None
 
 
-# Snapshot of what a rank saves of a step; it goes through the engine's pages to the disk.
+# Snapshot of a rank's part of a step, which is written to disk through the engine's pages.
 
 
 SETTLE_S = 2.0
 """Minimum seconds that the end of a save waits for the thread that started it."""
 
 
-# [Note: who waits for what] `submit` hands over addresses and returns; the engine's threads gather
-# page after page and write them. Until its pages are gathered a tensor must not change: `release`
-# waits for that, and is called before writes (`gulliver.memory.before_write`), and by hooks of
-# every torch optimizer's step. Only what these change is copied after `save` has returned
-# (`guarded`): it waits for the rest (`unguarded`), whose writers ask no one and may not raise a
-# version (``.data``, numpy, fused kernels).
+# [Note: who waits for what] `submit` passes addresses and returns; the engine's threads gather and
+# write page after page. A tensor must not change until its pages are gathered: `release` waits for
+# this, and is called before writes (`gulliver.memory.before_write`) and by hooks of every torch
+# optimizer's step. Only tensors that these modify are copied after `save` has returned (`guarded`).
+# `save` itself waits for the rest (`unguarded`), whose writers call no hook and may not increment
+# versions (``.data``, numpy, fused kernels).
 #
-# [Note: versions] A guarded tensor that is changed by anything else fails the save, rather than
-# making a checkpoint of two steps. An operation raises the version when it has ended, so a thread
-# that compares while the operation runs sees nothing. Versions are therefore compared by the thread
-# that called `save`, the next time that it asks or waits; the step is complete only after that. If
-# that thread does neither for long (an evaluation), they are compared in the background, after
-# longer than one operation on the state can take.
+# [Note: versions] If anything else modifies a guarded tensor, the save fails, because the
+# checkpoint would mix two steps. An operation increments the version when it has ended, so a thread
+# that compares versions meanwhile sees no change. Versions are therefore compared by the thread
+# that called `save`, at its next call or wait, and the step is complete only after that. If that
+# thread makes no call for long (an evaluation), versions are compared in the background, after a
+# time longer than one operation on the state can take.
 #
-# [Note: who keeps memory] Under a memory limit the memory of a tensor goes when it is evicted,
-# which asks `before_write`, too. So a snapshot keeps a tensor alive until `release` has waited for
-# it, or all has been copied, and no longer: from `submit` on it knows addresses, and `_alive` by
+# [Note: who keeps memory] Under a memory limit, a tensor's memory is freed on eviction, which also
+# calls `before_write`. So a snapshot keeps a tensor alive until `release` has waited for it or
+# everything has been copied, and no longer: after `submit` it holds addresses, and `_alive` by
 # storage.
 class Snapshot:
     """A rank's content of one step: its files, and a read lock on the source tensors."""
@@ -252,6 +252,7 @@ class Snapshot:
         self._tickets: dict[str, list[Ticket | CopyTicket]] = {}
         self._copy_tickets: list[CopyTicket] = []
         self._files: dict[str, File] = {}
+        self._engine: Engine | None = None
         self._mapped, self._gone = FileMappings(), defaultdict[int, list[tuple[int, int]]](list)
         self.devices: set[torch.device] = set()
         """Devices of the sources, other than the host."""
@@ -265,7 +266,7 @@ class Snapshot:
             file = file_name(entry, rank, world_size)
             self._leaves[file] = entry, leaves
             sources = {key: self._source(entry, key, leaf) for key, leaf in leaves.items()}
-            # What is waited for is copied first.
+            # Tensors that writers may wait for are copied first.
             order = sorted(sources.items(), key=lambda item: not self._is_awaited(item[1]))
             self._sources[file] = dict(order)
         order = self._sources.items()
@@ -320,7 +321,7 @@ class Snapshot:
         elif isinstance(leaf, Tensor) and (nbytes := value.nbytes) <= (TINY if guarded else SMALL):
             return self._small.add(value, nbytes)
         owner = leaf.owner if isinstance(leaf, Part) else value
-        # A part is in the file as one row of elements.
+        # A part is stored in the file as a flat row of elements.
         if isinstance(leaf, Part):
             value = value.reshape(leaf.shape if leaf.is_whole else -1)
         if owner is not None:
@@ -337,6 +338,7 @@ class Snapshot:
 
     def submit(self, engine: Engine, folder: Path, copy_stream: CopyStream | None = None) -> None:
         """Creates the files and submits their pages; `release` waits for the copies."""
+        self._engine = engine
         try:
             for name, image in self.images.items():
                 self._files[name] = engine.create(folder / name, image.nbytes)
@@ -344,7 +346,7 @@ class Snapshot:
                 self._tickets[name] = self._submit_file(
                     engine, self._files[name], image, copy_stream
                 )
-                # Only addresses are needed from here on; `_alive` holds what is not copied yet.
+                # From here on, only addresses are needed; `_alive` holds what is not copied yet.
                 image.sources = []
             self._forget_leaves()
         except GulliverError:
@@ -371,7 +373,7 @@ class Snapshot:
             for number, (source, address) in enumerate(zip(image.sources, addresses, strict=True))
             if not source.is_contiguous()
         }
-        # No one waits for what has been copied already.
+        # Tensors that are already copied need no wait.
         storages = [
             None if address != source.data_ptr() else storage_of(source)
             for source, address in zip(image.sources, addresses, strict=True)
@@ -412,11 +414,14 @@ class Snapshot:
         begun = time.perf_counter()
         self._submitted.wait()
         with self._lock:
-            # Tickets are taken under the lock and waited for outside of it: the background thread
-            # needs the lock, too.
+            # Tickets are collected under the lock but waited for outside, because the background
+            # thread also needs the lock.
             wanted = self._waiting.keys() & storages if storages is not None else self._waiting
-            # They stay listed until they are copied: another thread that asks waits for them, too.
+            # They stay listed until they are copied, so that other threads wait for them too.
             waited = {key: self._waiting[key] for key in wanted}
+        if waited and self._engine is not None:
+            # The caller is held up, so it copies, too: copiers run at a lower priority.
+            self._engine.copy_now(ticket for tickets in waited.values() for ticket in tickets)
         for tickets in waited.values():
             for ticket in tickets:
                 _wait_copied(ticket)
@@ -430,11 +435,11 @@ class Snapshot:
             self.stall_s += time.perf_counter() - begun
 
     def wait_copied(self) -> None:
-        """Waits in the background until everything has been copied."""
+        """Waits until everything has been copied; called in the background thread."""
         for tickets in self._tickets.values():
             for ticket in tickets:
                 _wait_copied(ticket)
-                # What is on disk was read for this: memory is for what training uses.
+                # Pages of mapped files were only read for this; training needs the memory.
                 for span in self._gone.pop(id(ticket), ()):
                     self._mapped.release_pages(*span)
         self._end_read_lock(None)
@@ -451,7 +456,7 @@ class Snapshot:
             for key in tuple(self._versions if storages is None else storages):
                 noted = self._versions.pop(key, [])
                 self.violations += [name for name, t, version in noted if t._version != version]
-                # Tensors go when the lock is free: what their ends call may ask for it.
+                # Freed after the lock is released, because finalizers may need it.
                 dropped.append(noted)
 
     def _end_read_lock(self, storages: Iterable[int] | None) -> None:
@@ -468,8 +473,8 @@ class Snapshot:
             for name, image in self.images.items():
                 for ticket in self._tickets[name]:
                     ticket.wait()
-                # The checksums are those of the bytes as they were staged, so what the disk returns
-                # later is compared with memory, not with itself.
+                # Checksums are those of the staged bytes, so data read later is compared with
+                # memory.
                 engine.sync(self._files[name]).wait()
                 checksums = tuple(int(ticket.checksum or 0) for ticket in self._tickets[name])
                 entries[name] = FileEntry(image.nbytes, engine.page_bytes, checksums)
@@ -510,7 +515,7 @@ class _Small:
         self._filled = 0
 
     def add(self, tensor: Tensor, nbytes: int) -> Tensor:
-        """Queues a tensor for copying; returns a placeholder for the copy."""
+        """Queues a tensor for copying; returns the contiguous tensor that identifies the copy."""
         if not tensor.is_contiguous():
             tensor = tensor.contiguous()
         self._places[id(tensor)] = self._filled
@@ -547,5 +552,5 @@ def _wait_copied(ticket: Ticket | CopyTicket) -> None:
     try:
         ticket.wait_copied()
     except GulliverError:
-        # The error surfaces when the save ends; the source is free in any case.
+        # The save raises the error when it ends; the source is free in any case.
         return

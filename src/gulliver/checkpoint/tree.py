@@ -41,7 +41,7 @@ def _take(value: Any, path: str, tensors: dict[str, Leaf]) -> Any:
     """Returns the skeleton of `value` and adds its tensors to `tensors`."""
     if isinstance(value, _LEAVES):
         path = path or "value"
-        # Keys with dots in them, and 1 next to "1", can give two tensors the same path.
+        # Keys with dots, and 1 next to "1", can give two tensors the same path.
         name, number = path, len(tensors)
         while name in tensors:
             name, number = f"{path}~{number}", number + 1
@@ -116,7 +116,7 @@ def _only_item(skeleton: dict[str, Any]) -> tuple[str, Any]:
 
 def merge_skeletons(skeletons: Sequence[Any]) -> Any:
     """Merges the ranks' skeletons: dicts are merged, otherwise the first rank's value is used."""
-    # Ranks that hold other parts of a state, such as the optimizer's of other parameters, have
+    # Ranks with other parts of a state, such as the optimizer's state of other parameters, have
     # dicts with other keys.
     first = skeletons[0]
     if not all(isinstance(s, dict) and s.keys() == {"dict"} for s in skeletons):
@@ -144,7 +144,7 @@ def names_in(skeleton: Any) -> list[str]:
     return []
 
 
-# Adapter for torch's DTensors, FSDP2's among them: a rank's share as a part of the whole.
+# Adapter for torch's DTensors, including FSDP2's: a rank's shard as a part of the full tensor.
 
 
 def is_dtensor(value: Any) -> bool:
@@ -160,8 +160,8 @@ def local_leaf(where: str, tensor: Any, saving: bool) -> Leaf:
     cuts = [axis for axis, placement in enumerate(placements) if placement.is_shard()]
     if len(cuts) > 1 or any(p.is_partial() for p in placements):
         raise GulliverError(
-            f"{where} is a DTensor placed {placements} on a mesh of {mesh.ndim} axes: only one "
-            "axis may be sharded; call full_tensor() on it first"
+            f"{where} is a DTensor with placements {placements} on a mesh of {mesh.ndim} axes: "
+            "only one axis may be sharded; call full_tensor() on it first"
         )
     if not cuts:
         return local.contiguous() if saving else local
@@ -170,7 +170,7 @@ def local_leaf(where: str, tensor: Any, saving: bool) -> Leaf:
             raise GulliverError(f"{where} is not contiguous on this rank: clone it first")
         local = local.contiguous()
     shape, dim = tuple(tensor.shape), placements[cuts[0]].dim % tensor.ndim
-    # Along the cut dim slices are dealt as `torch.chunk` deals them.
+    # Along the sharded dim, slices are distributed as by `torch.chunk`.
     each = math.ceil(shape[dim] / mesh.size(cuts[0]))
     start = min(shape[dim], mesh.get_local_rank(cuts[0]) * each)
     copies = any(c for axis, c in enumerate(mesh.get_coordinate()) if axis != cuts[0])

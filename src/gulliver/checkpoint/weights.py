@@ -59,7 +59,7 @@ class TensorInfo:
         return self.numel * self.dtype.itemsize
 
     def as_dtype(self, dtype: torch.dtype | None) -> TensorInfo:
-        """Returns the description after converting floating-point tensors."""
+        """Returns the info after conversion to `dtype`, which leaves integers unchanged."""
         if dtype is None or not self.dtype.is_floating_point:
             return self
         return TensorInfo(dtype, self.shape)
@@ -68,11 +68,11 @@ class TensorInfo:
 class Weights(ABC):
     """Tensors by name, read in parts."""
 
-    # Path of the file or folder; without meaning for those in memory.
+    # Path of the file or folder; meaningless for tensors in memory.
     path: Path
-    # Files that they are in; none for those in memory.
+    # Files with the tensors; none for tensors in memory.
     files: list[Path]
-    # Dtypes and shapes by name, in the order in which they are stored or were made.
+    # Dtypes and shapes by name, in the order of storage or creation.
     infos: dict[str, TensorInfo]
 
     @abstractmethod
@@ -153,8 +153,8 @@ class StepWeights(Weights):
 class FileWeights(Weights):
     """Tensors of a safetensors file, or of all such files of a Hugging Face folder."""
 
-    # Where a file's text says of a name that it is another one's tensor (as `save_huggingface` and
-    # `safetensors.torch.save_model` write), it is there under both.
+    # If a file's metadata maps a name to another one's tensor (as `save_huggingface` and
+    # `safetensors.torch.save_model` write), the tensor has both names.
 
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
@@ -215,7 +215,7 @@ class FileWeights(Weights):
 
     def read(self, wanted: Mapping[str, Part]) -> None:
         if self._engine is None:
-            # Reads go straight into memory: its pages are never used.
+            # Reads go directly into memory: the engine's pages are never used.
             self._engine = default_engine(page_bytes=4096, pages=1)
         tickets, scattered = [], list[tuple[str, Part, Copies]]()
         for name, part in wanted.items():
@@ -242,7 +242,7 @@ class FileWeights(Weights):
         """Reads nearby ranges together, gaps included, and copies the wanted parts."""
         target = into.reshape(-1).view(torch.uint8)
         reads = deque(clusters(copies, GAP, READ))
-        # While one is copied the next is read.
+        # One is copied while the next is read.
         memory = [torch.empty(READ, dtype=torch.uint8) for _ in range(min(2, len(reads)))]
         waiting: deque[tuple[int, int, Tensor, Ticket]] = deque()
         try:
@@ -294,7 +294,7 @@ class MemoryWeights(Weights):
     def read(self, wanted: Mapping[str, Part]) -> None:
         for name, part in wanted.items():
             assert part.region is None, "in-memory tensors are read completely"
-            # Kept for the next part: flattening what is not contiguous copies it.
+            # Kept for the next part, because flattening a non-contiguous tensor copies it.
             if self._flat is None or self._flat[0] != name:
                 self._flat = name, self._tensors[name].reshape(-1)
             piece = self._flat[1][part.start : part.stop]
@@ -306,7 +306,7 @@ class MemoryWeights(Weights):
 
 
 def _whole(name: str, tensor: Tensor) -> Tensor:
-    # Parameters that ZeRO shards are of their own class, and would be waited for here.
+    # Sharded ZeRO parameters have their own class, and using them here would wait for gathers.
     if type(tensor) not in (Tensor, nn.Parameter):
         raise GulliverError(
             f"tensor {name!r} is a {type(tensor).__name__}, sharded over ranks: save a step with "
@@ -318,7 +318,7 @@ def _whole(name: str, tensor: Tensor) -> Tensor:
 
 
 def identity(tensor: Tensor) -> Any:
-    """Key shared by tensors of equal memory and shape; None for empty or meta ones."""
+    """Key shared by tensors with the same memory and shape; None for empty or meta tensors."""
     if tensor.nbytes == 0 or tensor.is_meta:
         return None
     place = (tensor.device, tensor.data_ptr(), tensor.dtype)
@@ -344,13 +344,13 @@ def is_step_or_run(path: Path) -> bool:
     found = {entry.name for entry in path.iterdir()}
     if any(STEP.fullmatch(name) for name in found):
         return True
-    # Other programs write files of these names next to a model, whose configuration is there, too.
+    # Other programs write files with these names next to a model, whose configuration is there too.
     return bool({MANIFEST, LATEST} & found) and "config.json" not in found
 
 
 def _named(folder: Path) -> Path | None:
-    """Returns a folder's weights file or index that libraries look for."""
-    # Where a folder has both, each library reads one: transformers the file, diffusers the index.
+    """Returns a folder's weights file or index under a name that libraries use, or None."""
+    # If a folder has both, libraries read one of them: transformers the file, diffusers the index.
     names = [f"{stem}{ending}" for stem, endings in STEMS.items() for ending in endings]
     return next((folder / name for name in names if (folder / name).is_file()), None)
 

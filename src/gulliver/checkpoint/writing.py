@@ -79,7 +79,7 @@ class _FileWriter:
         page, self._page = self._page, None
         self._open.append(self._engine.write_page(self._file, self._written, page, self._filled))
         self._written, self._filled = self._written + self._filled, 0
-        # As many as there are pages: what failed is known before more is read.
+        # At most as many as there are pages, so that failures are found before more is read.
         while len(self._open) > PAGES:
             self._finish_write(self._open.popleft())
 
@@ -108,11 +108,11 @@ class _FileWriter:
 class FilePlan:
     """A file to be written."""
 
-    # Path that it is written to.
+    # Path to write to.
     path: Path
-    # Names in the source by name in the file.
+    # Source name of each name in the file.
     sources: dict[str, str]
-    # Plan of its header and the order of its tensors.
+    # Layout of its header and tensors.
     image: Image
 
 
@@ -123,7 +123,7 @@ def plan_file(
     dtype: DTypes,
     metadata: Mapping[str, str] | None = None,
 ) -> FilePlan:
-    # Tensors without memory: the header and the places follow from dtypes and shapes.
+    # Meta tensors: header and offsets follow from dtypes and shapes.
     empty = {
         name: torch.empty(info.shape, dtype=info.dtype, device="meta")
         for name, source in sources.items()
@@ -213,7 +213,7 @@ def new_parents(path: Path) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        # Somebody else may have put something there meanwhile.
+        # Other processes may have created files there meanwhile.
         with suppress(OSError):
             for parent in made:
                 parent.rmdir()
@@ -239,21 +239,21 @@ def new_folder(folder: Path, needed: int) -> Iterator[Path]:
                 yield partial
                 finish_folder(partial, folder)
         finally:
-            # Also after Ctrl-C nothing is left.
+            # Removes the folder also after Ctrl-C.
             shutil.rmtree(partial, ignore_errors=True)
 
 
-# Writes a model that ranks hold parts of as whole files, also while the program continues.
+# Writes a model of which ranks hold parts to unsharded files, optionally in the background.
 
 
 ENTRY, STEP = "model", 0
 
 
-# [Note: models that no rank has] No one has the whole, and gathering it would hold training up. So
-# each rank saves its parts as those of a step, in a hidden folder next to the target; when they are
-# all on the disk rank 0 reads them tensor by tensor, writes the files and removes the folder. For
-# that time the disk holds the model twice. What a killed process leaves is hidden, and removed by
-# the next one.
+# [Note: models that no rank has] No rank has the full model, and gathering it would block training.
+# So each rank saves its parts as those of a step, in a hidden folder next to the target; when all
+# parts are on disk, rank 0 reads them tensor by tensor, writes the files and removes the folder.
+# Until then, the disk holds the model twice. Folders left by killed processes are hidden, and
+# removed by the next save.
 class PartsSaver(AsyncCheckpointer):
     """Saves parts in the background and merges them into files; created on every rank."""
 
@@ -264,7 +264,7 @@ class PartsSaver(AsyncCheckpointer):
         leaves: Mapping[str, Leaf],
         memory_limit: int | None = None,
     ) -> None:
-        # The name says which process writes, so that others know when it is left over.
+        # The name contains the process id, so that other processes can detect a leftover.
         writer = broadcast_object(os.getpid())
         parts = target.with_name(f".{target.name}.parts.{writer}{PARTIAL}")
         super().__init__(parts, keep=1, memory_limit=memory_limit)
@@ -280,7 +280,7 @@ class PartsSaver(AsyncCheckpointer):
     def _finish(self, save: Save) -> None:
         super()._finish(save)
         if self._engine is not None:
-            # There is no other save: its pages make room for those of the conversion.
+            # There is no other save: its pages are freed for the conversion.
             self._engine.close()
             self._engine = None
         if self.rank != 0:

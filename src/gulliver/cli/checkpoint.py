@@ -257,7 +257,7 @@ def _after_file(problem: Any) -> str:
 
 def diff(options: Diff) -> int:
     """Prints differences; the exit code is 1 if there are any."""
-    with usage_errors():  # as with diff(1), 1 says that they differ
+    with usage_errors():  # as with diff(1), 1 means that they differ
         found = _compared(options)
     if options.json:
         names = ("missing", "unexpected", "shapes", "dtypes", "values", "compared", "equal")

@@ -1,4 +1,4 @@
-"""`gulliver data`: from a folder of clips to a table to train on; suggestions of next commands."""
+"""`gulliver data`: turns a folder of clips into a training table, and suggests next commands."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def after_train(config: TrainConfig) -> None:
     hint("app", config.out)
 
 
-# ``gulliver data``: from a folder of clips to a table to train on. Options, then the actions.
+# ``gulliver data``: turns a folder of clips into a training table. Options, then the actions.
 #
 # Nothing here imports torch at its top: ``--help`` reads this module, and `filter` needs none.
 
@@ -52,14 +52,14 @@ Entries = Sequence[tuple[str, str]]
 
 @dataclass(frozen=True)
 class Scan(Options):
-    """Creates a table of a folder's clips: content of each file, and which files are unusable."""
+    """Creates a table of the clips in a folder: what each file contains, and which are unusable."""
 
     folder: tyro.conf.Positional[Path]
     """Folder of clips and images, searched recursively."""
     out: Path | None = None
     """Table to write, .parquet or .csv; by default clips.parquet in the folder."""
     decode: bool = False
-    """Decode every frame, not only of files with suspicious headers."""
+    """Decode every frame of all files, not only of those with suspicious headers."""
     again: bool = False
     """Scan all files again, including those already in the table."""
     workers: Annotated[int, WORKERS] = 0
@@ -102,12 +102,12 @@ class Score(OfTable):
 
 @dataclass(frozen=True)
 class Dedup(OfTable):
-    """Removes copies of clips, even re-encoded or rescaled ones; the best of each is kept."""
+    """Removes duplicate clips, even re-encoded or rescaled ones; the best of them is kept."""
 
     out: Path = Path("unique.parquet")
     """Table to write; copies are listed in a file next to it."""
     alike: Annotated[float, Range(0.5, 1)] = 0.95
-    """Minimum correlation of the images of two copies."""
+    """Minimum correlation of images at which clips count as duplicates."""
 
 
 @dataclass(frozen=True)
@@ -225,7 +225,7 @@ def drop_copies(options: Dedup) -> int:
     from gulliver.video.preparation.table import Table
 
     found = deduplicate(Table.read(options.table), options.out, options.alike, options.workers)
-    heading = f"{_many(len(found.pairs), 'copy', 'copies')} left out, listed in {found.listed}"
+    heading = f"{_many(len(found.pairs), 'copy', 'copies')} removed, listed in {found.listed}"
     copies = heading, [(pair.dropped, f"copy of {pair.kept}") for pair in found.pairs]
     line, counts = f"{options.out}: {_many(len(found.table), 'clip')}", {"clips": len(found.table)}
     broken = _broken(options.out, "dedup", found.broken)
@@ -277,7 +277,7 @@ def encode_clips(options: EncodeConfig, arguments: list[str]) -> int:
     if not under_launcher() and ranks > 1:
         code = launch("gulliver.cli", arguments, ranks)
     else:
-        # Stopped by a signal: what was asked for is not there yet.
+        # Stopped by a signal: the result is not complete.
         code = 0 if encode(options).finished else STOPPED
     if code == 0 and not under_launcher():
         hint("train", "--data.encoded", options.out, "--out", "runs/mine")

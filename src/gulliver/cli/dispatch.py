@@ -212,7 +212,7 @@ def _find(words: list[str]) -> tuple[str, list[str]]:
     if rest and rest[0] in actions:
         return f"{name} {rest[0]}", rest[1:]
     if rest and not rest[0].startswith("-"):
-        # Something that looks like a command and is not a file is a typo.
+        # A word that resembles a command and is not a file is a typo.
         cutoff = 0.75 if usual else 0.0
         near = difflib.get_close_matches(rest[0], actions, 1, cutoff)
         if near and not Path(rest[0]).exists():
@@ -307,7 +307,7 @@ def main(arguments: list[str] | None = None) -> None:
     except KeyboardInterrupt:
         code = 130
     except BrokenPipeError:
-        # The reader of the output, such as head, has seen enough; the rest is dropped.
+        # The reader of the output, such as head, has closed it; the rest is dropped.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 141
     _leave(code)

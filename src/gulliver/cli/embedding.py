@@ -145,6 +145,6 @@ def _warn_of_small_caches(plan: TablesPlan, console: Console) -> None:
         console.print(
             f"{len(small)} caches hold fewer rows than a batch may need: rank {worst.rank} has "
             f"{worst.slots:,} slots, and a batch of {plan.job.batch:,} samples needs up to "
-            f"{worst.most:,} different rows of it. One that needs more than there are is refused; "
-            f"a cache of {worst.most / worst.rows:.3g} of the rows takes any."
+            f"{worst.most:,} different rows. Batches that need more rows than slots are rejected; "
+            f"with cache={worst.most / worst.rows:.3g}, all batches fit."
         )

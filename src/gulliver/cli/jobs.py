@@ -84,7 +84,7 @@ class Stop(JobsFolder):
 
 @dataclass(frozen=True)
 class Scheduler(SchedulerOptions):
-    """Runs the scheduler in the foreground until Ctrl+C or SIGTERM, for services."""
+    """Runs the scheduler in the foreground until Ctrl+C or SIGTERM, for use as a service."""
 
     idle: Annotated[float, AT_LEAST_1] = 60.0
 
@@ -113,7 +113,7 @@ def submit(config: Submit) -> int:
             f"{about['slots']}: reduce its slots, or use a larger cluster"
         )
     spool.submit(submission)
-    # The one that was there may have ended just before, with nothing to do.
+    # The previous scheduler may just have ended, because it had no jobs.
     ensure_scheduler(options)
     if begun:
         print(
@@ -127,7 +127,7 @@ def submit(config: Submit) -> int:
 
 def _check_same(config: SchedulerOptions, about: Mapping[str, Any]) -> None:
     """Rejects options that only a newly started scheduler could use."""
-    # Of a cluster elsewhere slots are said by node.
+    # Slots of a remote cluster are specified per node.
     slots = config.cluster_slots if config.address in ("local", "here") else None
     for name, wanted, default in (
         ("policy", config.policy, SchedulerOptions.policy),
@@ -270,14 +270,14 @@ def run(config: Scheduler) -> int:
     return 0
 
 
-# ``gulliver jobs``: jobs that share a cluster, simulated here, real ones in `jobs.py`.
+# ``gulliver jobs``: simulated jobs that share a cluster; `jobs.py` runs real ones.
 #
 # Nothing here imports torch at its top: ``--help`` reads this module.
 
 
 @dataclass(frozen=True)
 class Simulate(Options):
-    """Simulates jobs on a shared cluster: when each ends, why it waits, and how good that is."""
+    """Simulates jobs on a shared cluster: when each ends, why it waits, and summary metrics."""
 
     trace: tyro.conf.Positional[str] = "steady"
     """CSV or JSON file of jobs, or a generated trace: steady, heavy-tail, bursts, fixed-batch,
@@ -351,7 +351,7 @@ def _trace(config: Simulate) -> tuple[tuple[Job, ...], JobCluster]:
     from gulliver.schedule.traces import SHAPES, generate, read_trace
 
     quotas = quotas_of(config.quota)
-    # A name that has no suffix is a drawn trace, or a mistake in one.
+    # A name without a suffix is a generated trace, or a misspelled one.
     if config.trace in SHAPES or not Path(config.trace).suffix:
         jobs, cluster = generate(config.trace, config.seed)
         slots = config.slots or cluster.slots
@@ -397,7 +397,7 @@ def _show(results: list[Result]) -> None:
 
     console = report_console()
     console.print(_about(results[0]))
-    # A column per policy: there are more measures than policies, and 80 columns hold five of them.
+    # A column per policy: there are more metrics than policies, and 80 columns fit five policies.
     rows = zip(HEADS, *map(summary_row, results), strict=True)
     table = Table(*next(rows), title="seconds from arrival to end; gap: mean of plans over bound")
     for row in rows:

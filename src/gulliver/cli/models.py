@@ -33,16 +33,16 @@ class CoderNeeds:
     """Sizes of an autoencoder: bytes of weights and activations."""
 
     release: str
-    # Frames, rows and columns of pixels that a latent stands for.
+    # Frames, rows and columns of pixels per latent.
     compression: tuple[int, int, int]
     latent_channels: int
-    # Frames, height and width of the clip that is decoded.
+    # Frames, height and width of the decoded clip.
     clip: tuple[int, int, int]
     # Number of parameters; None for classes of diffusers.
     parameters: int | None = None
-    # Bytes to decode the clip as one.
+    # Bytes to decode the clip at once.
     decode: int | None = None
-    # Bytes to decode it piece by piece.
+    # Bytes to decode it in chunks.
     stream: int | None = None
 
 
@@ -55,7 +55,7 @@ def coder_needs(name: str, config: ModelsConfig) -> CoderNeeds:
     if known.of_diffusers:
         return CoderNeeds(*told)
     dtype = torch.bfloat16 if config.dtype == "bf16" else torch.float32
-    # As a whole: without the chunking quirk, if the model has it.
+    # At once: without the chunking quirk, if the model has it.
     plain = {} if known.compression[0] == 1 else {"compat": ()}
     with torch.device("meta"):
         whole: Any = build_autoencoder(name, **plain).to(dtype).eval()
@@ -72,7 +72,7 @@ def coder_needs(name: str, config: ModelsConfig) -> CoderNeeds:
 
 
 class _Decoding(nn.Module):
-    """A decoder without saved tensors for backward."""
+    """A decoder that saves no tensors for backward."""
 
     def __init__(self, decoder: nn.Module) -> None:
         super().__init__()
@@ -125,12 +125,12 @@ def _print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], footer: 
     console.print(footer)
 
 
-# ``gulliver models``: the public video models, and the memory that each takes here.
+# ``gulliver models``: the public video models, and the memory that each needs here.
 #
-# Those of autoencoders are in `models.py`.
+# `models.py` has the memory of autoencoders.
 #
-# State is that of a plan of one rank; activations are followed through fake tensors, at one and at
-# two blocks of each kind: every further block of a kind adds the same.
+# State is that of a plan for one rank; activations are traced with fake tensors, with one and with
+# two blocks of each kind: every further block of a kind adds the same amount.
 
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -146,11 +146,11 @@ class Needs:
     parameters: int
     # Video tokens of a clip.
     tokens: int
-    # Training with every activation kept.
+    # Training with all activations kept.
     train: int
-    # Training with the activations of blocks computed again.
+    # Training with recomputed blocks.
     train_recomputed: int
-    # Sampling, with the text and without it in one batch.
+    # Sampling, with and without the prompt in one batch.
     sample: int
 
 
@@ -245,7 +245,7 @@ def _peak(
     ones = dict.fromkeys(whole, 1)
     base = followed(ones)
     if not train:
-        # Nothing is kept from block to block.
+        # Inference keeps nothing from block to block.
         return base
     steps = {key: followed({**ones, key: 2}) - base for key in whole}
     return base + sum(steps[key] * (whole[key] - 1) for key in whole)
@@ -286,7 +286,7 @@ def inputs_of(
             "num_frames": empty(kind=exact),
             "ar": empty(kind=exact),
             "fps": empty(kind=exact),
-            # Plain numbers: with them the scale of positions is known without values.
+            # Plain numbers, from which the scale of positions follows without tensor values.
             "height": [float(height)] * batch,
             "width": [float(columns)] * batch,
         }

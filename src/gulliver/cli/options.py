@@ -29,7 +29,7 @@ from gulliver.video.config import SamplingConfig
 
 @dataclass(frozen=True)
 class PlanData(Options):
-    """Plans the steps of data-centric training: which ranks share which samples, and who waits."""
+    """Plans the steps of data-centric training: which ranks share samples, and which wait."""
 
     costs: Path
     """JSON file of costs: seconds by shape, degree and batch, or a file written by gulliver train
@@ -51,8 +51,8 @@ class PlanData(Options):
     seconds: Annotated[float | None, POSITIVE] = None
     """Budget of a step: maximum predicted seconds."""
     shapes: Path | None = None
-    """Text file with the shape of a sample on each line, with a run's costs also a number of tokens
-    or latent frames x rows x columns; by default --count shapes are drawn."""
+    """Text file with a sample's shape on each line; with a run's costs, a line may instead be a
+    number of tokens or latent frames x rows x columns. By default, --count shapes are drawn."""
     distribution: Literal["short", "balanced", "long"] = "balanced"
     """Dominant sample length of drawn shapes."""
     count: Annotated[int, Range(1, 2**24)] = 5000
@@ -108,7 +108,7 @@ class GenerateConfig(SamplingConfig, PublicModel):
     adapter: Path | None = None
     """Result folder of `gulliver dreambooth`, to apply to --run."""
     prompt: tuple[str, ...] = ()
-    """Prompt; several make several clips."""
+    """Prompt of a clip; pass several prompts for several clips."""
     prompt_file: Path | None = None
     """Text file with a prompt on each line."""
     out: Path = Path("clip.gif")
@@ -319,7 +319,7 @@ class Diff(Options):
     entry: str = "model"
     """Entry of the steps to compare; all: every entry, including non-tensor values."""
     tolerance: Annotated[float, AT_LEAST_0] = 0.0
-    """Absolute difference of elements that is still equal."""
+    """Maximum absolute difference of elements that count as equal."""
     relative: Annotated[float, AT_LEAST_0] = 0.0
     """Additional allowed difference, as a fraction of the larger element."""
     any_dtype: bool = False
@@ -426,7 +426,7 @@ class Search(Options):
     host_memory: str | None = None
     """Page-locked host memory of each rank, such as 200GiB, for state that does not fit."""
     disk: str | None = None
-    """Folder and bytes per rank for such state, such as /scratch:1TiB."""
+    """Folder and bytes per rank for state that does not fit, such as /scratch:1TiB."""
     dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
     """Dtype of the parameters; training in 16 bits adds float32 master weights."""
     optimizer: Literal["adamw", "adam", "sgd", "sgd-momentum", "rmsprop", "adagrad"] = "adamw"
@@ -440,6 +440,8 @@ class Search(Options):
     what_if: tuple[str, ...] = ()
     """Changes of the cluster to compare, such as link=400Gb inner=900GB memory=141GiB
     flops=x1.5."""
+    weak_scaling: bool = False
+    """Also simulate the fastest grid on fewer replicas, each with as many samples."""
     price_per_hour: Annotated[float | None, POSITIVE] = None
     """Hourly price of a device; also prints the cost of a trillion tokens."""
     watts: Annotated[float | None, POSITIVE] = None

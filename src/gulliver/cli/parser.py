@@ -59,11 +59,11 @@ def parse(kind: type[Options], arguments: list[str], prog: str) -> Any:
     """Parses options from arguments.
 
     Raises:
-        UsageError: an argument is invalid; tyro itself exits with 2.
+        UsageError: an argument is invalid (tyro exits with status 2 if it finds the error).
         Printed: the options were printed for ``--print-config``.
     """
     if "--out=" in arguments or ("--out", "") in pairwise(arguments):
-        # As a path it would be the current folder.
+        # As a path, it would be the current folder.
         raise UsageError("--out is empty: pass a folder or file (. is the current folder)")
     arguments = respelled(kind, arguments)
     end = arguments.index("--") if "--" in arguments else len(arguments)
@@ -71,7 +71,7 @@ def parse(kind: type[Options], arguments: list[str], prog: str) -> Any:
     to_print = "--print-config" in options
     options = [word for word in options if word != "--print-config"] + arguments[end:]
     with usage_errors():
-        # Checked below, where nested options have the names that the command line gives them.
+        # Checked below, where nested options have their command-line names.
         with unchecked():
             view, default = _view(kind, True), _viewed(_defaults(kind, file))
             made = _options(kind, tyro.cli(view, args=options, default=default, prog=prog))
@@ -229,7 +229,7 @@ def _metavar(hint: Any) -> str | None:
 
 
 def _hint(label: str) -> str:
-    """Formats the default for help; empty for switches, or if the help text has it."""
+    """Formats the default for help; empty for switches, or if the help text states it."""
     return {"None": "", "False": "", "": "", "''": "", "True": "(default: on)"}.get(
         label, f"(default: {SHORT.get(label, label)})"
     )
@@ -265,7 +265,7 @@ def _field(kind: type, field: dataclasses.Field[Any], hint: Any) -> tuple[str, A
     text = _texts(kind).get(field.name, "")
     given = tyro.conf.arg(metavar=metavar, help=text, help_behavior_hint=_hint)
     made = Annotated[hint, given]
-    # A switch that is on can be turned off, and help shows both flags.
+    # A switch that is on by default can be turned off, and help shows both flags.
     return (
         field.name,
         made if field.default is True else tyro.conf.FlagCreatePairsOff[made],

@@ -30,10 +30,12 @@ from gulliver.planner.search.grids import (
     Found,
     minimum_resources,
     prices_of_memory,
+    scorer_of,
     search_grids,
     searched_again,
 )
 from gulliver.planner.search.score import Scored
+from gulliver.planner.search.simulate import weak_scaling
 from gulliver.planner.tiers import OffloadTiers
 
 
@@ -67,8 +69,18 @@ def answer_of(options: Search, progress: Callable[[str], None] = lambda part: No
         limit = byte_size("--memory-limit", options.memory_limit) if options.memory_limit else None
         changed = searched_again(found, samples, other, memory=limit)
     why = why_module(found, options.why) if options.why else None
-    prices = prices_of_memory(found, samples)
-    return Answer(subject, found, prices, minimum_resources(found, samples), changed, why)
+    prices, least = prices_of_memory(found, samples), minimum_resources(found, samples)
+    scaling = ()
+    if options.weak_scaling and found.best:
+        progress("simulating weak scaling")
+        grid = found.best[0].grid
+        if grid.offload or options.inference:
+            raise UsageError(
+                "--weak-scaling simulates training without off-load; omit it with --inference, or "
+                "use more ranks or a smaller batch"
+            )
+        scaling = tuple(weak_scaling(scorer_of(found, samples), grid))
+    return Answer(subject, found, prices, least, changed, why, scaling)
 
 
 def _searched(
@@ -139,6 +151,9 @@ def plain(answer: Answer) -> dict[str, Any]:
         },
         "what_if": answer.changed and [_plain(scored) for scored in answer.changed.best],
         "why": answer.why and asdict(answer.why),
+        "weak_scaling": [
+            {**asdict(point), "ranks": point.grid.axes.size} for point in answer.scaling
+        ],
         "not_counted": not_counted(found),
         "notes": [*answer.subject.notes, *analysis.notes, *map(str, analysis.opaque)],
     }
@@ -155,7 +170,7 @@ def _plain(scored: Scored) -> dict[str, Any]:
     }
 
 
-# ``gulliver plan memory``: where a model's state would lie, before anything is loaded.
+# ``gulliver plan memory``: where a model's state would be kept, before anything is loaded.
 #
 # The search, ``gulliver plan MODEL``, is in `plan.py`, and ``gulliver plan data`` in
 # `plan_data.py`.

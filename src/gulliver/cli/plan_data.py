@@ -36,7 +36,7 @@ class LoadedCosts:
     costs: Any
     # Origin of the costs, and settings used with them.
     lines: list[str]
-    # Shapes that the file knows; none where it does not say.
+    # Shapes that the file lists; empty if it lists none.
     shapes: tuple[Any, ...]
 
     def drawn(self, options: PlanData) -> list[Any]:
@@ -90,7 +90,7 @@ def _samples(options: PlanData) -> LoadedCosts:
     saved = read_samples(options.costs)
     cluster = named_cluster(options.cluster, options.ranks)
     kind = "cpu" if cluster.device.to_device_rate is None else "cuda"
-    # A cluster at hand tells what it leaves to each of its ranks, and a run asks the machine.
+    # A described cluster has a memory size per rank; for the local machine, the system is asked.
     size = None if options.cluster == "here" else cluster.device.memory_bytes
     memory, why = planned_memory(kind, size)
     if options.memory_limit is not None:
@@ -106,7 +106,7 @@ def _samples(options: PlanData) -> LoadedCosts:
     return LoadedCosts(costs, lines, saved.shapes)
 
 
-# ``gulliver plan data``: steps of data-centric training over a table of costs, drawn.
+# ``gulliver plan data``: plans data-centric steps from a table of costs, and draws them.
 
 
 MORE = "a quarter more memory"
@@ -167,7 +167,7 @@ def gains(
             continue  # such as a step longer than the data
         summary = shares_of(plans)
         gain = summary.samples / summary.seconds / speed - 1
-        # The plan of now fits into more memory, too.
+        # The current plan also fits into more memory, so there is no loss.
         found.append((max(gain, 0.0) if name == MORE else gain, name))
     found.sort(key=lambda pair: (-pair[0], pair[1]))
     return found
@@ -217,7 +217,7 @@ def _shapes(options: PlanData, loaded: LoadedCosts) -> list[Any]:
     with named_errors(options.shapes, "read"):
         data = options.shapes.read_bytes()
     try:
-        text = data.decode("utf-8-sig")  # editors on Windows begin with a byte order mark
+        text = data.decode("utf-8-sig")  # editors on Windows write a byte order mark
     except UnicodeDecodeError as error:
         raise UsageError(
             f"--shapes {options.shapes} is not UTF-8 text ({error.reason} at byte {error.start}): "

@@ -54,16 +54,16 @@ class Subject:
     """Model to plan for, with a sample."""
 
     model: nn.Module
-    # One sample or a few, as the model takes them.
+    # One or a few samples, as the model's arguments.
     batch: Any
     name: str
-    # What a sample is, in a few words.
+    # Short description of a sample.
     sample: str
-    # Tokens of a sample; 0 where it has none.
+    # Tokens of a sample; 0 if it has none.
     tokens: int = 0
-    # What is worth knowing of it.
+    # Notes for the user.
     notes: tuple[str, ...] = ()
-    # Elements of the keys and values that it keeps of a sample when it generates.
+    # Elements of keys and values that the model caches per sample when it generates.
     cached: int = 0
 
 
@@ -143,12 +143,12 @@ def _configured(values: Mapping[str, Any], name: str, options: Search) -> Subjec
             "architecture and the fields"
         )
     config: Any = model.config
-    for module in model.modules():  # encoder and decoder have copies of their own
+    for module in model.modules():  # encoder and decoder have their own copies
         own: Any = getattr(module, "config", None)
         if hasattr(own, "use_cache"):
             own.use_cache = False
     if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
-        config.decoder_start_token_id = 0  # any token does, where none is read
+        config.decoder_start_token_id = 0  # any token works, because none is read
     made = _sample_of(model, name, options)
     if made is None:
         kind, takes = type(model).__name__, getattr(model, "main_input_name", "unknown inputs")
@@ -219,9 +219,9 @@ def cached_elements(model: nn.Module, batch: Mapping[str, Any]) -> int:
     if not getattr(model, "can_generate", lambda: False)():
         return 0
     try:
-        with torch.no_grad(), StorageCounter():  # which knows shapes that meta does not
+        with torch.no_grad(), StorageCounter():  # knows output shapes that meta tensors do not
             found = model(**batch, use_cache=True)
-    except Exception:  # a model that looks at data: its cache is reported as not counted
+    except Exception:  # a model that reads data: its cache is reported as not counted
         return 0
     return sum(t.numel() for t in _cached(getattr(found, "past_key_values", None)))
 
@@ -359,7 +359,7 @@ def built(values: Mapping[str, Any]) -> nn.Module | None:
         kind = getattr(transformers, name)
         with torch.device("meta"):
             return kind.from_config(config) if name.startswith("Auto") else kind(config)
-    except Exception:  # any error about fields that it does not take
+    except Exception:  # any error about fields that it does not accept
         return None
 
 

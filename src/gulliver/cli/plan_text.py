@@ -24,6 +24,7 @@ from gulliver.planner.search.grids import (
     saved_by_a_gib,
 )
 from gulliver.planner.search.score import Scored
+from gulliver.planner.search.simulate import ScalingPoint
 
 SIZES = (1, 2, 4, 8, 16)
 ADDED_UP = ("row", "vocabulary")
@@ -31,7 +32,7 @@ ADDED_UP = ("row", "vocabulary")
 
 
 NOT_BEST = "not among the best"
-"""Label of a number of tensor ranks that none of the best grids has."""
+"""Label of a number of tensor ranks that none of the best grids uses."""
 
 
 @dataclass(frozen=True)
@@ -39,13 +40,13 @@ class TensorChoice:
     """A way to shard a module over tensor ranks."""
 
     tensor: int
-    # What they do with it.
+    # How tensor ranks shard it.
     how: str
-    # Seconds of it in a rank, forward and backward, for one sample.
+    # Seconds of the module on a rank, forward and backward, for one sample.
     compute_s: float = 0.0
-    # Seconds of the sum of its outputs over them, for one sample.
+    # Seconds to sum its outputs over the ranks, for one sample.
     message_s: float = 0.0
-    # Seconds of the fastest of the best grids with as many tensor ranks; 0 where there is none.
+    # Step seconds of the fastest of the best grids with as many tensor ranks; 0 if there is none.
     step_s: float = 0.0
     refused: str = ""
 
@@ -57,17 +58,17 @@ class ModuleDecision:
     path: str
     kind: str
     parameters: int
-    # FLOPs of it, forward and backward, for one sample.
+    # FLOPs of the module, forward and backward, for one sample.
     flops: int
-    # Bytes that it keeps of a sample for the backward.
+    # Bytes per sample that it saves for backward.
     saved: int
-    # Number of tensor ranks of the fastest grid; 0 where none fits.
+    # Number of tensor ranks of the fastest grid; 0 if none fits.
     chosen: int
-    # Whether blocks are computed again in the backward, of how many how many.
+    # Number of recomputed blocks, and number of all blocks.
     recomputed: tuple[int, int]
-    # What could be done with it.
+    # Possible ways to shard it.
     choices: tuple[TensorChoice, ...]
-    # Where the constants come from.
+    # Source of the rates.
     source: str
 
 
@@ -122,7 +123,7 @@ def _choice(found: Found, path: str, size: int) -> TensorChoice:
     )
 
 
-# Everything that ``gulliver plan MODEL`` returns, as values; `plan_text.py` formats it as text.
+# All results of ``gulliver plan MODEL`` as values; `plan_text.py` formats them as text.
 
 
 @dataclass(frozen=True)
@@ -131,13 +132,15 @@ class Answer:
 
     subject: Subject
     found: Found
-    # Fastest grids under other limits of memory.
+    # Fastest grids under other memory limits.
     prices: tuple[Price, ...]
     minimum_resources: MinimumResources
     # Result on the changed cluster; None if nothing was changed.
     changed: Found | None = None
     # Decision about a module; None if none was requested.
     why: ModuleDecision | None = None
+    # The fastest grid on fewer replicas; empty if not requested.
+    scaling: tuple[ScalingPoint, ...] = ()
 
 
 # Text that `gulliver plan MODEL` prints.
@@ -350,6 +353,7 @@ def _after(answer: Answer, options: Search) -> list[str]:
         )
     if answer.changed is not None:
         lines += _changes(found, answer.changed)
+    lines += scaling_lines(answer.scaling)
     if found.best:
         lines += _costs(found.best[0], found.cluster.size, answer.subject.tokens, options)
     return lines
@@ -361,9 +365,20 @@ def _inference(found: Found, sample: str) -> str:
     model = facts.item * facts.parameters
     sizes = ", ".join(f"{n}: {size_text(model + n * facts.cached)}" for n in SAMPLES)
     return (
-        f"keys and values: {size_text(facts.cached)} of a sample ({sample}); with the parameters, "
-        f"of all ranks that share a model, by samples at once: {sizes}"
+        f"KV cache: {size_text(facts.cached)} per sample ({sample}); with the parameters, over all "
+        f"ranks that share a model, by batch size: {sizes}"
     )
+
+
+def scaling_lines(points: Sequence[ScalingPoint]) -> list[str]:
+    lines = ["weak scaling, simulated with as many samples for each replica:"] if points else []
+    for point in points:
+        grid, size = point.grid, f"{point.grid.axes.size:,} ranks"
+        chosen = f", chunks of {grid.chunk_mb} MiB" if grid.chunk_mb else ""
+        chosen += f", torus {' x '.join(map(str, point.torus))}" if point.torus else ""
+        step = seconds_text(point.seconds)
+        lines.append(f"{size:>14}: {step} a step, efficiency {point.efficiency:.1%}{chosen}")
+    return lines
 
 
 def _changes(found: Found, changed: Found) -> list[str]:

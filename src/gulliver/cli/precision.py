@@ -29,10 +29,10 @@ class LayerSize:
     outputs: int
     layers: int
     example: str
-    # Seconds of one in 16 bits, forward and backward.
+    # Seconds of one layer in 16 bits, forward and backward.
     plain_s: float
     fp8_s: float
-    # Reason to keep them; empty where they are taken.
+    # Reason to keep their precision; empty if they are converted.
     why_not: str
 
 
@@ -41,24 +41,24 @@ class Report:
     """Gain of FP8 on a rank, in seconds and bytes."""
 
     cluster: str
-    # Whether their rates were measured.
+    # Whether the cluster's rates were measured.
     measured: bool
-    # Number of rows that a layer multiplies.
+    # Number of rows of a layer's input.
     tokens: int
     scaling: str
-    # Linear layers by their size.
+    # Linear layers by size.
     layers: list[LayerSize]
     # Seconds of all linear layers in 16 bits, forward and backward.
     plain_s: float
-    # The same with FP8 where it pays.
+    # The same, with FP8 in the selected layers.
     fp8_s: float
     # Smallest square layer that gains; None if none does.
     break_even: int | None
-    # Size of the FP8 weights that are kept from forward to backward.
+    # Bytes of the FP8 weights that are kept from forward to backward.
     copies: int
-    # Size of the inputs of FP8 layers that backward needs, in 16 bits.
+    # Bytes of the inputs of FP8 layers that backward needs, in 16 bits.
     saved_plain: int
-    # The same as FP8 layers save them.
+    # The same bytes, as FP8 layers save them.
     saved_fp8: int
 
 

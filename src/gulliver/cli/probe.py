@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import shutil
@@ -9,10 +10,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from datetime import date
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from rich.console import Console
@@ -23,6 +25,7 @@ from rich.table import Table
 from gulliver import __version__
 from gulliver.cli.options import DoctorConfig, ProbeConfig
 from gulliver.comm.collectives import (
+    Group,
     all_gather,
     all_reduce,
     backend_all_reduce,
@@ -30,11 +33,17 @@ from gulliver.comm.collectives import (
     gather_objects,
     reduce_scatter,
 )
+from gulliver.comm.host import open_host_team
 from gulliver.comm.torus import Torus, make_axes
 from gulliver.comm.world import World, init_world
 from gulliver.errors import GulliverError
 from gulliver.hardware.cluster import Along, Axis, Cluster, Curve, Device, Disk
-from gulliver.hardware.links import probe_collectives, probe_links, proposed_axes
+from gulliver.hardware.links import (
+    probe_collectives,
+    probe_links,
+    proposed_axes,
+    with_collectives,
+)
 from gulliver.hardware.probe import forget_seconds, kept_path, probe_device, probe_disk
 from gulliver.io.engine import Engine
 from gulliver.io.files import named_errors, require_space
@@ -45,6 +54,8 @@ from gulliver.precision.wire.packing import PackRates, pack_rates
 
 BUSY = 0.5
 """Relative spread of measurements above which the machine counts as busy."""
+HOST_BYTES = 1 << 22
+"""Bytes of a collective that times reading other ranks' memory: about a chunk of ZeRO."""
 ONE_RANK = "link probing needs several ranks; run torchrun --nproc-per-node 4 -m gulliver probe"
 
 
@@ -66,7 +77,7 @@ def probe(
     world = init_world()
     path = out or kept_path(world.size)
     console = Console(stderr=True, quiet=not world.is_main, markup=False, emoji=False)
-    # Rank 0 looks for all: the ranks may see different file systems.
+    # Rank 0 looks for all ranks, which may see different file systems.
     kept, refusal = broadcast_object(_cached_probe(path, again, folder) if world.is_main else None)
     if refusal is not None:
         raise GulliverError(refusal)
@@ -79,7 +90,7 @@ def probe(
         if world.is_main:
             cluster.save(path)
             forget_seconds()
-    broadcast_object(None)  # nobody measures before it is forgotten, all at once do afterwards
+    broadcast_object(None)  # all ranks measure again only after the cached values are deleted
     packing = measured_packing(world)
     assert cluster is not None
     if world.is_main:
@@ -122,13 +133,14 @@ def measured_cluster(
     world: World, disk: Disk | None = None, progress: Progress = lambda what, share=None: None
 ) -> Cluster:
     """Measures device and links; all ranks get the same result (collective)."""
-    # All ranks at once: as in a step, they share the machine.
+    # All ranks at once, because they also share the machine in a step.
     devices: list[Device] = gather_objects(probe_device(world.device, progress))
     axes, order = (), None
     if world.size > 1:
         axes, order = proposed_axes(world.size, probe_links(progress))
         axes = _with_collectives(axes, order, world.device, progress)
-    # The slowest rank's device stands for all: a step waits for it.
+        axes = _with_host_rate(axes, order, world.device, progress)
+    # The slowest rank's device counts for all, because a step waits for it.
     device = min(devices, key=lambda d: d.matmul["float32"])
     return Cluster(
         name=f"{world.size} x {device.name}",
@@ -182,6 +194,9 @@ def show(cluster: Cluster, packing: Mapping[str, PackRates] | None = None) -> No
             f"{1e6 * link.alpha_s:,.0f} us, {link.bandwidth / 1e9:,.3f} GB/s",
             _percent(link.error),
         )
+        if link.host_rate:
+            read = f"{link.host_rate / 1e9:,.3f} GB/s"
+            table.add_row(f"{axis.name} x {axis.size}, memory of other ranks", read)
         for measured in link.along:
             for name, curve in measured.collectives.items():
                 rate = curve.sizes[-1] / curve.seconds[-1] / 1e9
@@ -218,9 +233,12 @@ def _with_collectives(
     named = make_axes({axis.name: axis.size for axis in axes}, order)
 
     def measured(torus: Torus) -> Along:
-        made = _operations(torus, device)
+        made = _operations(torus, torus.size, device)
+        if device.type == "cpu" and torus.size > 2:
+            # Over gloo tensor parallelism takes the faster of the two; elsewhere they are one.
+            made["ring_all_reduce"] = partial(_backend_reduce, torus.flat.process_group)
         alone = probe_collectives(made, torus.size, progress)
-        # A GPU's copy engines and NCCL's own blocks carry messages while its kernels go on.
+        # On a GPU, copy engines and NCCL's own blocks communicate while kernels run.
         busy = device.type == "cpu" and probe_collectives(made, torus.size, progress, busy=True)
         return Along(torus.size, alone, busy or {})
 
@@ -228,40 +246,58 @@ def _with_collectives(
     if len(axes) > 1:
         found[0].append(measured(named.torus(flat=True)))
     return tuple(
-        replace(axis, link=replace(axis.link, along=tuple(along)))
+        replace(axis, link=with_collectives(axis.link, along))
         for axis, along in zip(axes, found, strict=True)
     )
 
 
+def _with_host_rate(
+    axes: tuple[Axis, ...], order: tuple[int, ...] | None, device: torch.device, progress: Progress
+) -> tuple[Axis, ...]:
+    """Measures how fast ranks read each other's memory: all of them, or those of the last axis."""
+    inner = make_axes({axis.name: axis.size for axis in axes}, order).rank_group(axes[-1].name)
+    for found, group in ((axes, None), (axes[-1:], inner.process_group)):
+        if device.type != "cpu" or any(gather_objects(open_host_team(group))):
+            continue
+        size = math.prod(axis.size for axis in found)
+        made = _operations(group, size, device)
+        del made["all_reduce"]
+        curves = probe_collectives(made, size, progress, sizes=(HOST_BYTES,))
+        count = sum(curve.sizes[-1] for curve in curves.values()) * (1 - 1 / size)
+        rate = count / sum(curve.seconds[-1] for curve in curves.values())
+        fast = [replace(axis, link=replace(axis.link, host_rate=rate)) for axis in found]
+        return *axes[: len(axes) - len(found)], *fast
+    return axes
+
+
+def _backend_reduce(group: Any, count: int) -> Callable[[], object]:
+    whole = torch.zeros(count // 4)
+    return lambda: backend_all_reduce(whole, group=group)
+
+
 def _operations(
-    torus: Torus, device: torch.device
+    group: Group, size: int, device: torch.device
 ) -> dict[str, Callable[[int], Callable[[], object]]]:
     """Returns, for each collective, a function that prepares a run with a number of bytes."""
 
     def tensors(count: int) -> tuple[torch.Tensor, torch.Tensor]:
         whole = torch.ones(count // 4, device=device)
-        return whole, torch.ones(whole.numel() // torus.size, device=device)
+        return whole, torch.ones(whole.numel() // size, device=device)
 
     def reduce(count: int) -> Callable[[], object]:
-        # Zeros stay what they are, however often they are added up.
+        # Zeros do not change, however often they are summed.
         whole = tensors(count)[0].zero_()
-        return lambda: all_reduce(whole, group=torus)
+        return lambda: all_reduce(whole, group=group)
 
     def scatter(count: int) -> Callable[[], object]:
         whole, part = tensors(count)
-        return lambda: reduce_scatter(part, whole, group=torus)
+        return lambda: reduce_scatter(part, whole, group=group)
 
     def gather(count: int) -> Callable[[], object]:
         whole, part = tensors(count)
-        return lambda: all_gather(whole, part, group=torus)
+        return lambda: all_gather(whole, part, group=group)
 
-    def ring(count: int) -> Callable[[], object]:
-        whole = tensors(count)[0].zero_()
-        return lambda: backend_all_reduce(whole, group=torus.flat.process_group)
-
-    found = {"all_reduce": reduce, "reduce_scatter": scatter, "all_gather": gather}
-    # Over gloo tensor parallelism takes the faster of the two; elsewhere they are one.
-    return found | ({"ring_all_reduce": ring} if device.type == "cpu" and torus.size > 2 else {})
+    return {"all_reduce": reduce, "reduce_scatter": scatter, "all_gather": gather}
 
 
 def _cached_probe(
@@ -300,7 +336,7 @@ def _percent(value: float | None) -> str:
     return "" if value is None else f"{100 * value:.0f} %"
 
 
-# ``gulliver doctor``: what runs here, and how fast the disk is.
+# ``gulliver doctor``: what this machine supports, and how fast its disk is.
 
 
 MIB, GIB = 2**20, 2**30
@@ -377,7 +413,7 @@ def engine_rows(engine: Engine) -> Iterator[tuple[str, str]]:
     elif isinstance(engine, NativeEngine):
         why = "as built" if not engine.ring_problem else f"no io_uring: {engine.ring_problem}"
     else:
-        why = native_problem() or "as asked for"
+        why = native_problem() or "as requested"
     yield "I/O engine", f"{engine.kind} ({why})"
     yield "io_uring", _ring()
 

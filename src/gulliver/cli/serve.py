@@ -58,7 +58,7 @@ def start_command(config: Start) -> int:
     from gulliver.serve.llm import LLM
 
     options = part_of(config, ServerOptions)
-    # Before a model is loaded in vain.
+    # Fails before a model is loaded.
     listener = options.listen()
     try:
         engine, given = part_of(config, EngineOptions), part_of(config, ModelOptions)
@@ -140,7 +140,7 @@ def _prompts(file: Path) -> tuple[str, ...]:
     return found
 
 
-# ``gulliver chat``: a conversation in the terminal, or answers to messages given as options.
+# ``gulliver chat``: a conversation in the terminal, or replies to messages passed as options.
 #
 # Nothing here imports torch at its top: ``--help`` reads this module.
 
@@ -205,7 +205,7 @@ def _answer(model: LLM, tokens: list[int], config: ChatConfig) -> str:
 
     room = model.engine.runner.facts.longest - len(tokens)
     sampling = SamplingParams(
-        # At least 1, so that a conversation that is too long is refused with its length.
+        # At least 1, so that a conversation that is too long is rejected with its length.
         max_tokens=max(1, min(config.max_tokens, room)),
         temperature=config.temperature,
         top_p=config.top_p,

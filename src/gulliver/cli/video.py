@@ -94,7 +94,7 @@ def _read(
             f"--run {config.run} and --model {config.model} exclude each other: omit one of them"
         )
     prompts = _prompts(config)
-    # The autoencoders and patches of all public models divide 16.
+    # The autoencoder and patch sizes of all public models divide 16.
     step = 8 if config.model is None else 16
     bucket = Bucket(config.frames, *_sides(config.aspect_ratio, config.resolution, step))
     check_clip(bucket.frames, bucket.height, bucket.width, config.scale)

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     )
     from gulliver.comm.launcher import launch
     from gulliver.comm.torus import Torus, make_axes
-    from gulliver.comm.world import World, current_world, guard, init_world, shutdown
+    from gulliver.comm.watchdog import guard
+    from gulliver.comm.world import World, current_world, init_world, shutdown
     from gulliver.precision.wire.formats import IDENTITY
 
 __all__ = [
@@ -58,7 +59,8 @@ __getattr__, __dir__ = lazy_exports(
         ],
         "gulliver.comm.launcher": ["launch"],
         "gulliver.comm.torus": ["Torus", "make_axes"],
-        "gulliver.comm.world": ["World", "current_world", "guard", "init_world", "shutdown"],
+        "gulliver.comm.watchdog": ["guard"],
+        "gulliver.comm.world": ["World", "current_world", "init_world", "shutdown"],
         "gulliver.precision.wire.formats": ["IDENTITY"],
     },
 )

@@ -44,14 +44,14 @@ from gulliver.comm.torus import (
 from gulliver.comm.watchdog import ANY, Purpose, count_sent, flight_recorder
 from gulliver.errors import GulliverError, nearest
 from gulliver.hardware.cluster import Cluster
-from gulliver.hardware.costs import RING_BYTES, torus_seconds
+from gulliver.hardware.costs import RING_BYTES, host_seconds, torus_links, torus_seconds
 from gulliver.precision.wire.formats import IDENTITY, WireFormat
 from gulliver.precision.wire.packing import pack, unpack
 
-# Collectives on flat tensors that are right in a world of one too.
+# Collectives on flat tensors, which also work in a world of one.
 #
-# Gloo reads the storage of a view from its start, outside the view, without a word; so every
-# tensor is checked to be contiguous before it is sent.
+# Gloo silently reads the storage of a view from its start, outside of the view; so every tensor is
+# checked to be contiguous before it is sent.
 
 
 Op = Literal["sum", "mean", "max"]
@@ -141,11 +141,11 @@ def all_reduce(
             steps = partial(chained_all_reduce, tensor, op, rank_groups)
             return _finished(_chained_handle([tensor], steps), async_op)
         return backend_all_reduce(tensor, op, group, async_op)
-    # Small ones take one exchange in this thread, where gloo's ring would take n - 1.
+    # A small all-reduce takes one exchange in this thread, while gloo's ring would take n - 1.
     small = tensor.nbytes <= DIRECT_BYTES
     plain = not isinstance(group, Torus) and not (small and not async_op)
     if plain and _backend_is_cheaper(tensor, op, size, any_order):
-        # Only recorded: the backend has tags of its own.
+        # Only recorded: the backend has its own tags.
         flight_recorder.next_tag(rank_groups[0].process_group, 1, purpose)
         return backend_all_reduce(tensor, op, rank_groups[0].process_group, async_op)
     steps = segmented_all_reduce(tensor, op, rank_groups, purpose)
@@ -299,7 +299,7 @@ def gather_objects(value: Any, group: Group = None) -> list[Any]:
         return [value]
     values: list[Any] = [None] * group_size(group)
     dist.all_gather_object(values, value, group=_plain(group)[0])
-    # A group numbers its ranks as the world does, a torus as they fill its axes.
+    # A process group orders its ranks as the world does, a torus along its axes.
     return [values[_plain(group, r)[1]] for r in range(len(values))]
 
 
@@ -307,7 +307,7 @@ def broadcast(
     tensor: Tensor, src: int = 0, group: Group = None, wire: WireFormat = IDENTITY
 ) -> None:
     """Broadcasts `tensor` from rank `src` of the group, in place."""
-    # Packed in a wire format all ranks get the same bits, rank `src` too.
+    # In a wire format, all ranks get the same bits, including rank `src`.
     _check(tensor, "sum")
     check_wire(wire)
     wire = wire.of(tensor)
@@ -317,7 +317,7 @@ def broadcast(
     if wire is IDENTITY:
         dist.broadcast(tensor, group=plain, group_src=place)
         return
-    packed = pack(tensor, wire)  # of the others for its size
+    packed = pack(tensor, wire)  # on other ranks, for its size
     dist.broadcast(packed, group=plain, group_src=place)
     unpack(packed, wire, tensor.numel(), out=tensor.detach().view(-1))
 
@@ -334,7 +334,7 @@ def _rank_groups(group: Group) -> tuple[RankGroup, ...]:
 
 
 def _plain(group: Group, rank: int = 0) -> tuple[dist.ProcessGroup | None, int]:
-    """Returns a group's process group, and the world rank of its rank `rank`."""
+    """Returns a group's process group, and the number of the group's rank `rank` in it."""
     if not isinstance(group, Torus):
         return group, rank
     rank_group = group.flat
@@ -346,10 +346,11 @@ def _sent(
 ) -> Handle:
     axes = len(rank_groups)
     if not async_op and len(collectives) == 1 and (here or axes > 1):
-        # There is nothing else to do meanwhile, and a thread would cost tens of microseconds.
+        # The caller has nothing else to do, and a thread would cost tens of microseconds.
         drive(collectives[0])
         return Handle()
-    # Along one axis there are at most two exchanges, which can share a lane: see [Note: two lanes].
+    # Along one axis, there are at most two exchanges, which can share a lane: see [Note: two
+    # lanes].
     works = [start(steps, apart=axes > 1) for steps in collectives]
     return _finished(Handle(*works), async_op)
 
@@ -389,11 +390,11 @@ def _check_sum(dtype: torch.dtype) -> None:
 
 def _backend_is_cheaper(tensor: Tensor, op: Op, size: int, any_order: bool) -> bool:
     """Whether gloo's own all-reduce is cheaper and its order of summation is acceptable."""
-    # It receives, adds and sends in one thread in C++, where a reduce-scatter and an all-gather of
-    # ours wake Python for each message: at 128 KiB and 1 MiB it takes about half the processor's
-    # time, which counts where the core that communicates computes too. Two terms have one sum in
-    # either order; of more than two, gloo's order depends on the place in the tensor. Its ring
-    # takes 2 (n-1) messages after one another where ours takes 2, so small tensors go directly.
+    # Gloo receives, adds and sends in one C++ thread, while our reduce-scatter and all-gather wake
+    # Python for each message. At 128 KiB and 1 MiB, gloo takes about half the CPU time, which
+    # counts if the communicating core also computes. The sum of two terms does not depend on their
+    # order; with more, gloo's order depends on the position in the tensor. Its ring takes 2 (n - 1)
+    # messages in sequence instead of 2, so small tensors are exchanged directly.
     if os.environ.get("GULLIVER_ALL_REDUCE", "auto") == "direct":
         return False
     if op == "max" or tensor.dtype not in (torch.float32, torch.float64):
@@ -418,8 +419,8 @@ def _exchanged(
 def _check_parts(part: Tensor, whole: Tensor, size: int, dtype: torch.dtype | None = None) -> None:
     if part.numel() * size != whole.numel() or part.dtype != (dtype or whole.dtype):
         raise GulliverError(
-            f"{size} parts of {part.numel()} {part.dtype} do not add up to {whole.numel()} "
-            f"{whole.dtype}"
+            f"{size} parts of {part.numel()} elements ({part.dtype}) do not match a full tensor of "
+            f"{whole.numel()} elements ({whole.dtype})"
         )
 
 
@@ -453,7 +454,7 @@ def raise_on_any_rank(function: Callable[[], T], group: dist.ProcessGroup | None
         value = function()
     except Exception as error:
         failure = error
-    # Ranks must not continue to a collective operation that a failed rank never enters.
+    # No rank may continue to a collective that a failed rank never enters.
     reasons = gather_objects(
         None if failure is None else str(failure) or type(failure).__name__, group
     )
@@ -465,11 +466,11 @@ def raise_on_any_rank(function: Callable[[], T], group: dist.ProcessGroup | None
     return value  # type: ignore[return-value]
 
 
-# Choice of the torus that the collectives of a step follow, if any, by predicted seconds.
+# Chooses the torus for the collectives of a step, if any, by predicted seconds.
 #
-# Every way to factorise the ranks into up to three axes is considered, on the links that a cluster
-# has; what they cost is computed by `gulliver.hardware`. All ranks at once win where a torus is
-# not predicted to be faster by a margin: predictions are not better than that.
+# All factorizations of the ranks into up to three axes are considered, on the links of a cluster;
+# `gulliver.hardware` computes their cost. A torus is only chosen if it is predicted to be faster by
+# a margin, because predictions are not more accurate than that.
 
 
 MOST_AXES = 3
@@ -483,12 +484,12 @@ NAMES = {2: ("outer", "inner"), 3: ("outer", "middle", "inner")}
 class ChosenAxes:
     """The chosen torus, or None, and the predictions behind the choice."""
 
-    axes: dict[str, int]  # Name and size of each axis, outer to inner; empty for all ranks at once
-    # Ranks in the order of their places on the axes; None for 0, 1, 2 ...
+    axes: dict[str, int]  # Name and size of each axis, outer to inner; empty for no torus
+    # Ranks in row-major order of the axes; None for 0, 1, 2 ...
     order: tuple[int, ...] | None
     seconds: float  # Predicted seconds of the collectives along `best`, the fastest torus
-    flat_s: float  # Predicted seconds with all ranks at once
-    best: dict[str, int]  # The fastest torus, chosen or not; empty where the ranks make none
+    flat_s: float  # Predicted seconds without a torus
+    best: dict[str, int]  # The fastest torus, chosen or not; empty if there is none
 
     def __str__(self) -> str:
         torus, flat = f"{1e3 * self.seconds:.3g} ms", f"{1e3 * self.flat_s:.3g} ms"
@@ -505,7 +506,7 @@ def choose_axes(
     Args:
         cluster: links between the ranks, measured or described.
         collectives: names ("all_reduce", "reduce_scatter", "all_gather") and bytes of each full
-            tensor; `gulliver.hardware.costs.zero_collectives` lists a step's.
+            tensor; `gulliver.hardware.costs.zero_collectives` lists those of ZeRO.
         size: expected number of ranks; None for the cluster's.
 
     Raises:
@@ -513,23 +514,26 @@ def choose_axes(
     """
     if size is not None and cluster.size != size:
         raise GulliverError(
-            f"the cluster {cluster.name!r} has {cluster.size} ranks, but {size} ranks run: pass "
-            f"cluster.resized({size}), or measure it with gulliver probe"
+            f"the cluster {cluster.name!r} has {cluster.size} ranks, but there are {size} ranks: "
+            f"pass cluster.resized({size}), or measure it with gulliver probe"
         )
     found = {sizes: torus_seconds(cluster, sizes, collectives) for sizes in tori(cluster.size)}
-    flat_s = torus_seconds(cluster, [cluster.size], collectives)
+    flat = torus_links(cluster, [cluster.size])
+    read = [host_seconds(flat, *collective) for collective in collectives]
+    flat_s = sum(s for s in read if s is not None)  # a torus exchanges messages
+    flat_s = flat_s or torus_seconds(cluster, [cluster.size], collectives)
     sizes = min(found, key=lambda sizes: (found[sizes], len(sizes)), default=())
     best = dict(zip(_names(cluster, sizes), sizes, strict=True))
     seconds = found.get(sizes, flat_s)
     taken = best if seconds < (1 - MARGIN) * flat_s else {}
-    # The ranks may have been given different clusters, and must go one way.
+    # Ranks may have been given different clusters, but must use the same axes.
     return broadcast_object(
         ChosenAxes(taken, cluster.rank_order if taken else None, seconds, flat_s, best)
     )
 
 
 def tori(ranks: int, axes: int = MOST_AXES) -> Iterator[tuple[int, ...]]:
-    """Yields ordered factorizations of a number into two or more factors above 1."""
+    """Yields ordered factorizations of a number into two or more factors greater than 1."""
     for first in range(2, ranks // 2 + 1):
         if ranks % first == 0:
             yield first, ranks // first

@@ -20,14 +20,14 @@ from gulliver.precision.wire.formats import IDENTITY, WireFormat
 class RankGroup:
     """Ranks in ring order, with their process group."""
 
-    ranks: tuple[int, ...] = (0,)  # Ranks of the world, in the order of the group
+    ranks: tuple[int, ...] = (0,)  # World ranks, in the order of the group
     rank: int = 0
-    # Process group that they all belong to; None for a group of one rank, and for the whole world.
+    # Process group of these ranks; None for a group of one rank, and for the whole world.
     process_group: dist.ProcessGroup | None = None
-    # Format in which activations are shared among them, and their gradients; who shares what must
-    # be exact, such as a sum of losses, does not look at it.
+    # Wire format of shared activations and their gradients; values that must be exact, such as a
+    # sum of losses, ignore it.
     wire: WireFormat = IDENTITY
-    # Groups live as long as the rank groups that they were made for: see `groups.py`.
+    # Process groups live as long as the rank groups that they were created for: see `groups.py`.
     _origin: RankGroup | None = field(default=None, compare=False, repr=False)
 
     def packed(self, wire: WireFormat) -> RankGroup:
@@ -47,11 +47,11 @@ class _Place(NamedTuple):
     rank: int
     ranks: tuple[int, ...]
     gloo: bool
-    # Of the whole world; of other groups one that is kept would keep the group, too.
+    # Only of the whole world: caching other groups' rank groups would keep these groups alive.
     world: RankGroup | None
 
 
-# Asked once for each group: torch takes dozens of calls to tell it, in every collective.
+# Cached per group: torch takes dozens of calls to get this, in every collective.
 _places: WeakKeyDictionary[Any, _Place] = WeakKeyDictionary()
 
 
@@ -82,11 +82,11 @@ def sends_directly(group: dist.ProcessGroup | None, tensor: Tensor) -> bool:
 ALONE = RankGroup()
 
 
-# Process groups that are made once and shared by all who want the same ranks for the same use.
+# Process groups that are created once and shared by all users of the same ranks and purpose.
 #
-# A gloo group costs three threads, one of which wakes a hundred times in a second whether or not
-# anything arrives, and sockets to every member. So models that are boosted one after another must
-# not bring groups of their own.
+# A gloo group costs three threads, one of which wakes a hundred times per second even if nothing
+# arrives, and sockets to every member. So models that are boosted one after another must not create
+# their own groups.
 
 
 Key = tuple[str, tuple[int, ...]]
@@ -94,23 +94,23 @@ Key = tuple[str, tuple[int, ...]]
 
 # [Note: when groups go] torch keeps every group until it is destroyed, and all ranks must agree
 # when: a rank on which the last user of a group was collected does not know whether the others
-# still send. So a group without users is kept for its next user. Where the ranks meet anyway, at
-# the end of a boost, they agree on those that no one has asked for or uses on any rank, and destroy
-# them. All others go with the world.
+# still send. So a group without users is kept for its next user. At the end of a boost, where the
+# ranks meet anyway, they agree on the groups that no rank has requested or uses, and destroy them.
+# All others are destroyed with the world.
 #
-# Callers name the use of a group. Two uses at a time do not share a group, so that messages of one
-# are never in the way of those of the other.
+# Callers name the purpose of a group. Concurrent purposes do not share a group, so that the
+# messages of one never block those of the other.
 @dataclass
 class _Shared:
     """A process group and its users, or torch's placeholder on ranks outside the group."""
 
     group: Any
-    # Rank groups of this process that were given it; those that are gone are empty.
+    # Rank groups of this process that use it, as weak references.
     users: list[weakref.ref[RankGroup]] = field(default_factory=list)
-    wanted: bool = True  # Since the ranks agreed the last time
-    # Made by its members alone, and given back by them; other ranks do not know it.
+    wanted: bool = True  # Requested since the ranks agreed last
+    # Created by its members only, and released by them; other ranks do not know it.
     of_members: bool = False
-    # The group was given out without a rank group, so no one knows its users.
+    # The group was passed on without a rank group, so its users are unknown.
     for_ever: bool = False
 
     @property
@@ -119,7 +119,7 @@ class _Shared:
         return self.for_ever or bool(self.users)
 
 
-# By the world that they belong to, and go with; ranks that are threads have one each.
+# By world, whose end deletes them; ranks that are threads have one world each.
 _made: WeakKeyDictionary[Any, dict[Key, _Shared]] = WeakKeyDictionary()
 
 
@@ -131,7 +131,7 @@ def shared_rank_group(rows: Sequence[Sequence[int]], use: str) -> RankGroup:
         use: purpose; equal rows with the same purpose share a process group.
     """
     me = dist.get_rank()
-    # Every rank makes the groups of all ranks: that is what torch asks for.
+    # Every rank creates the groups of all ranks, as torch requires.
     made = [(row, _shared(row, use)) for row in rows if len(row) > 1]
     row = next(row for row in rows if me in row)
     shared = next((shared for other, shared in made if other is row), None)
@@ -151,7 +151,7 @@ def lasting_group(rank_group: RankGroup) -> dist.ProcessGroup:
         return rank_group.process_group or dist.group.WORLD  # pyright: ignore[reportReturnType]
     key = "alone", (dist.get_rank(),)
     if key not in groups:
-        # No other rank has a part in it, so none is asked; nor does it count when ranks agree.
+        # No other rank is a member, so none is involved; it does not count when ranks agree.
         alone = dist.new_group(list(key[1]), use_local_synchronization=True)
         groups[key] = _Shared(alone, of_members=True, for_ever=True)
     return groups[key].group
@@ -175,7 +175,7 @@ def host_rank_group(group: dist.ProcessGroup | None, use: str) -> RankGroup:
 
 def return_rank_group(rank_group: RankGroup) -> None:
     """Releases a rank group of `host_rank_group` (collective)."""
-    # What was made for it goes once none of them uses it any more.
+    # Its process group is destroyed once no rank uses it any more.
     groups = _made.get(dist.group.WORLD, {}) if dist.is_initialized() else {}
     mine = rank_group.process_group
     for key, shared in tuple(groups.items()):
@@ -208,7 +208,7 @@ def release_groups() -> None:
 
 
 def _shared(row: Sequence[int], use: str) -> _Shared:
-    # torch sorts a group's ranks; messages name ranks of the world, so nothing minds.
+    # torch sorts a group's ranks, which does not matter, as messages use world ranks.
     groups, key = _made.setdefault(dist.group.WORLD, {}), (use, tuple(sorted(row)))
     if key not in groups:
         groups[key] = _Shared(dist.new_group(list(key[1])))

@@ -45,34 +45,6 @@ _GATHER, _SUM = 0, 1
 _teams: WeakKeyDictionary[Any, HostTeam | None] = WeakKeyDictionary()
 
 
-class Terms:
-    """An operand whose elements are in several contiguous tensors, and zeros elsewhere."""
-
-    def __init__(
-        self, found: Iterable[tuple[int, Tensor | None, int]], size: int, dtype: torch.dtype
-    ) -> None:
-        """Lists runs of elements.
-
-        Args:
-            found: start, tensor and end of each run, in order; None for zeros.
-            size: elements of the operand.
-            dtype: dtype of the tensors.
-        """
-        self.dtype, self.nbytes = dtype, size * dtype.itemsize
-        self.tensors: list[Tensor] = []
-        # Address and end of each run, in bytes; those without an address are zeros.
-        self.runs: list[int] = []
-        last = 0
-        for start, tensor, end in (*found, (size, None, size)):
-            if start > last:
-                self.runs += 0, start * dtype.itemsize
-            if tensor is not None:
-                self.tensors.append(tensor)
-            if end > start:
-                self.runs += 0 if tensor is None else tensor.data_ptr(), end * dtype.itemsize
-            last = end
-
-
 class HostWork:
     """An operation in flight."""
 
@@ -103,8 +75,8 @@ class HostTeam:
 
     def __init__(self, native: Any, rank_group: RankGroup, group: Any) -> None:
         self.native, self.rank, self.size = native, rank_group.rank, rank_group.size
-        self._group = weakref.ref(group)  # which is the key that the team is kept by
-        # Tensors of operations that are not complete on all ranks, waited for or not.
+        self._group = weakref.ref(group)  # the key under which the team is cached
+        # Tensors of operations that are not complete on all ranks, whether waited for or not.
         self._read: deque[tuple[int, tuple[Tensor, ...]]] = deque()
         self._lock = threading.Lock()
 
@@ -118,21 +90,38 @@ class HostTeam:
         cpu = input.device.type == "cpu"
         return cpu and op != "max" and (input.dtype, output.dtype) in _DTYPES
 
-    def reduce_terms(self, output: Tensor, terms: Terms, purpose: Purpose) -> HostWork:
-        """Averages terms that each rank has in several tensors.
+    def reduce_terms(
+        self,
+        output: Tensor,
+        terms: Iterable[tuple[int, Tensor | None, int]],
+        size: int,
+        dtype: torch.dtype,
+        purpose: Purpose,
+    ) -> HostWork:
+        """Averages an operand whose elements are in several contiguous tensors.
 
         Args:
-            output: this rank's part of the mean, or all of it, then on every rank.
-            terms: this rank's terms.
+            output: this rank's part of the mean.
+            terms: start, tensor and end of each run of elements, in order; None, and gaps between
+                runs, are zeros.
+            size: elements of the operand.
+            dtype: dtype of the tensors.
             purpose: see `reduce_scatter`.
         """
-        tag, nbytes = self._tag(purpose), terms.nbytes // self.size
-        whole = output.numel() * terms.dtype.itemsize == terms.nbytes
-        part = output.view(self.size, -1)[self.rank] if whole else output
-        count_sent(nbytes * (self.size - 1) + whole * part.nbytes * (self.size - 1))
-        kind = _SUM, _DTYPES[terms.dtype, output.dtype], True, False
-        work = self._post(kind, terms.tensors, part, nbytes, tag, False, terms.runs)
-        return self._gather(output, part, tag, follows=True) if whole else work
+        # Address and end of each run, in bytes; those without an address are zeros.
+        runs, last, tensors = list[int](), 0, list[Tensor]()
+        for start, tensor, end in (*terms, (size, None, size)):
+            if start > last:
+                runs += 0, start * dtype.itemsize
+            if tensor is not None:
+                tensors.append(tensor)
+            if end > start:
+                runs += 0 if tensor is None else tensor.data_ptr(), end * dtype.itemsize
+            last = end
+        nbytes = size * dtype.itemsize // self.size
+        count_sent(nbytes * (self.size - 1))
+        kind = _SUM, _DTYPES[dtype, output.dtype], True, False
+        return self._post(kind, tensors, output, nbytes, self._tag(purpose), False, runs)
 
     def reduce_scatter(self, output: Tensor, input: Tensor, op: str, purpose: Purpose) -> HostWork:
         count_sent(input.nbytes * (1 - 1 / self.size))
@@ -149,7 +138,7 @@ class HostTeam:
     ) -> list[HostWork] | None:
         """Reduces a tensor in place; returns the operations to wait for, or None if unsupported.
 
-        Small tensors are supported only with `now`, others only if the ranks divide them evenly.
+        Small tensors are supported only with `now`, others only if each rank's part has equal size.
         """
         tensor = tensor.detach()
         if now and tensor.nbytes <= SMALL_BYTES:
@@ -172,11 +161,11 @@ class HostTeam:
         number = self._read[-1][0] if self._read else None
         try:
             return number is None or self.native.wait(number, max(0.0, until - time.monotonic()))
-        except RuntimeError:  # a rank is gone, and nothing of it can arrive
+        except RuntimeError:  # a rank is gone, so nothing can arrive from it
             return True
 
     def _tag(self, purpose: Purpose) -> int:
-        """Returns the group's next tag, which depends on the operation, to detect differences."""
+        """Returns the group's next tag, which differs between ranks if their operations differ."""
         return flight_recorder.next_tag(self._group(), 1, purpose)
 
     def _sum(self, output: Tensor, input: Tensor, op: str, tag: int) -> HostWork:
@@ -224,7 +213,7 @@ def open_host_team(group: dist.ProcessGroup | None) -> str:
     rank_group = rank_group_of(group)
     native, problem = _load()
     team: Any = None
-    # Ranks in other namespaces have their own numbers of processes, or links that are asked for.
+    # Ranks in other namespaces have other process ids, or links that were set up deliberately.
     own = (problem, os.getpid(), socket.gethostname(), *map(_namespace, ("pid", "net")))
     found = _gathered(own, group)
     problem = next((other[0] for other in found if other[0]), "")
@@ -256,7 +245,7 @@ def log_host_team(group: dist.ProcessGroup | None) -> None:
     """Opens a group's host team; the first rank logs the reason if that fails."""
     problem = open_host_team(group)
     if problem and rank_group_of(group).rank == 0:
-        _LOG.info("ranks exchange messages, and not shared memory: %s", problem)
+        _LOG.info("ranks exchange messages instead of sharing memory: %s", problem)
 
 
 def drain_host_teams(until: float) -> bool:
@@ -281,7 +270,7 @@ def _load() -> tuple[Any, str]:
         return None, "this system has no process_vm_readv, or the extension is of another version"
     yama = Path("/proc/sys/kernel/yama/ptrace_scope")
     if yama.is_file() and yama.read_text(encoding="ascii").strip() == "1":
-        _host.allow_reading()  # there only a parent may read a process that does not allow it
+        _host.allow_reading()  # otherwise only a parent process may read another one
     return _host, ""
 
 
@@ -289,7 +278,7 @@ def _make_page(native: Any, rank_group: RankGroup) -> str:
     folder = "/dev/shm" if Path("/dev/shm").is_dir() else None
     try:
         handle, name = tempfile.mkstemp(prefix="gulliver-", dir=folder)
-        # Written, not only made longer: a full file system would end the process with SIGBUS.
+        # Written instead of truncated: on a full file system, SIGBUS would end the process later.
         with os.fdopen(handle, "wb") as file:
             file.write(bytes(native.page_bytes(rank_group.size)))
     except OSError:

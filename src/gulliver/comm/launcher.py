@@ -86,7 +86,7 @@ def register() -> str:
 
 def listen_on_localhost() -> None:
     """Restricts the backends of launched ranks to the loopback interface."""
-    # ``GLOO_SOCKET_IFNAME`` and ``NCCL_SOCKET_IFNAME`` that are set already are left alone.
+    # ``GLOO_SOCKET_IFNAME`` and ``NCCL_SOCKET_IFNAME`` are kept if they are already set.
     for _, name in socket.if_nameindex():
         if name in ("lo", "lo0"):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
@@ -94,7 +94,7 @@ def listen_on_localhost() -> None:
             return
 
 
-# Starting ranks on this machine through torch's elastic agent, the engine of torchrun.
+# Starts ranks on this machine with torch's elastic agent, the engine of torchrun.
 
 
 def default_ranks() -> int:
@@ -113,13 +113,13 @@ def under_launcher() -> bool:
 
 def launch(module: str, arguments: list[str], ranks: int) -> int:
     """Runs ``python -m module arguments`` on `ranks` ranks and waits for them."""
-    # SIGTERM and SIGINT reach the ranks, which have time to save. Nothing listens on an interface
-    # but localhost, unless the environment names another one (see `listen_on_localhost`).
+    # SIGTERM and SIGINT are passed to the ranks, which have time to save. Only localhost is
+    # listened on, unless the environment names another interface (see `listen_on_localhost`).
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    # One line of our own says what failed; the agent's tracebacks would bury it.
+    # One line of our own names the failure; the agent's tracebacks would bury it.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):
@@ -142,7 +142,7 @@ def launch(module: str, arguments: list[str], ranks: int) -> int:
         return 128 + int(stop.sigval)
     except ChildFailedError as failed:
         rank, failure = failed.get_first_failure()
-        # A rank that was killed makes others fail, which may be seen first.
+        # A killed rank makes others fail, which may be detected first.
         killed = {r: f for r, f in failed.failures.items() if -f.exitcode in _FROM_OUTSIDE}
         if killed:
             rank, failure = min(killed.items(), key=lambda item: item[1].timestamp)

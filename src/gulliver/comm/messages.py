@@ -40,7 +40,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().view(-1).view(torch.uint8)
 
 
-# Point-to-point messages: how they are posted and matched, and the buffers they arrive in.
+# Point-to-point messages: how they are posted and matched, and their receive buffers.
 
 
 _buffers: dict[tuple[int, torch.dtype], list[Tensor]] = {}
@@ -73,7 +73,7 @@ class Messages:
 
 
 def receive(tensor: Tensor, peer: int, group: dist.ProcessGroup | None, tag: int) -> Any:
-    # Not by `dist.irecv`, which makes a dozen calls to find the same two arguments.
+    # Not `dist.irecv`, which makes a dozen calls to find the same two arguments.
     found = group or dist.group.WORLD
     assert found is not None, "the world is initialized"
     return found.recv([_content(tensor)], dist.get_group_rank(found, peer), tag)
@@ -93,7 +93,7 @@ def exchange_parts(
     tag: int,
 ) -> Messages:
     incoming, outgoing = list(incoming), list(outgoing)
-    # Receives first: a send that meets no receive fills buffers, and the pair takes turns.
+    # Receives first: a send without a posted receive fills buffers, and the pair takes turns.
     works = [receive(tensor, peer, group, tag) for peer, tensor in incoming]
     works += [send(tensor, peer, group, tag) for peer, tensor in outgoing]
     return Messages(works, (incoming, outgoing))
@@ -119,7 +119,7 @@ def release_buffer(buffer: Tensor) -> None:
     global _kept_bytes
     key = (buffer.numel(), buffer.dtype)
     with _lock:
-        # The size that was used last stands last.
+        # The most recently used size is last.
         free = _buffers.pop(key, [])
         free.append(buffer)
         _buffers[key] = free
@@ -137,7 +137,7 @@ def _content(tensor: Tensor) -> Tensor:
     return as_bytes(tensor if tensor.numel() else tensor.new_zeros(1))
 
 
-# Messages between ranks that know each other's sizes: to the next of a group, and to each.
+# Messages between ranks that know all sizes: to the next rank of a group, and to each.
 
 
 EXCHANGE_TAG = 300
@@ -147,14 +147,14 @@ Addressed = Iterable[tuple[int, Tensor]]
 """World ranks, each with a contiguous tensor to send or receive."""
 
 
-# [Note: gloo and NCCL] Everything goes through `torch.distributed.batch_isend_irecv`. Over gloo its
-# messages are posted one at a time, so the receives stand first: a message that finds its receive
-# posted needs no further round trip. Over NCCL a batch is one grouped call, so that no rank's send
-# waits for another's. All ranks post in the same order, which is what NCCL goes by; gloo goes by
-# the tags too. What arrives is waited for before it is read or sent on: NCCL would keep that order
-# by itself, gloo does not.
+# [Note: gloo and NCCL] All messages use `torch.distributed.batch_isend_irecv`. With gloo, the
+# messages of a batch are posted one at a time, so receives come first: a message whose receive is
+# posted needs no further round trip. With NCCL, a batch is one grouped call, so that no rank's send
+# waits for another's. All ranks post in the same order, by which NCCL matches; gloo also matches
+# tags. Data is waited for before it is read or forwarded: NCCL would keep that order by itself,
+# gloo does not.
 #
-# Tags below `TAGS` are the callers' own; collectives count theirs from there on.
+# Tags below `TAGS` belong to the callers; collectives use higher ones.
 def operations(
     incoming: Addressed,
     outgoing: Addressed,
@@ -170,7 +170,7 @@ def operations(
         )
     outgoing = list(outgoing)
     count_sent(sum(tensor.nbytes for _, tensor in outgoing))
-    # Both sides know the sizes, so a message without content is sent by neither.
+    # Both sides know the sizes, so empty messages are not sent.
     return [
         dist.P2POp(call, as_bytes(tensor), peer, group, tag)
         for call, messages in ((dist.irecv, incoming), (dist.isend, outgoing))
@@ -203,8 +203,8 @@ def post(
 class PackedTensors:
     """Packed buffers of tensors to send or receive in a wire format."""
 
-    # Both ends know shape and dtype of every tensor, so both find the same bytes; whole numbers,
-    # and what would not become smaller, travel as they are.
+    # Both ends know shape and dtype of every tensor, so they compute the same sizes; integers, and
+    # tensors that would not shrink, are sent unpacked.
 
     def __init__(self, wire: WireFormat) -> None:
         self.wire = wire
@@ -252,7 +252,7 @@ def exchange(
     counts: Sequence[int],
     wire: WireFormat = IDENTITY,
 ) -> list[Tensor]:
-    """All-to-all of tensors with any sizes, which both ends know."""
+    """All-to-all of tensors of different sizes, which both ends must know."""
     check_wire(wire)
     own = outgoing[rank_group.rank]
     if rank_group.size == 1:
@@ -260,7 +260,7 @@ def exchange(
     _note(rank_group, wire)
     order = [(rank_group.rank + step) % rank_group.size for step in range(1, rank_group.size)]
     arriving = [own if p == rank_group.rank else own.new_empty(n) for p, n in enumerate(counts)]
-    # Each begins with its neighbour, so that not all send to one.
+    # Each rank begins with its neighbor, so that not all send to the same rank.
     incoming = [(rank_group.ranks[p], arriving[p]) for p in reversed(order)]
     sent = [(rank_group.ranks[p], outgoing[p]) for p in order]
     post(incoming, sent, rank_group.process_group, EXCHANGE_TAG, wire).wait()
@@ -268,7 +268,7 @@ def exchange(
 
 
 def _note(rank_group: RankGroup, wire: WireFormat) -> None:
-    # Over NCCL nothing has tags, and formats are agreed upon when a model is boosted.
+    # NCCL has no tags, and formats are agreed on when a model is boosted.
     flight_recorder.note_exchange(rank_group.process_group, with_wire(ANY, wire))
 
 

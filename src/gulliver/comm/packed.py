@@ -46,10 +46,10 @@ from gulliver.precision.wire.packing import pack, unpack
 Lengths = Sequence[int]
 
 
-# [Note: error feedback] Who passes `error` has what the last packing lost added to what is packed
-# now, and finds there what this one lost. So what small elements lose in one step is made up for in
-# later ones (Seide et al., 1-bit SGD, 2014; Karimireddy et al., 2019, arXiv 1901.09847). That is of
-# the terms: what the sums of an all-reduce lose on their way back is not made up for.
+# [Note: error feedback] With `error`, the loss of the previous packing is added to the tensor, and
+# `error` is set to the loss of this one. So what small elements lose in one step is made up for in
+# later steps (Seide et al., 1-bit SGD, 2014; Karimireddy et al., 2019, arXiv 1901.09847). This only
+# covers the terms: the loss of packing an all-reduce's sums is not made up for.
 class Packer:
     """Packs, exchanges and unpacks the elements of one collective."""
 
@@ -58,7 +58,7 @@ class Packer:
     ) -> None:
         self.wire, self.rank_groups, self.gloo = wire, rank_groups, gloo
         why = with_wire(purpose, wire)
-        # Taken when the collective is handed in, the same on all ranks.
+        # Reserved when the collective is submitted, equal on all ranks.
         self._tags = {
             (depth, way): flight_recorder.next_tag(group.process_group, 1, why)
             for depth, group in enumerate(rank_groups)
@@ -219,7 +219,7 @@ def _added_up(
             continue
         flat = part.to(gone.dtype, copy=True)
         unpack(packed[place], packer.wire, len(part), out=flat, add=-1.0)
-        # An overflow is of this step; it must not be added to all that follow.
+        # An overflow must not be added to all later steps.
         gone.copy_(flat.nan_to_num_(0.0, 0.0, 0.0).view(gone.shape))
     counts = [packed_bytes(total.numel(), packer.wire)] * group.size
     messages, found = packer.exchange(depth, "out", packed, counts)

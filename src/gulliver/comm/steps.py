@@ -37,15 +37,15 @@ THREADS = 8
 """Maximum number of multi-axis collectives in flight; further ones are queued."""
 
 
-# [Note: two lanes] A collective waits only for its own messages, and collectives are begun in the
-# order in which they are handed in, which is the same on all ranks of a group. Those of at most two
-# exchanges go *in turn*: one thread begins them, whatever else is in flight, another waits for what
-# arrives, in that order, and resumes them. So the link serves first who came first, and sums do not
-# run in parallel. It cannot block: each exchange is posted as soon as the one before it has
-# arrived, and the first ones unconditionally. Of three exchanges it could: a rank that waits for an
-# old collective before it begins a new one blocks those that wait for the new one, and have the
-# third exchange of the old one still to post. So collectives along several axes go *apart*, in a
-# thread each: the oldest unfinished one has a thread on every rank, and always continues.
+# [Note: two lanes] A collective waits only for its own messages, and collectives begin in the order
+# of submission, which is equal on all ranks of a group. Those with at most two exchanges run *in
+# turn*: one thread begins them, whatever else is in flight, and another waits for messages in that
+# order and resumes them. So the link serves them in order, and sums do not run in parallel. This
+# cannot deadlock: each exchange is posted as soon as the previous one has arrived, and the first
+# ones unconditionally. With three exchanges it could: a rank that waits for an old collective
+# before it begins a new one blocks ranks that wait for the new one and have not posted the third
+# exchange of the old one. So collectives along several axes run *apart*, in a thread each: the
+# oldest unfinished one has a thread on every rank, and always continues.
 class Arriving(Protocol):
     """Messages in flight."""
 
@@ -155,7 +155,7 @@ def _errors_of(exchange: PendingCollective) -> Iterator[None]:
 def _serve(name: str, queue: SimpleQueue[Any], work: Callable[..., None]) -> None:
     def loop() -> None:
         while True:
-            # What it was handed is let go at once: the next may be long in coming.
+            # References are dropped at once, because the next collective may be long in coming.
             work(*queue.get())
 
     # A daemon, so that the interpreter does not wait at exit for a thread blocked on a lost rank.
@@ -167,16 +167,16 @@ def _serve(name: str, queue: SimpleQueue[Any], work: Callable[..., None]) -> Non
 
 # Collectives over the axes of a torus by point-to-point messages, step by step.
 #
-# The whole payload crosses the innermost, fast axis first, and only this rank's shard the outer
-# ones: reduce-scatter goes from the inner to the outer axis, all-gather back, all-reduce does
-# both. Along each axis every rank exchanges with every other directly: each sends and receives (n
-# - 1) / n of the whole, as in a ring, in one latency instead of n - 1. (Gloo's own reduce-scatter
-# is an all-reduce.) A plain group is a torus of one axis. Along several axes a large tensor is cut
-# into segments that travel as collectives of their own, so that one crosses the slow axis while
-# the next crosses the fast one.
+# The full payload crosses only the innermost, fast axis, and this rank's shard the outer ones:
+# reduce-scatter runs from the inner to the outer axis, all-gather back, all-reduce both ways. Along
+# an axis, every rank exchanges directly with every other: each sends and receives (n - 1) / n of
+# the data, as in a ring, but with one latency instead of n - 1. (Gloo's own reduce-scatter is an
+# all-reduce.) A plain group is a torus of one axis. Along several axes, a large tensor is split
+# into segments with a collective each, so that one crosses the slow axis while the next crosses the
+# fast one.
 #
-# Each collective is a generator that yields the messages to wait for. `all_gather_steps` is the
-# mirror image of `reduce_scatter_steps`.
+# Each collective is a generator that yields the messages to wait for. `all_gather_steps` mirrors
+# `reduce_scatter_steps`.
 
 
 ROW_BYTES = 32 << 10
@@ -189,32 +189,31 @@ SEGMENTS, LEAST_SEGMENT, MOST_SEGMENT = 8, 512 << 10, 4 << 20
 """Number of segments of a tensor, and their minimum and maximum bytes."""
 
 
-# [Note: who owns what] Rank r owns part r, whether the way was flat or along axes. Seen as
-# ``[outer, inner, part]``, an inner exchange sends the strided block ``[:, i]`` to inner rank i.
-# Its rows go as they lie, a message each, when they are long, and as one gathered copy when they
-# are short: a message costs tens of microseconds, whatever its size. An all-reduce has no owners,
-# so its blocks are contiguous.
+# [Note: who owns what] Rank r owns part r, with one or several axes. Seen as ``[outer, inner,
+# part]``, an inner exchange sends the strided block ``[:, i]`` to inner rank i. Long rows are sent
+# in place, one message each, and short rows as one gathered copy, because a message costs tens of
+# microseconds for any size. An all-reduce has no owners, so its blocks are contiguous.
 #
 # [Note: receives first] The receives of all steps are posted before anything is sent. A message
-# that finds its receive posted needs no further round trip, which over a slow link is most of its
-# time.
+# whose receive is posted needs no further round trip, which would take most of its time over a slow
+# link.
 #
-# [Note: order of the sum] Terms are added in the order of the ranks along each axis, so the bits
-# depend on the shape of the torus, and on nothing else.
+# [Note: order of the sum] Terms are added in rank order along each axis, so the bits depend only on
+# the shape of the torus.
 @dataclass
 class AxisExchange:
     """One exchange of blocks ``[rows, length]`` along a rank group."""
 
     rank_group: RankGroup
-    tag: int  # The first of as many as there are rows
-    receives: list[Any] = field(default_factory=list)  # Those that were posted and not waited for
+    tag: int  # First tag; there is one per row
+    receives: list[Any] = field(default_factory=list)  # Posted receives that were not waited for
     sends: list[Any] = field(default_factory=list)
-    keep: list[Tensor] = field(default_factory=list)  # What must live until it is sent
+    keep: list[Tensor] = field(default_factory=list)  # Tensors to keep alive until they are sent
 
     def __post_init__(self) -> None:
-        # The other places of the rank group.
+        # The other positions of the rank group.
         self.peers = others(self.rank_group.rank, self.rank_group.size)
-        # Found once: torch takes three calls to say which group the world is.
+        # Looked up once: torch takes three calls to find the world's group.
         self._group = self.rank_group.process_group or dist.group.WORLD
 
     def receive(self, peer: int, block: Tensor) -> None:
@@ -346,7 +345,7 @@ def all_gather_steps(
     if own.data_ptr() != mine.data_ptr():
         own.copy_(mine)
     for exchange, blocks, packed in stages:
-        # Along an inner axis the own block already contains what came along the outer ones.
+        # Along an inner axis, the own block already contains the data of the outer ones.
         exchange.send(exchange.peers, blocks[:, exchange.rank_group.rank])
         yield exchange.arrivals()
         for peer, block in packed.items():
@@ -373,14 +372,15 @@ def all_reduce_steps(
             _Level(tensor, rank_groups[depth], mine, whole, tags[depth :: len(rank_groups)])
         )
         mine = levels[-1].mine
-    # The receives of the way back lie where the way out still sends from. They cannot collide: a
-    # peer returns the sum of an interval only when it has received this rank's term for it.
+    # Receives of the second exchange overlap memory that the first one still sends from. They
+    # cannot collide: a peer returns the sum of an interval only after receiving this rank's term
+    # for it.
     for level in levels:
         level.post()
     for level in levels:
         yield level.scatter()
         if level.whole:
-            # The sum takes the place of what is being sent.
+            # The sum replaces the data being sent.
             yield level.out.departures()
         level.add_up(op)
     if op == "mean":
@@ -448,7 +448,7 @@ def add_up(total: Tensor, own: Tensor, slots: Tensor, rank: int, op: str) -> Non
         for term in terms[1:]:
             add(total, term.to(total.dtype) if term.element_size() == 1 else term, out=total)
         return
-    # In place, the sum of the terms before it is made in the first of them.
+    # If in place, the sum of the preceding terms is computed in the first of them.
     into = slots[0] if rank > 1 and in_place else total
     for number, term in enumerate(terms[1:], start=1):
         if number == rank:
@@ -459,7 +459,7 @@ def add_up(total: Tensor, own: Tensor, slots: Tensor, rank: int, op: str) -> Non
 
 
 def _along(parts: Tensor, rank_groups: Sequence[RankGroup], depth: int) -> Tensor:
-    # The outer axes are gathered by then, hence the rows; along the inner ones it is this rank's.
+    # The outer axes are gathered already, hence the rows; along inner axes, only this rank's.
     sizes = [rank_group.size for rank_group in rank_groups]
     inner = 0
     for rank_group in rank_groups[depth + 1 :]:

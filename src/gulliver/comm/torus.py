@@ -31,10 +31,10 @@ class Axes:
     """Named axes over all ranks."""
 
     sizes: Mapping[str, int]  # Outer to inner
-    # Ranks of the world by their place along each axis; None in a world of one.
+    # World ranks by position along each axis; None in a world of one.
     ranks: Tensor | None
     device_type: str
-    rank_groups: Mapping[str, RankGroup]  # This rank's line along each axis
+    rank_groups: Mapping[str, RankGroup]  # This rank's group along each axis
 
     @cached_property
     def mesh(self) -> DeviceMesh | None:
@@ -70,7 +70,7 @@ class Axes:
         if len(rows) == 1:
             return RankGroup(tuple(rows[0]), rows[0].index(dist.get_rank()))
         rank_group = shared_rank_group(rows, "axes")
-        # Who passes on the group alone, without the rank group, would mean the whole world by None.
+        # Passing on a group of None, without the rank group, would mean the whole world.
         return (
             rank_group
             if rank_group.size > 1
@@ -187,12 +187,12 @@ def _rows(sizes: Mapping[str, int], ranks: Tensor, names: Sequence[str]) -> list
 
 # Collectives over the axes of a torus by the backend's own collectives, one axis after the other.
 #
-# For backends without the point-to-point messages of `steps.py`, NCCL above all. On a GPU the steps
-# are chained on their own stream: the host never waits, and the stream that computes waits for one
-# event, when somebody asks for the result.
+# For backends without the point-to-point messages of `steps.py`, mainly NCCL. On a GPU, the steps
+# are queued on a separate stream: the host never waits, and the compute stream waits for one event
+# when the result is needed.
 #
-# Between two steps the parts are put into the order that the next axis needs, by one copy in the
-# device's memory; that costs little compared with the link it saves.
+# Between two steps, the parts are reordered for the next axis by one copy in device memory, which
+# is cheap compared with the saved communication.
 
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}
@@ -210,7 +210,7 @@ class OnStream:
             run()
             self._event = self._stream.record_event()
         for tensor in tensors:
-            # Freed by the caller, its memory is not used again before the steps are through.
+            # If the caller frees it, its memory is not reused before the steps have run.
             tensor.record_stream(self._stream)
 
     def wait(self) -> None:

@@ -9,7 +9,8 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -22,7 +23,7 @@ KEPT = 64
 """Entries kept per group; ranks can be at most this many collectives apart."""
 
 CODES = 2047
-"""Number of purposes that tags distinguish; 0 means none."""
+"""Number of purposes that tags distinguish; purpose 0 means none."""
 
 TAGS = 1 << 20
 """Number of tags per purpose; other code may use lower tags. Gloo's tags have 31 bits."""
@@ -34,20 +35,20 @@ Entries = dict[str, list[tuple[int, str]]]
 """Number and purpose of collectives, by group name."""
 
 
-# [Note: different programs] All ranks must hand in the collectives of a group in one order. One
-# that calls modules in another order, or alone, would send a part of one chunk where the others
-# wait for another's: parts of one size would be taken, and others end gloo's process with SIGABRT.
-# So whoever knows what a collective is for passes a `Purpose`. It is a part of the tags of its
-# messages, which costs nothing: what does not belong together never meets, and waits. The last
-# entries of each group are kept here. The watchdog (`watchdog.py`) of a rank that has handed in
-# nothing for a second puts them into the store and compares them with those of the others. Where
-# they differ all ranks raise, or are ended where they wait in C++.
+# [Note: different programs] All ranks must submit the collectives of a group in the same order. A
+# rank that calls modules in another order, or alone, would send part of one chunk while the others
+# wait for another's: parts of equal size would be accepted, and others abort gloo's process
+# (SIGABRT). So callers that know what a collective is for pass a `Purpose`. It is encoded in the
+# tags of its messages, at no cost: messages that do not belong together never match, and wait. The
+# last entries of each group are kept here. If a rank has submitted nothing for a second, its
+# watchdog publishes them in the store and compares them with those of other ranks. If they differ,
+# all ranks raise, or are ended if they are blocked in C++.
 @dataclass(frozen=True)
 class Purpose:
     """Purpose of a collective, for its tags and for error messages."""
 
     text: str = ""  # Continues "rank 1 ..."
-    code: int = 0  # Number, 1 to 2046; no two purposes that may meet have the same
+    code: int = 0  # 1 to 2046; unique among purposes that may meet
     wire: int = 0  # Number of the wire format; see `with_wire`
 
 
@@ -78,16 +79,16 @@ MEETINGS = frozenset(
 OTHERWISE = "makes another collective call"
 
 
-# [Note: tags] Messages are matched by tags that every operation takes from a counter of its
-# group when it is handed in, and by what the operation is for, where that is known (see
-# `Purpose`). All ranks must hand in the operations of a group in one order; after that,
-# nothing depends on the order in which they are posted.
+# [Note: tags] Messages are matched by tags. A tag is taken from a counter of the group when an
+# operation is submitted, and encodes what the operation is for, if known (see `Purpose`). All ranks
+# must submit the operations of a group in the same order; after that, nothing depends on the order
+# in which they are posted.
 class FlightRecorder:
     """Recent collectives of this process, by group."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        # Longest wait for the other ranks; `init_world` sets it.
+        # Maximum wait for other ranks; set by `init_world`.
         self.timeout_s = 600.0
         self._numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._exchanges: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
@@ -96,9 +97,9 @@ class FlightRecorder:
     def clear(self) -> None:
         self._rows: WeakKeyDictionary[Any, deque[tuple[int, str]]] = WeakKeyDictionary()
         self.count = self.waiting = 0
-        # A line about what ranks do differently, once it is known.
+        # Line that describes how ranks differ, once known.
         self.difference = ""
-        # Whether that has been raised.
+        # Whether it has been raised.
         self.raised = False
 
     def next_tag(
@@ -116,7 +117,7 @@ class FlightRecorder:
         return (1 + purpose.code) * TAGS + purpose.wire * _NUMBERS + number
 
     def note_exchange(self, group: dist.ProcessGroup | None, purpose: Purpose) -> None:
-        # Numbered by themselves, below those of collectives, whose tags stay what they are.
+        # Exchanges are numbered separately, below collectives, whose tags must not change.
         self.check()
         key = group or dist.group.WORLD
         with self._lock:
@@ -134,7 +135,7 @@ class FlightRecorder:
         if self.difference:
             if not self.raised:
                 self.raised = True
-                time.sleep(READING_S)  # else the others see but a connection that is closed
+                time.sleep(READING_S)  # otherwise other ranks would only see a closed connection
             raise GulliverError(self.difference)
 
     def entries(self) -> Entries:
@@ -153,9 +154,9 @@ def count_sent(count: float) -> None:
 
 
 def sent_bytes() -> int:
-    # Those of our own messages are counted as they are posted. What a backend does by itself counts
-    # as a ring: (n - 1) / n of the tensor, of an all-reduce twice. Objects, broadcasts and the
-    # messages of torch's DDP are not counted.
+    # Our own messages are counted when they are posted. Collectives of a backend count as a ring:
+    # (n - 1) / n of the tensor, twice for an all-reduce. Objects, broadcasts and the messages of
+    # torch's DDP are not counted.
     return _sent_bytes
 
 
@@ -213,11 +214,11 @@ def _line(does: Mapping[int, str]) -> str:
     )
 
 
-# Notices within a bounded time that a rank is gone or has failed, and names it.
+# Reports within a bounded time that a rank is gone or has failed, and names it.
 #
-# Every rank counts upwards under its own key of the shared store and watches the others' counts. A
-# count that stands still for too long is a rank that ended or hangs. The main thread learns of it
-# when its collective fails; where it is stuck inside one, the process is ended with one line.
+# Every rank increments a count under its own key of the shared store and watches the others'
+# counts. If a count stops for too long, the rank has ended or hangs. The main thread learns of it
+# when its collective fails; if it is blocked in one, the process is ended with a one-line message.
 
 
 GRACE_S = 5.0
@@ -227,32 +228,32 @@ SUSPECTED_S = 8.0
 """Seconds of silence after which a rank counts as lost, once a collective has failed."""
 
 STANDING_BEATS = 4
-"""Heartbeats within one call after which a rank counts as stuck."""
+"""Number of heartbeats during a single call after which a rank counts as stuck."""
 
 MESSAGE_LENGTH = 500
 """Maximum characters of an error that is sent to other ranks."""
 
 
-# [Note: failures] A rank that raises in the middle of what all do together, such as the steps of a
-# pipeline, lives on, and so do its connections: the others would wait for messages that it never
-# sends. So it writes next to its count which passage failed, and why. Those that are in the same
-# passage by their own count, and do not come out of it by themselves, are ended as above. gloo has
-# no call that would wake a thread which waits for a message.
+# [Note: failures] A rank that raises in the middle of a joint operation, such as the steps of a
+# pipeline, stays alive, and so do its connections: the others would wait for messages that it never
+# sends. So it publishes, next to its count, which section failed and why. Ranks that are in the
+# same section, by their own count, and do not leave it by themselves, are ended as above. Gloo has
+# no call that would wake a thread waiting for a message.
 #
-# Ranks that do different things wait for each other for ever; see the note at
-# `watchdog.py`. All raise the same line about it, which is shared next to the counts.
+# Ranks that run different collectives wait for each other forever; see the note at `watchdog.py`.
+# All raise the same message about it, which is published next to the counts.
 @dataclass
 class _Status:
     """A rank's status in the store."""
 
-    beat: int = 0  # Sign that it lives, a number that grows
-    passage: int = 0  # Number of the passage that failed; 0 for none
-    error: str = ""  # What that passage failed with
-    end: str = ""  # Why it ends before its time; empty where it goes on or is done
-    done: bool = False  # Whether it ended as it should
-    lost: int | None = None  # Another rank that was lost to it, and why it ends
-    reason: str = ""  # Why that rank ends
-    differs: str = ""  # What ranks do differently
+    beat: int = 0  # Heartbeat, an increasing number
+    passage: int = 0  # Number of the section that failed; 0 for none
+    error: str = ""  # Error of that section
+    end: str = ""  # Why it ends early; empty if it continues or is done
+    done: bool = False  # Whether it ended regularly
+    lost: int | None = None  # Another rank that was lost, because of which it ends
+    reason: str = ""  # Why that rank ended
+    differs: str = ""  # How ranks differ
 
 
 class Watchdog:
@@ -286,7 +287,7 @@ class Watchdog:
         elif failure is not None:
             self._status.end = f"failed {failure}"
         self._status.done = True
-        # A store that is gone has no one left who could listen.
+        # Without a store, there is nobody left to notify.
         with contextlib.suppress(RuntimeError, dist.DistError):
             self._publish()
 
@@ -306,8 +307,7 @@ class Watchdog:
 
     def wait_for_reason(self) -> str | None:
         """Waits for a lost or failed rank to be reported, up to the silence limit."""
-        # For those whose collective has failed: a rank that ended as it should is lost to them,
-        # too.
+        # For ranks whose collective has failed, a rank that ended regularly counts as lost too.
         self._suspected.set()
         until = time.monotonic() + self.silence_s * 1.5 + GRACE_S
         while time.monotonic() < until and not self._known.wait(0.1):
@@ -315,7 +315,7 @@ class Watchdog:
                 return failure
             flight_recorder.check()
         if failure := self._failure():
-            return failure  # a rank that failed may have ended meanwhile: why it failed is why
+            return failure  # a failed rank may have ended meanwhile: its failure is the cause
         return None if self.lost is None else f"rank {self.lost} was lost: it {self.reason}"
 
     def _publish(self) -> None:
@@ -332,7 +332,7 @@ class Watchdog:
                     self._read_status(other)
                 self._compare()
             except (RuntimeError, dist.DistError):
-                # Rank 0's process, or its launcher, keeps the store.
+                # Rank 0's process, or its launcher, holds the store.
                 self._declare(0, "ended, and its store with it")
                 return
             if lost := self._lost() or self._is_silent():
@@ -358,7 +358,7 @@ class Watchdog:
                 if not self._store.check([f"{other}/handed-in"]):
                     continue
                 sides[other], call, beat = json.loads(self._store.get(f"{other}/handed-in"))
-                # It may have gone on since; what it handed in stays true.
+                # The rank may have continued since; what it submitted stays valid.
                 if call and flight_recorder.waiting and beat >= self._heard[other][0].beat - 1:
                     standing[other] = call
             reported = [difference(sides, standing)]
@@ -367,7 +367,7 @@ class Watchdog:
             self._publish()
             flight_recorder.difference = reported[0]
             if blocking_collective():
-                self._end(reported[0])  # nothing wakes it there but a connection that is closed
+                self._end(reported[0])  # only a closed connection would wake it there
 
     def _read_status(self, other: int) -> None:
         said = self._store.get(str(other)) if self._store.check([str(other)]) else b""
@@ -433,3 +433,57 @@ class _Position:
         if not self._beats or not flight_recorder.count:
             return None
         return flight_recorder.entries(), call if self._beats >= STANDING_BEATS else ""
+
+
+_watchdog: Watchdog | None = None
+
+
+def current_watchdog() -> Watchdog | None:
+    return _watchdog
+
+
+def set_watchdog(watchdog: Watchdog | None) -> None:
+    """Sets the watchdog of the current world, which `guard` and `together` use."""
+    global _watchdog
+    _watchdog = watchdog
+
+
+@contextmanager
+def guard() -> Iterator[None]:
+    """Re-raises transport errors in the block as an error that names the failed rank, if known."""
+    try:
+        yield
+    except (RuntimeError, dist.DistError) as error:
+        if isinstance(error, GulliverError) or _watchdog is None or not _is_transport(error):
+            raise
+        reason = _watchdog.wait_for_reason()
+        if reason is None:
+            raise
+        raise GulliverError(f"{reason}, so the other ranks cannot continue") from error
+
+
+@contextmanager
+def together() -> Iterator[None]:
+    """Marks a section that needs all ranks: an error in the block ends all ranks."""
+    # All ranks mark the same passages in the same order, and an error in one is final.
+    watchdog = _watchdog
+    if watchdog is None:
+        yield
+        return
+    watchdog.enter()
+    try:
+        yield
+    except BaseException as error:
+        # `guard` reports what failed because another rank is gone.
+        watchdog.leave(None if _is_transport(error) else error)
+        raise
+    watchdog.leave(None)
+
+
+def _is_transport(error: BaseException) -> bool:
+    if isinstance(error, dist.DistError):
+        return True
+    text = str(error).lower()
+    return any(
+        word in text for word in ("gloo", "connection", "socket", "nccl", "peer", "timed out")
+    )

@@ -7,8 +7,6 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import NoReturn
@@ -18,7 +16,15 @@ import torch.distributed as dist
 
 from gulliver.comm.host import close_host_teams, drain_host_teams
 from gulliver.comm.steps import drain
-from gulliver.comm.watchdog import READING_S, Watchdog, flight_recorder
+from gulliver.comm.watchdog import (
+    READING_S,
+    Watchdog,
+    current_watchdog,
+    flight_recorder,
+    guard,
+    set_watchdog,
+    together,
+)
 from gulliver.errors import GulliverError
 
 COLLECTIVE_TIMEOUT_S = 600.0
@@ -43,8 +49,9 @@ class World:
         return self.rank == 0
 
 
+__all__ = ["World", "adopt_world", "current_world", "guard", "init_world", "shutdown", "together"]
+
 _world: World | None = None
-_watchdog: Watchdog | None = None
 
 
 def init_world(
@@ -66,7 +73,7 @@ def init_world(
     Raises:
         GulliverError: the environment is incomplete, or the ranks could not connect.
     """
-    global _world, _watchdog
+    global _world
     if _world is not None:
         return _world
     joined = dist.is_initialized()  # by another library
@@ -97,18 +104,20 @@ def init_world(
     flight_recorder.timeout_s = timeout_s
     atexit.register(_shutdown_at_exit)
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    # its own connection: the main one is locked while a collective waits on it.
+    # Its own connection: the main one is locked while a collective waits on it.
     store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=silence_s))
-    _watchdog = Watchdog(dist.PrefixStore("gulliver/heartbeat", store), rank, size, silence_s)
-    _watchdog.start()
+    watchdog = Watchdog(dist.PrefixStore("gulliver/heartbeat", store), rank, size, silence_s)
+    watchdog.start()
+    set_watchdog(watchdog)
     _world = World(rank, size, local_rank, device)
     return _world
 
 
 def adopt_world(world: World | None, watchdog: Watchdog | None = None) -> None:
     """Sets the current world to one that was already joined, for worker pools."""
-    global _world, _watchdog
-    _world, _watchdog = world, watchdog
+    global _world
+    _world = world
+    set_watchdog(watchdog)
     flight_recorder.clear()
 
 
@@ -119,23 +128,24 @@ def current_world() -> World:
 
 def shutdown() -> None:
     """Leaves the world; other ranks do not report this rank as lost."""
-    global _world, _watchdog
-    if _watchdog is not None:
-        _watchdog.stop()
+    global _world
+    if (watchdog := current_watchdog()) is not None:
+        watchdog.stop()
     close_host_teams(LEAVING_S)
     if dist.is_initialized():
         dist.destroy_process_group()
-    _world = _watchdog = None
+    _world = None
+    set_watchdog(None)
     flight_recorder.clear()
 
 
 def _shutdown_at_exit() -> None:
-    # The interpreter ends threads where they stand. One that stands in a backend's code, watching
-    # or finishing a gather that no one waited for, takes the process down with it; so all of them
-    # are done before. After an error nothing is waited for: messages may be on their way that never
-    # arrive. The others are notified, and the process ends without ending the threads. So it does
-    # where a collective does not end, as after errors that were caught on some ranks only: its
-    # status is 1, for what the program has asked for was not done.
+    # The interpreter kills threads wherever they are. A thread inside a backend, watching or
+    # finishing a gather that was not waited for, would crash the process; so all collectives are
+    # drained first. After an error nothing is waited for, because messages in flight may never
+    # arrive: other ranks are notified, and the process exits without ending its threads. It also
+    # does so if a collective does not end, as after errors that were caught on some ranks only; its
+    # status is then 1, because the program's work was not completed.
     error = getattr(sys, "last_type", None)
     if not dist.is_initialized() or (error is not None and hasattr(sys, "ps1")):
         return
@@ -152,9 +162,9 @@ def _shutdown_at_exit() -> None:
 
 
 def _exit_failed(why: str, status: int) -> NoReturn:
-    if _watchdog is not None:
-        _watchdog.stop(why)
-        if _watchdog.rank == 0:
+    if (watchdog := current_watchdog()) is not None:
+        watchdog.stop(why)
+        if watchdog.rank == 0:
             time.sleep(READING_S)  # its process may keep the store that the others read this in
     logging.shutdown()
     sys.stdout.flush()
@@ -162,53 +172,12 @@ def _exit_failed(why: str, status: int) -> NoReturn:
     os._exit(status)
 
 
-@contextmanager
-def guard() -> Iterator[None]:
-    """Re-raises transport errors in the block as an error that names the failed rank, if known."""
-    try:
-        yield
-    except (RuntimeError, dist.DistError) as error:
-        if isinstance(error, GulliverError) or _watchdog is None or not _is_transport(error):
-            raise
-        reason = _watchdog.wait_for_reason()
-        if reason is None:
-            raise
-        raise GulliverError(f"{reason}, so the other ranks cannot continue") from error
-
-
-@contextmanager
-def together() -> Iterator[None]:
-    """Marks a section that needs all ranks: an error in the block ends all ranks."""
-    # All ranks mark the same passages in the same order, and an error in one is final.
-    watchdog = _watchdog
-    if watchdog is None:
-        yield
-        return
-    watchdog.enter()
-    try:
-        yield
-    except BaseException as error:
-        # `guard` reports what failed because another rank is gone.
-        watchdog.leave(None if _is_transport(error) else error)
-        raise
-    watchdog.leave(None)
-
-
-def _is_transport(error: BaseException) -> bool:
-    if isinstance(error, dist.DistError):
-        return True
-    text = str(error).lower()
-    return any(
-        word in text for word in ("gloo", "connection", "socket", "nccl", "peer", "timed out")
-    )
-
-
 def _device(local_rank: int) -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
     if local_rank >= torch.cuda.device_count():
         raise GulliverError(
-            f"local rank {local_rank} has no GPU: this machine has {torch.cuda.device_count()}, "
+            f"local rank {local_rank} has no GPU: this machine has {torch.cuda.device_count()}; "
             "start at most that many ranks"
         )
     device = torch.device("cuda", local_rank)

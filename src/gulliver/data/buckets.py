@@ -1,8 +1,8 @@
 """Published resolutions by name, with their sizes per aspect ratio.
 
 Names are ``144p`` to ``4k`` with 17 ratios of height to width, ``256`` to ``2880`` with the 40
-ratios of PixArt, and ``256px``, ``768px``, ... for squares of any side, whose sizes are computed
-(2.0).
+ratios of PixArt, and ``256px``, ``768px``, ... for squares of any side, whose sizes are computed as
+in Open-Sora 2.0.
 
 Source: Open-Sora 1.2 and 2.0; the tables are exact, including rounding.
 """
@@ -111,7 +111,7 @@ LARGEST_SIZES = (
 """Sizes of ``2880`` in units of 64 pixels."""
 SQUARES = {"256": 16, "512": 32, "1024": 64, "2048": 128}
 SIDES = ("2.39:1", "2:1", "16:9", "1.85:1", "9:16", "5:8", "3:2", "4:3", "1:1")
-"""Ratios of width to height for computed sizes (2.0), which also include their transposes."""
+"""Ratios of width to height for computed sizes; transposed sizes are added to them."""
 GRID = 16  # computed sides are multiples of this many pixels
 
 
@@ -130,7 +130,7 @@ def _computed(pixels: int) -> dict[str, tuple[int, int]]:
         across, down = map(float, side.split(":"))
         width = int(math.sqrt(pixels * (across / down)) // GRID) * GRID
         height = int((pixels / width) // GRID) * GRID
-        # The first of the nearest wins: the size itself, then a step of height, then of width.
+        # On ties, the first wins: the size itself, then a step in height, then in width.
         steps = ((0, 0), (-GRID, 0), (GRID, 0), (0, -GRID), (0, GRID))
         near = [(height + dy, width + dx) for dy, dx in steps]
         size = min(near, key=lambda one: abs(one[0] * one[1] - pixels))
@@ -179,7 +179,8 @@ def resolution(name: str) -> Resolution:
     return found
 
 
-# Bucket configurations of the public trainers: resolutions by name, lengths, chances, batch sizes.
+# Bucket configurations of public training code: resolutions by name, lengths, probabilities and
+# batch sizes.
 #
 #     bucket_config = {
 #         "720p": {1: (0.5, 20), 51: (0.3, 2)},          # frames: (keep, batch size)
@@ -187,9 +188,9 @@ def resolution(name: str) -> Resolution:
 #     }
 #
 # A clip is offered to the largest resolution that it fills first, and there to the longest length;
-# with the chance `keep` it stays, else it goes to the next smaller resolution, and at last it is
-# left out. Every epoch deals again. Read `BucketConfig.assign` first: it is the whole rule, for all
-# clips at once. What this does not know: files, tables, and how batches are made (`sampler.py`).
+# it stays with probability `keep`, otherwise it is offered to the next smaller resolution, and
+# finally excluded. Every epoch draws again. Read `BucketConfig.assign` first, which applies this to
+# all clips at once. This module knows nothing of files, tables and batches (`sampler.py`).
 #
 # Source: Open-Sora 1.1 to 2.0 (`bucket_config` of their configurations).
 
@@ -207,11 +208,11 @@ class BucketRule:
     resolution: Resolution
     # Number of frames; 1 takes stills only.
     frames: int
-    # Chance that a clip which fits stays here.
+    # Probability that a clip that fits stays here.
     keep: float
-    # Chance that a video is looked at here at all; None: always.
+    # Probability that a video is offered to this rule at all; None: always.
     look: float | None
-    # Samples of a batch.
+    # Samples per batch.
     batch_size: int
 
 
@@ -296,7 +297,7 @@ class BucketConfig:
                 fits &= chance[0] <= rule.look
             kept = chance[0 if rule.look is None else 1] < rule.keep
             chosen[fits & (kept | (rule.keep >= 1))] = number
-            # What is long enough for one length is offered to no shorter one of this resolution.
+            # A clip long enough for one length is not offered to shorter ones of this resolution.
             waiting &= ~fits
         return chosen
 
@@ -305,7 +306,7 @@ class BucketConfig:
     ) -> list[Bucket | None]:
         """Returns each clip's bucket in an epoch; None if it is left out."""
         chosen = self.assign(sizes, interval, seed, epoch)
-        # Many clips have few sizes.
+        # Clips are many, but distinct sizes are few.
         found: dict[tuple[int, int, int], Bucket | None] = {}
         keys = list(
             zip(chosen.tolist(), sizes.heights.tolist(), sizes.widths.tolist(), strict=True)
@@ -337,7 +338,7 @@ class BucketConfig:
         return found
 
     def refusal(self, frames: int, height: int, width: int, interval: int) -> str | None:
-        """Explains why a clip is always left out; None if it is not."""
+        """Explains why no bucket accepts a clip; None if one does."""
         pixels = height * width
         if all(pixels < ENOUGH_PIXELS * rule.resolution.pixels for rule in self.rules):
             return f"{height}x{width} is too small for every bucket"
@@ -353,14 +354,14 @@ class BucketConfig:
             if height * width >= ENOUGH_PIXELS * rule.resolution.pixels
             and _takes(rule, frames, interval)
         ]
-        # Where a clip is always looked at, no shorter length of the resolution sees it.
+        # If a rule always takes the offer, shorter lengths of the resolution never see the clip.
         last = {rule.resolution.name: rule for rule in reversed(fitting) if rule.look in (None, 1)}
         found: list[Bucket] = []
         for rule in fitting:
             if rule.keep and rule.frames >= last.get(rule.resolution.name, rule).frames:
                 found.append(self.bucket(rule, height, width))
                 if rule.keep >= 1 and rule.look in (None, 1):
-                    break  # it is never offered on
+                    break  # never offered to further rules
         return list(dict.fromkeys(found))
 
 
@@ -379,7 +380,7 @@ def chances(seed: int, epoch: int, rule: int, count: int) -> np.ndarray:
 
 def _ordered(rules: Iterator[BucketRule]) -> list[BucketRule]:
     """Sorts rules by pixels, then length, in descending order."""
-    # Stable: of 2880 and 4k, which have as many pixels, the first named is tried first.
+    # Stable: of 2880 and 4k, which have equally many pixels, the first in the configuration wins.
     found = list(rules)
     names = list(dict.fromkeys(rule.resolution.name for rule in found))
     return sorted(
@@ -398,7 +399,7 @@ def _rules(values: Any, where: str) -> Iterator[BucketRule]:
     kept = False
     for name, lengths in values.items():
         if str(name).startswith("_"):
-            continue  # such as _delete_, which speaks to the reader of a public configuration
+            continue  # such as _delete_, which is for tools that read public configurations
         size = resolution(str(name))
         if not isinstance(lengths, Mapping) or not lengths:
             raise GulliverError(f"{where}: {name} needs lengths, such as {EXAMPLE}")
@@ -413,9 +414,9 @@ def _rules(values: Any, where: str) -> Iterator[BucketRule]:
 
 
 def _rule(size: Resolution, frames: Any, given: Any, where: str) -> BucketRule:
-    """Parses (keep, batch size) or ((keep, look), batch size)."""
+    """Parses a rule's value, (keep, batch size) or ((keep, look), batch size)."""
     try:
-        # JSON has no other keys than text.
+        # JSON keys are always text.
         length = int(frames) if isinstance(frames, str) else frames
         chance, batch_size = given
     except (TypeError, ValueError):
@@ -433,7 +434,7 @@ def _rule(size: Resolution, frames: Any, given: Any, where: str) -> BucketRule:
         raise GulliverError(f"{where}: a still needs a single probability, not {chance!r}")
     keep, look = pair
     if not keep and batch_size in (None, 0):
-        # Published configurations keep videos from a resolution so: the rule still counts.
+        # Public configurations exclude videos from a resolution like this; the rule still counts.
         return BucketRule(size, length, 0.0, look, 1)
     if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
         raise GulliverError(f"{where}: the batch size is {batch_size!r}, but must be at least 1")

@@ -64,7 +64,7 @@ EXIF_TURNS = {
 
 @dataclass(frozen=True)
 class Frame:
-    """A decoded frame with the frame rate (1/s) of its file, or 0; converted to RGB on demand."""
+    """A decoded frame and its file's frame rate (1/s; 0 if unknown); converted to RGB on demand."""
 
     decoded: Any
     turn: Turn
@@ -99,7 +99,7 @@ def open_video(path: Path) -> Iterator[tuple[Any, Any]]:
     except GulliverError:
         raise
     except (av.FFmpegError, OSError, ValueError, IndexError) as error:
-        # Without the number and the path, which FFmpeg's errors have around what they say.
+        # Without the number and the path, which FFmpeg adds to its error messages.
         reason = getattr(error, "strerror", None) or error
         raise GulliverError(f"cannot be decoded: {reason}") from error
 
@@ -129,12 +129,12 @@ def stacked(frames: list[Frame]) -> np.ndarray:
 
 def _turn_of(path: Path, format_name: str, frame: Any) -> Turn:
     if format_name == "image2" or format_name.endswith("_pipe"):
-        # Not of the frame: which libraries read EXIF into a matrix differs from version to version.
+        # Not from the frame: which libraries convert EXIF to a matrix differs between versions.
         return _exif_turn(path)
     try:
         found = [item for item in frame.side_data if item.type.name == "DISPLAYMATRIX"]
     except ValueError:
-        # Side data that this PyAV has no name for: it can still tell the angle.
+        # PyAV has no name for this side data, but still reports the angle.
         quarters = round(frame.rotation / 90) % 4
         return (UPRIGHT, EXIF_TURNS[8], EXIF_TURNS[3], EXIF_TURNS[6])[quarters]
     if not found:
@@ -155,7 +155,7 @@ def _exif_turn(path: Path) -> Turn:
     except Image.DecompressionBombError as error:
         raise GulliverError(f"cannot be decoded: {error}") from error
     except (OSError, ValueError, SyntaxError, struct.error):
-        # Whether it can be read is for the decoder to say; here it has no orientation.
+        # The decoder reports unreadable files; here, the file has no orientation.
         return UPRIGHT
 
 
@@ -167,7 +167,7 @@ def _av() -> Any:
     return av
 
 
-# The types of `gulliver.data`: buckets, clips, data sets, and batches of clips of one bucket.
+# The types of `gulliver.data`: buckets, clips, datasets, and batches of clips of one bucket.
 
 
 @dataclass(frozen=True, order=True)
@@ -222,7 +222,7 @@ class ClipDataset(Protocol):
 class ClipBatch(NamedTuple):
     """Clips of one bucket: videos [B, 3, T, H, W], or None if no sample could be read."""
 
-    # `kept` holds the positions, among the indices asked for, of the samples that could be read.
+    # `kept` has the positions, among the requested indices, of samples that could be read.
 
     videos: Tensor | None
     captions: list[str]

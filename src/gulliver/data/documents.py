@@ -86,8 +86,8 @@ def _ids_and_labels(document: Any) -> tuple[Tensor, Tensor]:
     fields = document if isinstance(document, Mapping) else {"input_ids": document}
     others = fields.keys() - FIELDS
     if "input_ids" not in fields or others:
-        why = f"has {sorted(map(str, others))}" if others else "has no input_ids"
-        raise GulliverError(f"a text {why}: pass {', '.join(FIELDS)} only")
+        why = f"unknown fields {sorted(map(str, others))}" if others else "no input_ids"
+        raise GulliverError(f"a document has {why}; pass only {', '.join(FIELDS)}")
     found = {}
     for name in FIELDS:
         given = fields.get(name)
@@ -105,7 +105,7 @@ def _ids_and_labels(document: Any) -> tuple[Tensor, Tensor]:
             f"a document has ids of shape {tuple(ids.shape)} and labels of shape "
             f"{tuple(labels.shape)}; expected one dim and equal lengths of at least 1"
         )
-    # Padding would be trained as text, and counted in weights of lengths.
+    # Padding would be trained as text, and counted in length-based weights.
     if fields.get("attention_mask") is not None and not bool(found["attention_mask"].all()):
         raise GulliverError("a document has tokens masked by its attention_mask; remove padding")
     return ids, labels

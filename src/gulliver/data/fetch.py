@@ -53,14 +53,14 @@ def words(seed: int, *places: int) -> np.ndarray:
 @contextmanager
 def seeded(seed: int, *places: int) -> Iterator[None]:
     """Seeds the global generators of Python, numpy and torch (CPU) inside the block."""
-    # In the training process they are put back afterwards, so that what the model draws is the same
-    # with and without a loader; in a worker no one else uses them.
+    # In the training process, their states are restored afterwards, so that the model draws the
+    # same numbers with and without a loader; in a worker, nothing else uses them.
     at_home = get_worker_info() is None
     before = _states() if at_home else None
     state = words(seed, *places)
     random.seed(state.tobytes())
     np.random.seed(state)
-    # Not `torch.manual_seed`, which reaches for the devices' generators as well.
+    # Not `torch.manual_seed`, which also accesses the devices' generators.
     torch.default_generator.manual_seed(_number(state))
     try:
         yield
@@ -94,8 +94,8 @@ class Orders:
     def begin(self, epoch: int, start: int, generators: list[str] | None = None) -> None:
         """Sets epoch and start of the next iteration."""
         self._epoch, self._start, self.at_start = epoch, start, generators
-        # Another one, as a thread that is about to end may still draw for the iteration before.
-        # Mark of every batch drawn: the state of `stateful` after it, and whether it is the last.
+        # A new deque, because an ending thread may still draw for the previous iteration. Marks of
+        # the batches drawn: the state of `stateful` after each, and whether it is the last.
         self.marks: deque[Mark] = deque()
 
     def end(self) -> None:
@@ -114,7 +114,7 @@ class Orders:
         self._set_generators(epoch)
         drawn = iter(self._source)
         seed, rank = self._seed
-        # torch's samplers draw an epoch's order, or the seed of it, at its first index.
+        # torch's samplers draw an epoch's order, or its seed, at the first index.
         with seeded(seed, ORDER, rank, epoch):
             indices = next(drawn, _END)
         number = start if self._stateful is not None else 0
@@ -135,7 +135,7 @@ class Orders:
             set_state(generator, state)
         self.at_start = [_text(generator.get_state()) for generator in self._generators]
         if self._given is not None:
-            # As torch does at this point, for its workers: so the order is the same as torch's.
+            # As torch does for its workers at this point, so that the order equals torch's.
             torch.empty((), dtype=torch.int64).random_(generator=self._given)
 
 
@@ -165,7 +165,7 @@ class Fetch(Dataset):
             try:
                 return self._collate(self._samples(work.indices))
             except StopIteration as error:
-                # It would end the epoch as if all were well.
+                # It would end the epoch as if nothing had failed.
                 raise RuntimeError(f"the dataset raised StopIteration for {work}") from error
 
     def _seeded(self, work: Work) -> AbstractContextManager[None]:
@@ -200,8 +200,8 @@ class BatchStream(IterableDataset):
     ) -> None:
         self.dataset, self._collate = dataset, collate
         self._batch_size, self._drop_last, self._seed = batch_size, drop_last, seed
-        # Epoch, and number of the first batch. A tensor in shared memory: persistent workers copy
-        # this object once, and read the next epoch from here.
+        # Epoch, and number of the first batch. In shared memory, because persistent workers copy
+        # this object once, and read later epochs from here.
         self._place = torch.zeros(2, dtype=torch.int64)
         if shared:
             self._place.share_memory_()
@@ -212,7 +212,7 @@ class BatchStream(IterableDataset):
         """Sets the epoch of the next iteration, and the number of its first batch."""
         assert not generators
         self._place[0], self._place[1] = epoch, start
-        # Mark of each batch: the data set's state after it, if it has one; filled only without
+        # Mark of each batch: the dataset's state after it, if it has one; filled only without
         # workers.
         self.marks: deque[Mark] = deque()
 
@@ -248,7 +248,7 @@ class BatchStream(IterableDataset):
         return _END if not found or (self._is_short(found) and self._drop_last) else found
 
     def _is_short(self, samples: Any) -> bool:
-        """Whether the stream ended inside a batch, in which case its state may be a new start."""
+        """Whether the stream ended inside a batch; its state may then be that of a new pass."""
         return self._batch_size is not None and len(samples) < self._batch_size
 
 
@@ -261,7 +261,7 @@ class WorkerStart:
     def __call__(self, worker: int) -> None:
         info = get_worker_info()
         assert info is not None
-        # What data sets and users look up in a worker is the data set that they gave, not ours.
+        # Datasets and users look for their own dataset in a worker, not for ours.
         object.__setattr__(info, "dataset", info.dataset.dataset)  # type: ignore[attr-defined]
         if self._then is not None:
             self._then(worker)

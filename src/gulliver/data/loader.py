@@ -1,6 +1,6 @@
-"""A data loader that resumes exactly; batches are created by the caller, or ahead by a thread.
+"""A data loader that resumes exactly; batches are created by the caller or prefetched by a thread.
 
-Start reading at `Feed`, then `_run`, which is its thread. Errors are passed on in place of batches.
+Start reading at `Feed`, then `_run`, the body of its thread. An error is passed on as a batch.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _OPEN: weakref.WeakSet[Feed] = weakref.WeakSet()
 
 
 class Inline:
-    """Creates batches in the caller, on request or `ahead` of it."""
+    """Creates batches in the calling thread, `ahead` batches early."""
 
     def __init__(
         self, batches: Iterator[Any], move: Callable[[Any], MovedBatch], ahead: int
@@ -70,9 +70,9 @@ class Inline:
 
 
 class Feed:
-    """Moves batches from torch's workers in a thread, at most `ahead` of their use."""
+    """Moves batches from torch's workers in a thread, at most `ahead` batches early."""
 
-    # The thread knows its channel only, so that nothing keeps this object from being collected.
+    # The thread only refers to its channel, so that this object can be collected.
 
     def __init__(
         self, batches: Iterator[Any], move: Callable[[Any], MovedBatch], ahead: int
@@ -104,7 +104,7 @@ class _Channel:
     """Queue from the thread to the training loop, with permits in the other direction."""
 
     def __init__(self, ahead: int) -> None:
-        # A permit is asked for before a batch is moved, so that no more than `ahead` of them hold
+        # A permit is acquired before a batch is moved, so that no more than `ahead` of them hold
         # page-locked memory.
         self.permits = threading.Semaphore(ahead)
         self.entries: queue.SimpleQueue[MovedBatch | BaseException | None] = queue.SimpleQueue()
@@ -128,20 +128,20 @@ def _run(source: list[Iterator[Any]], move: Callable[[Any], MovedBatch], channel
     """Body of the thread; `source` is a list, so that popping it drops the last reference."""
     entries = _moved(source.pop(), move)
     while True:
-        # Before the batch is made, not after: a batch without a permit would hold memory.
+        # Acquired before the batch is created: a batch waiting for its permit would hold memory.
         channel.permits.acquire()
         if channel.closed.is_set():
             break
         entry = next(entries, None)
         if isinstance(entry, BaseException):
-            # Keeps the lines, lets go of the variables: torch's iterator is among them, and has to
-            # end here, not in a garbage collection, where it waits in vain for its workers.
+            # Keeps the traceback but clears its variables: torch's iterator is among them, and must
+            # end here, not in a garbage collection, where it would wait in vain for its workers.
             traceback.clear_frames(entry.__traceback__)
         channel.entries.put(entry)
         if not isinstance(entry, MovedBatch):
             break
         del entry
-    # Puts the workers away, in this thread, which may have to wait for them.
+    # Ends the workers, in this thread, which may have to wait for them.
     del entries
     if channel.closed.is_set():
         channel.drain()
@@ -159,7 +159,7 @@ def _moved(
             moved = None
             if error is None:
                 moved, error = _attempt(move, batch)
-            # Not to be held while the next one is made.
+            # Not held while the next one is created.
             del batch
             if error is not None:
                 yield error
@@ -168,7 +168,7 @@ def _moved(
             yield moved
             del moved
     finally:
-        # Frames that an error remembers hold this one.
+        # Frames in an error's traceback refer to this one.
         batches, error = iter(()), None
 
 
@@ -188,7 +188,7 @@ def _close_all() -> None:
         feed.join(AT_EXIT_S)
 
 
-# torch's DataLoader, with exact resume, seeds of its own, pinned memory and copies ahead.
+# torch's DataLoader with exact resume, its own seeds, pinned memory and prefetched copies.
 #
 # Workers, sampling and collation are torch's: a second, inner loader of torch's makes whole
 # batches, and a thread of ours takes them from it, page-locks them and copies them to the device,
@@ -198,16 +198,16 @@ def _close_all() -> None:
 _log = logging.getLogger("gulliver")
 
 
-# [Note: the position] The state counts batches that were handed to the user, not those made ahead.
-# Each batch brings along the mark of its sampler or data set, taken when it was drawn; handing it
-# out makes its mark the loader's. A loader that resumes draws the indices of the epoch again and
-# passes over those that were used, without loading a sample. As the seed of a batch depends on its
-# number alone, see `_fetch`, the rest of the epoch is what it would have been, to the bit.
+# [Note: the position] The state counts batches returned to the user, not prefetched ones. Each
+# batch carries the mark of its sampler or dataset, taken when it was drawn; returning the batch
+# makes its mark the loader's. A resuming loader draws the epoch's indices again and skips those
+# that were used, without loading a sample. The seed of a batch depends only on its number (see
+# `_fetch`), so the rest of the epoch is bitwise what it would have been.
 @dataclass(frozen=True)
 class LoaderStatistics:
     """Counters of a loader."""
 
-    # Number of batches handed out, over all epochs.
+    # Number of batches returned, over all epochs.
     batches: int
     # Seconds that the caller waited for them.
     waited_s: float
@@ -275,7 +275,7 @@ class DataLoader(torch_data.DataLoader):
         if not 0 <= self.rank < self.world_size:
             raise GulliverError(f"rank {self.rank} is out of range for {self.world_size} ranks")
         self.seed, self.ahead, self.device = check_seed(seed), ahead, device_of(device)
-        # One of our own is seeded again for each epoch, see `Orders`.
+        # Our own generator is seeded again for each epoch, see `Orders`.
         self._own = None if options.get("generator") is not None else torch.Generator()
         options["generator"] = options.get("generator") or self._own
         try:
@@ -285,14 +285,14 @@ class DataLoader(torch_data.DataLoader):
         self._is_iterable = isinstance(dataset, torch_data.IterableDataset)
         self._threaded = threaded and not self.num_workers
         if self._threaded and self._is_iterable:
-            raise GulliverError("a stream is read in order: use threaded with a map-style data set")
+            raise GulliverError("a stream is read in order: use map-style datasets if threaded")
         self._stateful = self._find_stateful()
         self._inner, self._work = self._make_inner()
         stream = copy_stream(self.device, ahead)
         locks = stream is not None or (self.pin_memory and torch.cuda.is_available())
         self._mover = Mover(stream, locks)
         self._feed: Feed | Inline = Inline(iter(()), self._mover.move, 0)
-        # The position, see the note above; generators only between loading and beginning.
+        # The position, see the note above; generators are set only between loading and beginning.
         self._epoch = self._done = 0
         self._mark: Any = None
         self._resumes = self._is_over = False
@@ -324,11 +324,11 @@ class DataLoader(torch_data.DataLoader):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """Starts an epoch, or continues the epoch of a loaded state."""
         self._feed.close()
-        # Its thread may still draw from the sampler, or wait for persistent workers.
+        # The previous thread may still draw from the sampler, or wait for persistent workers.
         self._feed.join()
         passed_over = self._begin()
-        # Made in the caller's thread: workers are forked here, and torch's samplers draw here.
-        # Past its last batch, what keeps a position may say where the next epoch begins already.
+        # Created in the caller's thread, in which workers are forked and torch's samplers draw.
+        # After its last batch, a stateful source may already describe the next epoch's start.
         batches = iter(()) if self._is_over else self._made()
         if passed_over:
             _log.info("resuming: %d batches of the stream are loaded and passed over", passed_over)
@@ -336,8 +336,8 @@ class DataLoader(torch_data.DataLoader):
         if self.num_workers or self._threaded:
             self._feed = Feed(batches, self._mover.move, self.ahead)
         else:
-            # Without workers samples are made where the caller is, under seeds that must not meet
-            # what the model draws. One batch ahead is enough for its copy to be.
+            # Without workers, samples are created in the caller, with seeds that must not affect
+            # what the model draws. One batch ahead is enough to overlap its copy.
             on_host = self.device is None or self.device.type == "cpu"
             self._feed = Inline(batches, self._mover.move, 0 if on_host else 1)
         return _Batches(self, self._feed)
@@ -346,7 +346,7 @@ class DataLoader(torch_data.DataLoader):
         if not self._threaded:
             return iter(self._inner)
         works = iter(self._work)
-        # The first index here: samplers draw their order with it, under seeds of the process.
+        # The first index is drawn here: samplers draw their order then, from global generators.
         first = list(islice(works, 1))
         return map(self._inner.dataset.__getitem__, chain(first, works))
 
@@ -402,15 +402,15 @@ class DataLoader(torch_data.DataLoader):
         saved, here = len(state["generators"]), len(self._work.generator_states())
         if saved != here:
             raise GulliverError(
-                f"the saved position belongs to {saved} generators of samplers, but this loader "
-                f"has {here}: resume with the original settings"
+                f"the saved position has the states of {saved} sampler generators, but this loader "
+                f"has {here} generators: resume with the original settings"
             )
         if saved and state["rank"] != self.rank:
             raise GulliverError(
                 f"the saved position has the generator of rank {state['rank']}, but this is rank "
                 f"{self.rank}: load each rank's own state, or use `seed` instead of `generator`"
             )
-        # The thread draws from the sampler that is about to be set back.
+        # The thread draws from the sampler that is about to be reset.
         self._feed.close()
         self._epoch, self._done, self._mark = state["epoch"], state["done"], state["inner"]
         self._resumes, self._generators = True, list(state["generators"])
@@ -498,7 +498,7 @@ class DataLoader(torch_data.DataLoader):
             collate_fn=as_is,
             num_workers=self.num_workers,
             timeout=self.timeout,
-            # Its draws shall touch no generator that others draw from.
+            # A separate generator, so that the loader draws from no other one.
             generator=torch.Generator(),
             prefetch_factor=self.prefetch_factor,
             persistent_workers=self.persistent_workers,
@@ -515,7 +515,7 @@ class DataLoader(torch_data.DataLoader):
         if sampler is not None:
             given = getattr(sampler, "epoch", None)
             if given != self._sampler_epoch and given is not None and not goes_on:
-                # Somebody told the sampler itself, as one does with torch's loader.
+                # The user set the sampler's epoch directly, as with torch's loader.
                 self._epoch = given
             sampler.set_epoch(self._epoch)
             self._sampler_epoch = getattr(sampler, "epoch", None)
@@ -574,7 +574,8 @@ class _Batches:
         try:
             raise entry
         finally:
-            # Its traceback holds this frame: the caller's batches would live until a collection.
+            # Its traceback refers to this frame, which would keep the caller's batches alive until
+            # the next garbage collection.
             del entry
 
     def __del__(self) -> None:

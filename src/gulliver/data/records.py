@@ -32,8 +32,8 @@ Record = dict[str, Any]
 
 def read_records(table: Path) -> list[Record]:
     """Reads the rows of a .csv or .parquet file with columns `path` and `text`."""
-    # Of a folder each video and picture in it is a row, and its name the text. Cells of the columns
-    # `NUMBERS` and `SCORES` become floats, or None where they are empty.
+    # In a folder, each video and image is a row, with its file name as text. Cells of the columns
+    # `NUMBERS` and `SCORES` become floats, or None if they are empty.
     if table.is_dir():
         return _files_of(table)
     if not table.is_file():
@@ -92,7 +92,7 @@ def _read_csv(table: Path) -> tuple[list[tuple[str, Record]], list[str]]:
             line, before = before + 1, reader.line_num
             where = f"{table}, line {line}"
             if before != line:
-                # Captions may have line breaks, but so do rows that a stray quote has swallowed.
+                # Captions may have line breaks, but so do rows swallowed by a stray quote.
                 raise GulliverError(
                     f"{where}: a quoted field continues to line {before}: close the quote, and "
                     "write captions on one line"
@@ -165,11 +165,11 @@ def _number(where: str, column: str, cell: object) -> float | None:
     return None if math.isnan(value) else value
 
 
-# Score conditioning: what a clip's scores say is put into its caption, in the words of a version.
+# Score conditioning: a clip's scores are added to its caption, in the words of a version.
 #
-# A model that has read scores in training can be asked for good ones. The columns are those of the
-# public tools: `aes` (aesthetic score), `flow` (motion), `cmotion` (camera motion), and
-# `motion_score` (1 to 7, of 2.0). A cell that is empty, or NaN, says nothing.
+# A model trained on scores can be prompted for good ones. The columns are those of the public
+# tools: `aes` (aesthetic score), `flow` (motion), `cmotion` (camera motion), and `motion_score` (1
+# to 7, of 2.0). An empty or NaN cell adds nothing.
 #
 # Source: Open-Sora 1.2 (numbers), 1.3 (words), 2.0 (motion score).
 
@@ -179,7 +179,7 @@ AESTHETICS = (
     *((4.0, "terrible"), (4.5, "very poor"), (5.0, "poor"), (5.5, "fair"), (6.0, "good")),
     *((6.5, "very good"), (math.inf, "excellent")),
 )
-"""Words of Open-Sora 1.3 for aesthetic scores below a bound."""
+"""Open-Sora 1.3's words for aesthetic scores, each with an exclusive upper bound of the score."""
 MOTIONS = (
     *((0.5, "very low"), (2.0, "low"), (5.0, "fair"), (10.0, "high"), (20.0, "very high")),
     (math.inf, "extremely high"),
@@ -227,7 +227,7 @@ def _as_words(text: str, values: Values) -> str:
         if value is not None and f"{name} is" not in text:
             phrases.append(f"The {name} is {_word(value, words)}.")
     phrases += _camera(text, values)
-    # The sentences need an end of the caption before them; without any it stays as it is.
+    # The caption must end before the added sentences; without any it is unchanged.
     return " ".join([text if text.endswith(".") or not phrases else f"{text}.", *phrases])
 
 

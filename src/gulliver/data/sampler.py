@@ -39,7 +39,7 @@ def check_position(epoch: Any, done: Any, batches: int | None) -> None:
     for name, value in (("epoch", epoch), ("done", done)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise GulliverError(
-                f"the saved position has {name} {value!r}, but must have an integer of at least 0"
+                f"the saved position has {name}={value!r}, but it must be an integer of at least 0"
             )
     if batches is not None and done > batches:
         raise GulliverError(
@@ -58,8 +58,8 @@ def order_of(source: Any) -> str:
 #
 # The order of an epoch is a list of global batches, each of one bucket; it depends on the seed and
 # the epoch, never on the number of ranks. A rank takes its contiguous share of every batch, so all
-# ranks work on the same shape in the same step and none waits for a longer clip. The state is
-# therefore just (epoch, batches done): a run resumes exactly, on as many ranks as it likes.
+# ranks process the same shape in the same step and none waits for a longer clip. The state is
+# therefore just (epoch, batches done), and a run resumes exactly on any number of ranks.
 
 
 Groups = dict[Bucket, tuple[np.ndarray, int]]  # samples of each bucket, and the bucket's batch size
@@ -70,7 +70,7 @@ class Step:
     """One rank's share of a global batch.
 
     `indices` may be empty if a batch has fewer samples than ranks; `offset` is the position of the
-    first of them in the batch of `total` samples; `number` is the index of the batch in the epoch.
+    first index in the batch of `total` samples; `number` is the index of the batch in the epoch.
     """
 
     bucket: Bucket
@@ -119,7 +119,7 @@ class ResumableSampler(ABC):
     def __iter__(self) -> Iterator[Any]:
         epoch, order = self.epoch, self.batches(self.epoch)
         for number in range(self.done, len(order)):
-            # Counted before the step is given out: a state taken with it says that it is done.
+            # Counted before the step is returned, so that a state saved with it includes it.
             self.epoch, self.done = (
                 (epoch, number + 1) if number + 1 < len(order) else (epoch + 1, 0)
             )
@@ -205,7 +205,7 @@ class BucketSampler(ResumableSampler):
                 members.setdefault(bucket, []).append(index)
         if not members:
             raise GulliverError("no sample fits any bucket, so there is nothing to train on")
-        # Sorted, so that the order of an epoch does not depend on which bucket was seen first.
+        # Sorted, so that the order of an epoch does not depend on which bucket occurs first.
         return {
             b: (np.array(members[b], dtype=np.int64), _batch_size(self._batch_size, b))
             for b in sorted(members)

@@ -1,7 +1,7 @@
 """A CSV or Parquet table of video and image files with captions, decoded with PyAV.
 
 Unusable rows are counted and listed with their reason, never replaced: files that cannot be opened
-when     the table is read, and files found to be corrupt later (`BrokenClip`).
+when the table is read, and files found to be corrupt later (`BrokenClip`).
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class TableRow:
 class ClipTable:
     """Clips listed in a table with the columns `path` and `text`."""
 
-    # The optional columns num_frames, height, width and fps spare opening each file at the start;
-    # height and width are those of the picture as it is shown. Paths are relative to the table's
+    # With the optional columns num_frames, height, width and fps, files need not be opened at the
+    # start; height and width are those of the upright image. Paths are relative to the table's
     # folder.
 
     encoded = False
@@ -85,7 +85,7 @@ class ClipTable:
         self.seed, self.windows = seed, windows
         # Rows that are used.
         self.rows: list[TableRow] = []
-        # Name and reason of each row that is not.
+        # Name of each skipped row, with the reason.
         self.skipped: list[tuple[str, str]] = []
         self._broken: dict[int, str] = {}
         self._misstated: dict[int, str] = {}
@@ -135,7 +135,7 @@ class ClipTable:
             self.skipped.append((name, str(error)))
             return
         except OSError as error:
-            # Such as a name that is too long, which is not even looked for.
+            # Such as a name that is too long for the file system.
             self.skipped.append((f"{name[:80]}...", f"cannot be opened: {error.strerror}"))
             return
         self.rows.append(
@@ -161,7 +161,7 @@ class ClipTable:
         return self.buckets.buckets(sizes, self.frame_interval, self.seed, epoch)
 
     def samples(self, index: int) -> list[tuple[Bucket, int]]:
-        """Lists a row's possible buckets, each with the seeds of all windows."""
+        """Lists the windows of a row as (bucket, seed), for each bucket that it may be in."""
         if not self.windows:
             raise GulliverError(
                 "the number of windows is not set, so they may begin at any frame and cannot be "
@@ -204,7 +204,7 @@ class ClipTable:
         """Digest of the usable rows in order, on which saved positions depend."""
         digest = hashlib.blake2b(digest_size=8)
         for row in self.rows:
-            # Not the path, which changes when the folder is moved, nor the bucket, which follows.
+            # Not the path, which changes when the folder is moved, nor the derived bucket.
             digest.update(repr((row.name, row.text, astuple(row.probe))).encode())
         return digest.hexdigest()
 
@@ -252,7 +252,7 @@ class ClipTable:
         try:
             frames = decode(path, *stated, self.first_frame(index, bucket, seed))
         except EndOfClip as end:
-            # Tables and headers are often a frame or two off: what is there is used.
+            # Tables and headers are often off by a frame or two: the existing frames are used.
             if end.frames < end.needed:
                 raise
             starts = end.frames - end.needed + 1
@@ -321,10 +321,10 @@ def probe_file(path: Path) -> Probe:
 
 
 def choose_bucket(probe: Probe, buckets: tuple[Bucket, ...], interval: int) -> Bucket:
-    """Chooses the filled bucket with most pixels, then most frames, then nearest aspect ratio."""
+    """Chooses, among the buckets that a clip fills, by pixels, then frames, then aspect ratio."""
     long_enough = [b for b in buckets if probe.frames >= span_of(b.frames, interval)]
     if probe.frames > 1:
-        # A video fills a still's bucket too, but is better used as a video.
+        # A video also fills buckets for stills, but is better used as a video.
         long_enough = [b for b in long_enough if b.frames > 1] or long_enough
     if not long_enough:
         raise GulliverError(f"{probe.frames} frames are too few for every bucket")
@@ -345,7 +345,7 @@ def decode(path: Path, frames: int, interval: int, start: int = 0) -> Tensor:
     """Decodes every `interval`-th frame from `start`, [frames, 3, H, W] in [-1, 1]."""
     found: list[Frame] = []
     seen = 0
-    # From the first frame on, also for a late window: seeking is exact in some files only.
+    # Decoded from the first frame, even for a late window: seeking is exact in some files only.
     for frame in upright_frames(path):
         if seen >= start and (seen - start) % interval == 0:
             found.append(frame)

@@ -31,7 +31,7 @@ class Samples:
 
 @dataclass(frozen=True)
 class Tokens:
-    """A step of about `count` tokens: it ends with the sample that comes closest."""
+    """A step whose number of tokens is as close to `count` as the order of samples allows."""
 
     count: int
 
@@ -74,7 +74,7 @@ def total(budget: Budget, ranks: int) -> float:
 
 
 def check_key(budget: Budget, tokens: int, least: float) -> float:
-    """Minimum use of a budget by a sample, in tokens or seconds."""
+    """Returns how much of a budget a sample needs at least, in tokens or seconds."""
     return least if isinstance(budget, Seconds) else float(tokens)
 
 
@@ -94,7 +94,7 @@ def check_sample(
         )
 
 
-# What a planner of data-centric steps asks of costs, and checks of its degrees and window.
+# The costs that a planner of data-centric steps needs, and checks of its degrees and window.
 
 
 WINDOW, STEPS_AHEAD = 4096, 16  # default window in samples, or in steps for budgets in samples
@@ -120,14 +120,14 @@ class Costs(Protocol):
 
 
 def alone(costs: Costs) -> Costs:
-    """Costs that determine a step's samples, independent of tensor ranks."""
+    """Returns the costs by which samples are chosen for steps, independent of tensor ranks."""
     return getattr(costs, "alone", costs)
 
 
 def efficient_batch(costs: Costs, shape: Hashable, pac: bool) -> int:
     """Smallest micro-batch within 2 % of the best time per sample."""
-    # It looks at the smallest group that a sample fits, whatever the ranks: which samples a step
-    # has must not depend on those.
+    # Uses the smallest group that fits a sample, for any number of ranks, because the samples of a
+    # step must not depend on that number.
     costs = alone(costs)
     for degree in costs.degrees(1024):
         row = costs.batches(shape, degree, pac)
@@ -150,12 +150,12 @@ def checked_degrees(costs: Costs, ranks: int, intra: bool, degree: int | None) -
         if not right:
             text = ", ".join(map(str, known)) or "none"
             raise GulliverError(
-                f"intra=False: {ranks} ranks are not a multiple of a degree of these costs "
-                f"({text}): use another number of ranks"
+                f"intra=False: {ranks} ranks are not a multiple of any degree in the costs "
+                f"({text}); use another number of ranks"
             )
         raise GulliverError(
-            f"intra=False needs one degree= of all groups that divides {ranks} ranks: "
-            f"{right}; not {degree}"
+            f"intra=False needs one degree= for all groups that divides the {ranks} ranks: use "
+            f"{right}, not {degree}"
         )
     return (degree,)
 
@@ -171,7 +171,7 @@ def checked_window(budget: Budget, window: int | None) -> int:
     return WINDOW if window is None else window
 
 
-# Samples drawn for planning without a data set, and the time that no plan of them can be under.
+# Samples for planning without a dataset, and a lower bound on the time of any plan for them.
 
 
 Distribution = Literal["short", "balanced", "long"]

@@ -21,19 +21,19 @@ class Shares:
 
     # Predicted seconds of the steps.
     seconds: float
-    # Share in which ranks wait for the last group.
+    # Fraction of the time in which ranks wait for the last group.
     wait: float
-    # Share in which they wait for messages inside their group.
+    # Fraction in which they wait for messages inside their group.
     communication: float
-    # Share in which they repeat forwards.
+    # Fraction in which they recompute forwards.
     recompute: float
-    # Predicted seconds over the bounds, less 1.
+    # Predicted seconds relative to the bounds, minus 1.
     gap: float
-    # Samples of the steps.
+    # Number of samples.
     samples: int
 
     def __str__(self) -> str:
-        # A table of seconds does not tell parts of them.
+        # Tables of seconds do not break them down.
         inside = ""
         if self.communication or self.recompute:
             inside = (

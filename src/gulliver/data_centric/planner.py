@@ -6,7 +6,7 @@
 
 Samples are drawn into a window in order of arrival. In a window, samples of one shape are collected
 into efficient micro-batches, which are spread evenly so that steps are similar (`windows.py`). A
-step consists of the next ones up to its budget, and `gulliver.solve.steps.StepSolver` assigns them
+step takes the next samples up to its budget, and `gulliver.solve.steps.StepSolver` assigns them
 to groups of ranks.
 """
 
@@ -58,9 +58,9 @@ from gulliver.options import (
 from gulliver.solve.steps import StepSolver
 
 MOST_LOT = 0.25
-"""Maximum share of a step for one micro-batch of equal shapes. If such batches are as long as
-steps, many
-consecutive steps have the same shape, which harms convergence (docs/lab-notes.md).
+"""Maximum share of a step for one micro-batch of equal shapes. If micro-batches were as long as
+steps, all samples of a step would have the same shape, for many steps in a row, which harms
+convergence (docs/lab-notes.md).
 """
 Position = tuple[int, int, Queue]
 """Epoch, step, and samples that have been drawn but are not yet in a step."""
@@ -71,8 +71,8 @@ class DataCentricOptions(Options):
     """Options of `DataCentricPlanner`, passed by keyword.
 
     Attributes:
-        window: number of samples to draw together; by default for 16 steps. With budgets in tokens
-            or seconds, a step may draw several windows.
+        window: number of samples to draw together; by default enough for 16 steps. With budgets in
+            tokens or seconds, a step may draw several windows.
         memory: bytes per rank; by default the memory of `costs`.
         intra: whether groups may have different degrees; otherwise all have degree `degree`.
         inter: whether groups may run several micro-batches; otherwise each runs one, and remaining
@@ -108,10 +108,10 @@ class DataCentricOptions(Options):
             )
 
 
-# [Note: once each] Whatever was drawn is either in a step that was given out or in the queue, in
-# order. The state is the position in the stream and that queue, so it resumes exactly, and on any
-# number of ranks: which samples a step has depends on seed, epoch and window, and of budgets only
-# seconds look at the ranks. A state taken with a plan says that the plan is done.
+# [Note: once each] Every drawn sample is either in a returned step or in the queue, in order. The
+# state is the position in the stream and the queue, so it resumes exactly, on any number of ranks:
+# the samples of a step depend on seed, epoch and window; of the budgets, only seconds depend on the
+# ranks. A state saved after a plan was returned counts the plan as done.
 class DataCentricPlanner:
     """Plans steps of samples of many shapes; each sample occurs once per epoch.
 
@@ -171,10 +171,10 @@ class DataCentricPlanner:
         self.window = checked_window(budget, chosen.window)
 
     def _check_table(self, counts: Mapping[Shape, tuple[int, int]]) -> None:
-        """Checks every shape of a table; `counts` has its first sample and number of samples."""
+        """Checks every shape of a table; `counts` has the first sample and the count of each."""
         for shape, (first, count) in counts.items():
             self._meet(shape, first, count, inside=False)
-        # The sample that needs most: its budget is the least one of the table.
+        # The sample with the largest need determines the smallest possible budget.
         if known := [shape for shape in counts if self._fits[shape]]:
             longest = max(known, key=lambda s: check_key(self.budget, *self._needs(s)))
             check_sample(
@@ -211,7 +211,7 @@ class DataCentricPlanner:
                     "memory, or unfit='skip'"
                 )
             return
-        # A stage takes an equal share.
+        # Each stage takes an equal share.
         factor = 1 / self.stages
         self._phases.forget()
         self._solver.add(shape, {d: factor * row.seconds for d, row in rows.items()})
@@ -238,7 +238,7 @@ class DataCentricPlanner:
                 return
             # Planned from the queue alone, so that a loaded state plans the same step again.
             plan = self._planned(epoch)
-            # Counted before the plan is given out: a state taken with it says that it is done.
+            # Counted before the plan is returned, so that a state saved with it includes it.
             self.step += 1
             if not len(self._queue) and window.is_over:
                 self.epoch, self._queue = epoch + 1, Queue()
@@ -356,7 +356,7 @@ class DataCentricPlanner:
         """Plans the next step without advancing, for example to prefetch it; None at the end."""
         before, skipped = self.position(), self.skipped.copy()
         plan = next(iter(self), None)
-        # Planning is deterministic: the same plan comes again when it is asked for.
+        # Planning is deterministic: the same plan is returned when it is requested again.
         self.rewind(before)
         self.skipped = skipped
         return plan
@@ -399,7 +399,7 @@ class DataCentricPlanner:
         self._queue = Queue(state["drawn"])
         indices = np.array([index for index, _ in queue], dtype=np.int64)
         shapes = [shape for _, shape in queue]
-        # Fewer ranks, or less memory, may be too small for what others have drawn.
+        # With fewer ranks, or less memory, samples drawn by the saved run may not fit.
         indices, shapes = self._usable(indices, shapes)
         weights = np.array([self._weights(shape) for shape in shapes])
         self._queue.extend(indices, shapes, weights)

@@ -19,7 +19,7 @@ from gulliver.plan.plan import Plan
 from gulliver.planner.capability import HEADS, families, family_of
 
 MODES = ("all_to_all", "ring_attn")
-# Further options of `HybridParallelPlugin`; the others are decided by the plan of each step.
+# Supported options of `HybridParallelPlugin`; the plan of each step determines the others.
 OPTIONS = (
     *("chunk_mb", "assume_elementwise", "assume_per_parameter", "host_limit", "disk"),
     *("tensor_rules", "replicate_rest", "cut", "blocks", "everywhere", "after", "extra"),
@@ -89,7 +89,7 @@ class DataCentricPlugin(HybridParallelPlugin):
             memory_limit=memory_limit,
             check_batches=check_batches,
             verbose=verbose,
-            # Parameters of a step come at once, so gathering ahead of it would be in vain.
+            # All parameters of a step are loaded at its start, so prefetching would have no effect.
             gather_ahead=2 if memory_limit is None else 0,
             **options,
         )
@@ -132,16 +132,16 @@ class DataCentricPlugin(HybridParallelPlugin):
         """Shards sequences if the model's attention supports it; otherwise uses only ZeRO."""
         ranks, alone = plan.mesh.size // self.inside, _why_alone(model)
         self._share(1 if alone else ranks)
-        # A tensor rank has its part of the heads.
+        # Each tensor rank has part of the heads.
         self._heads = _heads_of(model) // self.tp_size
         if self.pp_size > 1 and dropouts_of(model):
             raise GulliverError(
-                "dropout in stages that run different micro-batches in every step is not "
-                f"reproducible ({dropouts_of(model)[0]}): set it to 0"
+                "dropout is not reproducible if stages run different micro-batches in every step "
+                f"({dropouts_of(model)[0]}): set it to 0"
             )
         if not alone and ranks > 1 and dropouts_of(model):
             raise GulliverError(
-                "dropout with sequences on different ranks in every step is not reproducible "
+                "dropout is not reproducible if sequences are on different ranks in every step "
                 f"({dropouts_of(model)[0]}): set it to 0"
             )
         if alone:
@@ -165,7 +165,7 @@ def _why_alone(model: nn.Module) -> str:
     known = families().get(family_of(model) or "")
     if known is None:
         name = type(model).__name__
-        return f"every group has one rank: the attention of {name} is in no family that shares it"
+        return f"every group has one rank: no known family shards the attention of {name}"
     if not {*known.modes} & {*SHARED_BY_SEQUENCE}:
         return f"every group has one rank: {known.why}"
     return ""

@@ -38,11 +38,11 @@ _COMPARED = WeakSet[ZeroOptimizer]()
 
 def warn_of_own_buffers(model: nn.Module, optimizer: ZeroOptimizer) -> None:
     """Warns once about saved buffers that differ between ranks (collective, after a step)."""
-    # Once in a run, and not for each epoch's loader: a gather between two steps cannot overlap.
+    # Once per run, not per epoch: a gather between two steps cannot overlap.
     if optimizer.size == 1 or optimizer in _COMPARED:
         return
     _COMPARED.add(optimizer)
-    # Contents are compared, because not every write raises a tensor's version.
+    # Contents are compared, because not every write increments a tensor's version.
     mine = {name: _digest(buffer) for name, buffer in persistent_buffers(model).items()}
     found = gather_objects(mine, optimizer.group)
     names = sorted({name for other in found for name in other})
@@ -66,16 +66,16 @@ def _digest(buffer: Tensor) -> bytes:
 # Runs planned steps: each rank's micro-batches, and gradients of the mean over the whole step.
 #
 #     loader = DataCentricLoader(planner, dataset, model, optimizer)
-#     for step in loader:                          # the rest of the present epoch
-#         for batch in step:                       # this rank's micro-batches; perhaps none
+#     for step in loader:                          # the rest of the current epoch
+#         for batch in step:                       # this rank's micro-batches; may be none
 #             step.backward(loss_of(model, batch.data))
 #         optimizer.step()
 #         optimizer.zero_grad()
 #
-# `step.run(criterion)` does what the inner loop does, also where blocks are on several stages.
+# `step.run(criterion)` replaces the inner loop, and also works if blocks are on several stages.
 
 
-# What the mean over a step is over: a number for each sample of the data set.
+# Weights of the mean over a step: a number for each sample of the dataset.
 Weight = Callable[[int], float] | Sequence[float]
 
 
@@ -142,7 +142,7 @@ class DataCentricLoader:
 
     def __iter__(self) -> Iterator[TrainingStep]:
         if self._given is not None and not self._given[0].ended:
-            # It was looked at, or left before its end: its samples are in no step yet.
+            # The loop ended before the step did, so its samples are in no step yet.
             self.planner.rewind(self._given[1])
         self._given, plans = None, iter(self.planner)
         while True:
@@ -153,7 +153,7 @@ class DataCentricLoader:
             if self._begin is not None:
                 self._begin(plan)
             weight = sum(self.weigh(index) for _, batch in plan for index in batch.samples)
-            if weight == 0:  # nothing to learn from, such as texts without labels
+            if weight == 0:  # nothing to learn, such as texts without labels
                 self.passed_over += plan.samples
                 continue
             if not weight > 0:
@@ -198,18 +198,18 @@ class DataCentricLoader:
                 data = move_tensors(data, current_world().device)
                 yield LoadedBatch(data, batch.samples, batch.shape, weight, degree, seeds)
         finally:
-            # No one waits: of a step that is left the garbage collector may end this, on any
-            # thread, and on one that begins to join another would wait for itself.
+            # Without waiting: the garbage collector may run this for an abandoned step, on any
+            # thread; a thread of the pool would wait for itself.
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _samples(self, batch: MicroBatch, degree: int) -> Any:
-        with self._reading:  # a step that was left may still be read
+        with self._reading:  # an abandoned step may still be reading
             samples = [self.dataset[index] for index in batch.samples]
         if self._shape_of is not None:
             for index, sample in zip(batch.samples, samples, strict=True):
                 self.planner.check_sample(index, batch.shape, self._shape_of(sample))
         if self._collate is pack_documents and degree > 1:
-            # Zigzag gives each rank two pieces: a row needs a token for each of them.
+            # Zigzag layouts give each rank two pieces: a row needs a token for each of them.
             return pack_documents(samples, least=2 * degree)
         return self._collate(samples)
 
@@ -231,8 +231,8 @@ class DataCentricLoader:
 
     def _first_untaken(self, before: Any) -> tuple[int, Any]:
         """Number of optimizer steps, and the position before the first unapplied step."""
-        # Gradients of several steps may be added up for one of the optimizer's, and the optimizer
-        # may step when the next step has been given out.
+        # Gradients of several steps may be accumulated for one optimizer step, which may come after
+        # the next step has been returned.
         taken = self.optimizer.taken.steps
         if self._first is not None and self._first[0] == taken:
             return self._first
@@ -251,7 +251,7 @@ class DataCentricLoader:
 
 
 def _check(loader: DataCentricLoader) -> None:
-    """Rejects settings that would fail in some step, on all ranks."""
+    """Rejects, on all ranks, settings that would fail in some step."""
     planner, optimizer = loader.planner, loader.optimizer
     if planner.ranks != optimizer.size:
         raise GulliverError(

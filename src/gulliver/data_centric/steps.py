@@ -22,21 +22,21 @@ Shape = Hashable
 class MicroBatch:
     """Samples of one shape that a group of ranks runs together."""
 
-    # Shape of all of them.
+    # Shape of all samples.
     shape: Shape
-    # Indices of them in the data set.
+    # Indices of the samples in the dataset.
     samples: tuple[int, ...]
-    # Number of blocks that the backward recomputes; 0: all activations are kept.
+    # Number of blocks that backward recomputes; 0: all activations are kept.
     recompute: int = 0
-    # How many of those are of each kind of block, in the order of the costs' kinds.
+    # Recomputed blocks of each kind, in the order of the costs' kinds.
     kinds: tuple[int, ...] = ()
-    # Predicted seconds of forward and backward, with what is sent.
+    # Predicted seconds of forward and backward, including communication.
     seconds: float = 0.0
-    # Seconds in those of messages inside the group.
+    # Of these, seconds of messages inside the group.
     communication: float = 0.0
-    # Seconds in those of forwards that are recomputed.
+    # Of these, seconds of recomputed forwards.
     recomputing: float = 0.0
-    # Predicted bytes of a rank, at most.
+    # Predicted peak bytes of a rank.
     bytes: int = 0
 
 
@@ -44,11 +44,11 @@ class MicroBatch:
 class RankGroup:
     """Ranks that share the sequence of every sample, and their micro-batches in order."""
 
-    # Data ranks, neighbours in ascending order; their number is the sequence degree.
+    # Adjacent data ranks in ascending order; their number is the sequence degree.
     ranks: tuple[int, ...]
-    # What they run; none where there is no work for them in this step.
+    # Their micro-batches; empty if they have no work in this step.
     micro_batches: tuple[MicroBatch, ...] = ()
-    # Predicted seconds besides, in which stages of a pipeline fill and drain.
+    # Additional predicted seconds in which pipeline stages fill and drain.
     filling: float = 0.0
 
     @property
@@ -68,20 +68,20 @@ class RankGroup:
 class StepPlan:
     """One optimizer step of all data-parallel ranks."""
 
-    # Number of the step, counted over epochs.
+    # Number of the step, over all epochs.
     step: int
-    # Epoch that its samples belong to.
+    # Epoch of its samples.
     epoch: int
-    # Groups that partition the data ranks, as the step begins.
+    # Groups that partition the data ranks at the start of the step.
     groups: tuple[RankGroup, ...]
     # Predicted seconds until the last group ends.
     seconds: float
-    # Seconds that no plan of these samples on these ranks can be under.
+    # Lower bound on the seconds of any plan of these samples on these ranks.
     bound: float
-    # Samples that were drawn for this step and wait for the next one.
+    # Samples that were drawn for this step but are deferred to the next one.
     set_aside: tuple[int, ...] = ()
-    # Other groups of the same ranks that follow, such as single ranks after a sample that takes all
-    # of them. A rank continues when its own group has ended.
+    # Later groups of the same ranks, such as single ranks after a sample that needs all of them. A
+    # rank continues when its own group has ended.
     later: tuple[tuple[RankGroup, ...], ...] = ()
 
     @property
@@ -140,7 +140,7 @@ def facts_of(row: BatchCosts, factor: float) -> list[Facts]:
 
 @dataclass(frozen=True, slots=True)
 class SolvedStep:
-    """Consecutive parts of a step, their seconds, and the bound of the step."""
+    """Consecutive parts of a step, their total seconds, and a lower bound on these."""
 
     parts: tuple[BalancedStep, ...]
     seconds: float
@@ -172,11 +172,11 @@ def place(
     return tuple(groups)
 
 
-# Samples of a step dealt to groups that follow one another, and to stages of a pipeline.
+# Distributes the samples of a step over phases and pipeline stages.
 #
-# A sample that needs many ranks would hold them in one group, and every short sample with them. So
-# where samples need different least degrees, a step of two phases is tried as well: the wide ones,
-# and all others in groups of their own.
+# A sample that needs many ranks would keep them in one group, for all short samples too. So if
+# samples have different minimum degrees, a step of two phases is also tried: first the wide
+# samples, then all others in their own groups.
 
 
 REMEMBERED = 4096  # number of cached phase solutions, because the same steps recur
@@ -204,7 +204,7 @@ class Phases:
         """Assigns samples by shape: all in one phase, or wide groups first."""
         if self._stages > 1:
             return self._compared(shapes)
-        # Kept as counts: thousands of whole plans would be looked through by the garbage collector.
+        # Kept as counts: the garbage collector would traverse thousands of full plans.
         key = frozenset(shapes.items())
         if key not in self._known:
             if len(self._known) >= REMEMBERED:

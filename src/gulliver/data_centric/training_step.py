@@ -23,23 +23,22 @@ from gulliver.errors import GulliverError
 from gulliver.parallel.zero.optimizer import ZeroOptimizer
 from gulliver.parallel.zero.step import UnevenStep, uneven_step
 
-# Ranks of all groups, and the group of this rank, in each phase of a step.
+# For each phase of a step: the ranks of all groups, and this rank's group.
 Phases = Sequence[tuple[Sequence[Sequence[int]], RankGroup]]
 
 
-# [Note: exact weights] A loss is the mean over its micro-batch, and all d ranks of a group show it.
-# The optimizer divides the sum over its R ranks by R. So a micro-batch that counts w of the step's
-# W is multiplied with (w / W) (R / d): the sum over ranks, divided by R, is the mean over the step,
-# whatever the groups were. Clipping, loss scale, schedules and averages of weights see nothing
-# else.
+# [Note: exact weights] A loss is the mean over its micro-batch, and all d ranks of a group return
+# it. The optimizer divides the sum over its R ranks by R. So a micro-batch with weight w of the
+# step's W is multiplied by (w / W) (R / d): the sum over ranks, divided by R, is then the mean over
+# the step, for any groups. Clipping, loss scale, schedules and averages of weights are not
+# affected.
 #
-# Gradients of a step are not reduced before its last backward; see
-# `gulliver.parallel.zero.step`.
+# Gradients of a step are not reduced before its last backward; see `gulliver.parallel.zero.step`.
 #
-# [Note: who waits for whom] The last backward of a rank waits for the gradients of all others.
-# Ranks of one group need each other's messages in the middle of it. So it must not wait where
-# another rank of the group has work in a later phase, which would wait for this one: there
-# gradients leave after the loop.
+# [Note: who waits for whom] The last backward of a rank waits for the gradients of all others,
+# while ranks of one group need each other's messages during it. So it must not wait if another rank
+# of the group has work in a later phase, which would wait for this rank: then gradients are reduced
+# after the loop.
 @dataclass(frozen=True)
 class LoadedBatch:
     """Samples that a group of ranks runs together; equal on all its ranks.
@@ -70,12 +69,12 @@ class LoadedBatch:
 class StepContext:
     """Settings shared by the steps of a run."""
 
-    # The model as it was boosted.
+    # The boosted model.
     model: nn.Module
     optimizer: ZeroOptimizer
-    # Degree of the model; None where no sequences are shared.
+    # Degree of the model; None if sequences are not shared.
     degree: Degree | None
-    # Which blocks the next forward keeps or recomputes; None where all are kept.
+    # Selects the blocks that the next forward keeps or recomputes; None if all are kept.
     switch: RecomputeSwitch | StageSwitch | None
 
 
@@ -94,7 +93,7 @@ class TrainingStep:
     plan: StepPlan
     weight: float
     context: StepContext
-    # This rank's micro-batches of all phases as they load.
+    # This rank's micro-batches of all phases, as they are loaded.
     coming: Generator[LoadedBatch]
     measured: list[tuple[Any, float, float]] = field(default_factory=list)
     begun: bool = False
@@ -175,7 +174,7 @@ class TrainingStep:
         rows = [[group.ranks for group in phase] for phase in plan.phases]
         if degree is not None:
             for phase in rows:
-                # Made by all ranks together: later in the step they are at different places.
+                # Created now, because later the ranks are at different points of the step.
                 degree.of_rows(phase)
         with ExitStack() as stack:
             self._uneven = stack.enter_context(uneven_step(optimizer))
@@ -218,7 +217,7 @@ class TrainingStep:
         assert loss is not None, "there are micro-batches"
         self._left -= len(batches)
         self._sum = loss.double() if self._sum is None else self._sum + loss.double()
-        # They overlap: of the seconds of all, each is told its predicted share.
+        # Micro-batches overlap: each gets its predicted share of the total seconds.
         seconds, predicted = time.perf_counter() - begun, group.seconds
         for micro in micros:
             share = micro.seconds / predicted if predicted else 1 / len(micros)
@@ -257,7 +256,7 @@ class TrainingStep:
             )
         share = batch.weight / self.weight / batch.degree
         self._left, self._open = self._left - 1, None
-        if share == 0:  # such as a text of one token: the mean over nothing is not a number
+        if share == 0:  # such as a text of one token, whose mean loss is nan
             if not self._left:
                 uneven.finish()
             return
@@ -288,7 +287,7 @@ class TrainingStep:
 
 
 def _ends_alike(plan: StepPlan, rank: int) -> bool:
-    """Whether no rank that shares its last group with `rank` has work afterwards."""
+    """Whether no rank in the last working group of `rank` has work in a later phase."""
     working = [[group for group in phase if group.micro_batches] for phase in plan.phases]
     for number in reversed(range(len(working))):
         mine = next((group for group in working[number] if rank in group.ranks), None)

@@ -23,7 +23,7 @@ PARTS = ("epoch", "step", "drawn", "queue")
 
 
 def digest_of(position: Mapping[str, Any]) -> str:
-    """Digest of a position, including the finished samples."""
+    """Digest of a position: its epoch, step, number of drawn samples and queue."""
     content = json.dumps([position.get(name) for name in PARTS])
     return hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
 
@@ -47,7 +47,7 @@ def check_state(state: Any, model: str, data: str) -> None:
         raise GulliverError("the saved position is corrupted: samples would be skipped or repeated")
 
 
-# Samples before they are in steps: the stream, windows of it, and the queue of what is drawn.
+# Samples before they are in steps: the stream, its windows, and the queue of drawn samples.
 
 
 class SampleStream:
@@ -67,7 +67,7 @@ class SampleStream:
                 raise GulliverError("shapes is a tensor; pass a list, such as shapes.tolist()")
             if not len(shapes):
                 raise GulliverError("the dataset is empty, so there is nothing to train on")
-            # A copy: what the caller does to the list afterwards would be seen by one rank alone.
+            # A copy, because later changes to the list would be seen by one rank only.
             self._shapes = shapes = list(shapes)
             self.counts = _counted(shapes)
             number = {shape: place for place, shape in enumerate(self.counts)}
@@ -78,7 +78,7 @@ class SampleStream:
         self.digest = source
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[int, Shape]]:
-        """Yields index and shape of the samples, from a position on."""
+        """Yields index and shape of each sample, beginning at position `start`."""
         if callable(self._shapes):
             return itertools.islice(enumerate(self._shapes(epoch)), start, None)
         count = len(self._shapes)
@@ -117,7 +117,7 @@ class SampleWindow:
         return indices, [shape for _, shape in found]
 
     def _advance(self) -> None:
-        # One sample is held ahead, so that the end is known with the last one drawn.
+        # Reads one sample ahead, to know the end when the last one is drawn.
         self._next = next(self._samples, None)
         self.is_over = self._next is None
 
@@ -126,10 +126,10 @@ class Queue:
     """Samples that have been drawn but are not yet in a step, in order."""
 
     def __init__(self, drawn: int = 0) -> None:
-        # The same, as it grows.
+        # Number of samples drawn so far in the epoch.
         self.drawn = drawn
         self.indices: list[int] = []
-        # Shape of each.
+        # Shape of each sample.
         self.shapes: list[Shape] = []
         self._ends = np.zeros(0)
         self._start = 0.0
@@ -144,7 +144,7 @@ class Queue:
     def copy(self) -> Queue:
         other = Queue(self.drawn)
         other.indices, other.shapes = self.indices[:], self.shapes[:]
-        other._ends, other._start = self._ends, self._start  # never changed in place
+        other._ends, other._start = self._ends, self._start  # never modified in place
         return other
 
     def extend(self, indices: np.ndarray, shapes: list[Shape], weights: np.ndarray) -> None:
@@ -155,7 +155,7 @@ class Queue:
 
     def up_to(self, weight: float, nearest: bool) -> int:
         """Counts samples at the front whose total weight is at most `weight`; at least one."""
-        # A hair of slack: weights are summed from the queue's beginning.
+        # Small tolerance, because weights are summed from the beginning of the queue.
         slack = 1e-9 * max(1.0, abs(self._start))
         end = self._start + weight + slack
         count = bisect_right(self._ends, end)
@@ -190,7 +190,7 @@ def _counted(shapes: list[Shape]) -> dict[Shape, tuple[int, int]]:
         for index, shape in enumerate(shapes):
             _check_hashable(index, shape)
         raise
-    # Of those of a shape the last one that is put in stays, which is the first to arrive.
+    # Of several equal shapes, the last entry wins, which is the first to arrive.
     firsts = dict(zip(reversed(shapes), reversed(range(len(shapes))), strict=True))
     return {shape: (firsts[shape], count) for shape, count in counts.items()}
 
@@ -216,8 +216,8 @@ def longer_lots(
     steps: float,
 ) -> dict[Shape, int]:
     """Enlarges efficient batches if a step would have few of them."""
-    # Among few lots a small one finds no company of its kind, and runs on ranks that a large one
-    # needs, or lets them wait: better more of them, in fewer steps.
+    # Among few batches, a small one finds no similar ones: it uses ranks that a large one needs,
+    # or lets them wait. Larger batches in fewer steps are better.
     each = sum(count / sizes[shape] for shape, count in counts.items()) / steps
     factor = min(MOST_LONGER, FEW_LOTS / each)
     return {s: max(sizes[s], min(int(factor * sizes[s]), int(most[s]))) for s in counts}

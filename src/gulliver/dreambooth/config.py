@@ -94,7 +94,7 @@ class DreamboothConfig(Options):
     steps: Annotated[int, AT_LEAST_1] = 400
     """Optimizer steps."""
     batch_size: Annotated[int, AT_LEAST_1] = 1
-    """Global batch size in pictures of the subject; the same number of prior ones is added."""
+    """Global batch size in pictures of the subject; as many prior pictures are added."""
     micro_batch: Annotated[int | None, AT_LEAST_1] = None
     """Micro-batch size per rank; larger batches accumulate gradients."""
     learning_rate: Annotated[float | None, RATE] = None

@@ -87,7 +87,7 @@ def _metadata(base: DiffusersBase, adapters: Mapping[str, Mapping[str, object]])
 
 
 def _rows(base: DiffusersBase, learnt: TrainedParts) -> dict[str, str]:
-    """Returns the tensor names of new token embeddings, in the order of the text encoders."""
+    """Returns the tensor name of the new token embeddings by text encoder, in their order."""
     found = [name for name in learnt.tensors if name.endswith(ROWS)]
     by_encoder = {name.split(".")[1]: name for name in found}
     return {e: by_encoder[e] for e in base.kind.encoders if e in by_encoder}
@@ -225,7 +225,7 @@ class DiffusersBase:
         self.side = resolution or int(network["sample_size"]) * self.factor
         if self.side % (2 * self.factor):
             raise GulliverError(
-                f"--resolution {self.side} must be a multiple of {2 * self.factor} here"
+                f"--resolution {self.side} must be a multiple of {2 * self.factor} for this model"
             )
         self.trained = self._network(self.kind.network)
         self.text: nn.Module | None = None
@@ -295,7 +295,7 @@ class DiffusersBase:
 
     @property
     def wordless(self) -> str:
-        """Name of the pipeline if diffusers cannot load new token embeddings into it."""
+        """Name of the pipeline if it cannot load new token embeddings; otherwise empty."""
         name: str = self.index["_class_name"]
         return "" if hasattr(_class("diffusers", name), "load_textual_inversion") else name
 
@@ -514,7 +514,7 @@ def _diffusers() -> None:
         import diffusers  # noqa: F401
         import transformers  # noqa: F401
     except ImportError:
-        raise missing_extra("diffusers pipelines", "dreambooth") from None
+        raise missing_extra("a pipeline needs diffusers and transformers", "dreambooth") from None
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from gulliver.jobs.log import derive
 
 SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff"})
 CLIP = ".npy"
-"""Files with clips ``[T, H, W, 3]``, uint8, for video bases."""
+"""Suffix of files with clips ``[T, H, W, 3]``, uint8, for video base models."""
 COLOURS = {"white": 255, "black": 0, "grey": 128}
 BROKEN = (OSError, ValueError, SyntaxError, EOFError)
 
@@ -163,7 +163,7 @@ def _pillow() -> tuple[Any, Any]:
     try:
         from PIL import Image, ImageOps
     except ImportError:
-        raise missing_extra("reading pictures", "dreambooth") from None
+        raise missing_extra("reading pictures needs Pillow", "dreambooth") from None
     return Image, ImageOps
 
 
@@ -250,8 +250,8 @@ def _check(folder: Path, base: Base, config: DreamboothConfig) -> bool:
     ]
     if changed:
         raise GulliverError(
-            f"the prior pictures in {folder} have other settings ({'; '.join(changed)}); choose "
-            "another --prior-folder, or remove this one"
+            f"the prior pictures in {folder} were made with other settings ({'; '.join(changed)}); "
+            "choose another --prior-folder, or remove this one"
         )
     return True
 

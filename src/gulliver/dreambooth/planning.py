@@ -27,7 +27,7 @@ from gulliver.planner.model import recomputable_blocks
 
 CHUNK_MB = 4.0
 HOST_SHARE = "70%"
-"""Default fraction of the host's memory behind a GPU with a limit, if no disk is given."""
+"""Default share of host memory for a GPU with a memory limit, if no disk is given."""
 FIRST_USE = 16 << 20
 """Bytes to reserve for first-use allocations of libraries, for any model: 6 to 8 MiB for a
 step's kernels and optimizer and 11 MiB for a save, plus a relative margin.
@@ -82,7 +82,7 @@ def plan_run(config: DreamboothConfig, plugin: Plugin, base: Any, ranks: int) ->
             refusal = error
     if "smallest limit" in str(refusal):
         raise GulliverError(
-            f"{refusal}, of which libraries need {size_text(FIRST_USE)}"
+            f"{refusal}, including {size_text(FIRST_USE)} for libraries"
         ) from refusal
     raise refusal
 

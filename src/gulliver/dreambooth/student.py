@@ -42,7 +42,7 @@ class SampleOrder:
         self.config, self.subjects, self.priors = config, subjects, priors
 
     def samples(self, step: int) -> list[StepSample]:
-        """Returns a step's samples; weights give the mean loss of subjects plus that of priors."""
+        """Returns a step's samples, weighted for the mean loss of subjects plus that of priors."""
         config, size = self.config, self.config.batch_size
         found = [(self._picture(0, step, n), 1 / size) for n in range(size)]
         if self.priors:
@@ -105,7 +105,7 @@ class SubjectModel(nn.Module):
         weights: Sequence[float] = (),
         job: Callable[[], Any] | None = None,
     ) -> Any:
-        """Computes losses of samples; `job` is called instead, inside the boosted forward."""
+        """Computes losses of samples; calls `job` instead, in the boosted forward, if given."""
         if job is not None:
             return job()
         assert latents is not None, "samples are given"
@@ -207,7 +207,7 @@ def _check_sides(
     """Raises an error if only the adapter or only the options include the text encoder."""
     has = any(name.startswith("text.") for name in tensors)
     if has != ("text" in networks):
-        wrong = "adapters for the text encoder; add" if has else "none for the text encoder; omit"
+        wrong = "adapters for the text encoder; add" if has else "no text encoder adapters; omit"
         raise GulliverError(f"--adapter {config.adapter} has {wrong} --text-encoder")
 
 

@@ -1,4 +1,4 @@
-"""Training of DreamBooth, and the result written from its last checkpoint."""
+"""Trains a model with DreamBooth, and writes the result from the last checkpoint."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def place_of(token: str, text: str) -> re.Match[str] | None:
 
 
 def add_word(tokenizer: Any, token: str) -> None:
-    """Adds a token to a tokenizer that matches only as a whole word."""
+    """Adds to a tokenizer a token that matches only whole words."""
     from transformers import AddedToken
 
     # Text of added tokens is matched after normalization.
@@ -32,7 +32,7 @@ def add_word(tokenizer: Any, token: str) -> None:
 
 
 def is_known(tokenizer: Any, token: str) -> bool:
-    """Whether a tokenizer encodes a word as a single token at the end of a word."""
+    """Whether a tokenizer encodes a word as a single token, or has it in its vocabulary."""
     ids = tokenizer(token, add_special_tokens=False)["input_ids"]
     whole = len(ids) == 1 and ids[0] != tokenizer.unk_token_id
     return whole or token in tokenizer.get_vocab()

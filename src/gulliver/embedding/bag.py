@@ -57,7 +57,7 @@ class EmbeddingCacheOptions(Options):
     scale_grad_by_freq: bool = False
 
     def check_combinations(self) -> None:
-        """Rejects options that exclude each other."""
+        """Rejects values of `sparse` and `scale_grad_by_freq` that are not supported."""
         if not self.sparse:
             raise GulliverError(
                 "sparse=False needs a gradient as large as the table; leave sparse=True"
@@ -117,6 +117,8 @@ class CachedEmbeddingBag(nn.Module):
         **options: Any,
     ) -> None:
         super().__init__()
+        if mode not in MODES:
+            raise GulliverError(f"mode={mode!r} is unknown: {nearest(str(mode), MODES)}")
         self.options = chosen = from_keywords(EmbeddingCacheOptions, options, CachedEmbeddingBag)
         self.tables = make_tables(num_embeddings, padding_idx, chosen.name)
         self.rows = sum(table.rows for table in self.tables)
@@ -206,6 +208,8 @@ class CachedEmbeddingBag(nn.Module):
             GulliverError: ids, offsets or weights of a table are invalid, or the batch does not fit
                 into the cache.
         """
+        if per_sample_weights is not None and self.mode != "sum":
+            raise GulliverError(f"per_sample_weights need mode='sum', not {self.mode!r}")
         given = input, offsets, per_sample_weights, self.include_last_offset
         if self.several:
             bags = several_tables(self.tables, *given)
@@ -258,7 +262,7 @@ class CachedEmbeddingBag(nn.Module):
             )
         if self._store.waiting:
             raise GulliverError(
-                "some batches wait for an optimizer step; call optimizer.step() before grow()"
+                "some batches are still waiting for a step; call optimizer.step() before grow()"
             )
         self.flush()
         values = self._drawn(more, self.weight.dtype) if _weight is None else _weight

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from gulliver.errors import GulliverError, nearest
 
-INTEGERS = (torch.int64, torch.int32)
 Given = Tensor | Mapping[str, Tensor]
 
 
@@ -60,9 +59,8 @@ class Bags:
 
 
 def check_ids(table: Table, ids: Tensor) -> None:
-    if not isinstance(ids, Tensor) or ids.dtype not in INTEGERS:
-        kind = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
-        raise GulliverError(f"table {table.name!r}: ids must be int64 or int32, not {kind}")
+    if ids.is_floating_point():
+        raise GulliverError(f"table {table.name!r}: ids must be integers, not {ids.dtype}")
     if not ids.numel():
         return
     low, high = (int(edge) for edge in ids.aminmax())
@@ -116,7 +114,7 @@ def one_table(
 
 
 def _checked_offsets(where: str, offsets: Tensor, count: int, last: bool) -> Tensor:
-    if offsets.dim() != 1 or offsets.dtype not in INTEGERS:
+    if offsets.dim() != 1 or offsets.is_floating_point():
         raise GulliverError(f"{where}: offsets must be one-dimensional integers")
     offsets = offsets.detach().cpu().long()
     if last and not len(offsets):

@@ -107,7 +107,7 @@ Records = dict[str, Tensor]
 # its slot if it has one, else in its columns. So replacement decisions affect speed only.
 @dataclass
 class IdBatch:
-    """The ids of a batch, and the state of its rows."""
+    """The ids of a batch, and the rows that it requests."""
 
     # Flat, on the host.
     ids: Tensor
@@ -235,7 +235,7 @@ class RecordStore:
         self._look_ahead()
 
     def grow(self, weight: Tensor, states: Mapping[str, Tensor]) -> None:
-        """Appends records; `flush` must be called before."""
+        """Appends records; call `flush` first."""
         for name, values in {WEIGHT: weight, **states}.items():
             self.columns[name].grow(values)
         self.rows += len(weight)
@@ -280,7 +280,7 @@ class RecordStore:
     # Decisions
 
     def _next(self, ids: Tensor) -> IdBatch:
-        """Returns the announced batch with these ids, skipping earlier ones."""
+        """Returns the announced batch with these ids, skipping earlier ones, or a new batch."""
         for place, batch in enumerate(self._queue):
             if len(batch.ids) == len(ids) and torch.equal(batch.ids, ids):
                 for _ in range(place):

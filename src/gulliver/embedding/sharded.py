@@ -40,7 +40,7 @@ def flagged(pieces: Sequence[Tensor], error: GulliverError | None, like: Tensor)
 def unflagged(
     group: RankGroup, arriving: Sequence[Tensor], error: GulliverError | None
 ) -> list[Tensor]:
-    """Strips the error flags from received data."""
+    """Strips the error flags from received data; raises on all ranks if any flag is set."""
     flags = torch.stack([flat.detach()[-1] for flat in arriving])
     if bool(flags.any()):
         raise_together(group, error, flags.device)
@@ -508,7 +508,7 @@ class ShardedEmbeddingBag(nn.Module):
         return int(((bags.rows >= begin) & (bags.rows < stop)).sum())
 
     def _sent_by(self, holder: int) -> list[tuple[int, int]]:
-        """Tables of which a rank sends data and the widths of its parts, in sending order."""
+        """Tables whose data a rank sends, each with the width of its part, in sending order."""
         wide, narrow = [], []
         for number, table in enumerate(self.tables):
             place = self.placements[table.name]

@@ -98,7 +98,7 @@ _WRITTEN = {
     "roberta-prelayernorm": _PRENORM,
     "moshi": Tensors(own=True, refused="its layers have a weight per codebook"),
 }
-"""Sharding of tensors by type."""
+"""Sharding of tensors, by model type."""
 
 _MORE = "its blocks return more than the hidden state, which later blocks read"
 _UNSTAGED = {
@@ -114,7 +114,7 @@ _UNSTAGED = {
     "nllb-moe": "its encoder passes on the choices of its routers",
     "hrm_text": "it runs its blocks several times",
 }
-"""Types that cannot be split into pipeline stages, with the reason."""
+"""Model types that cannot be split into pipeline stages, with the reason."""
 
 
 def _types() -> tuple[Family, ...]:

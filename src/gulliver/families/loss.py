@@ -97,7 +97,7 @@ def router_loss(model: Any, logits: tuple[Tensor, ...], mask: Tensor | None) -> 
 
 
 def _known_forward(model: nn.Module) -> tuple[str, Any]:
-    """Returns the class that defines a model's forward, and its code; None if it is custom."""
+    """Names the class that defines a model's forward; also returns its code, None if custom."""
     owner = next((c for c in type(model).__mro__ if "forward" in vars(c)), None)
     if owner is None or "forward" in vars(model):
         return "", None

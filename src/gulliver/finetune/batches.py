@@ -1,4 +1,4 @@
-"""Builds batches, packed if the model supports it exactly or sorted by length."""
+"""Builds batches: packed if the model supports this exactly, otherwise sorted by length."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ LAYERS = {"full_attention", "sliding_attention"}
 # alone, in float64, for every listed type (`tests/finetune/test_finetune_packing.py`); other types
 # are rejected.
 def packing_support(model: nn.Module, length: int | None = None) -> str | None:
-    """Returns why packing would not be exact for a model; None if it is.
+    """Returns why packing would not be exact for a model; None if it would be.
 
     Args:
         model: any model, possibly adapted by PEFT.
@@ -144,7 +144,7 @@ def make_batches(
     loss is the sum of its token losses divided by `num_items`.
 
     - packed: ``input_ids``, ``labels``, ``position_ids``, each ``[B, L]``. Positions restart with
-    each sequence, so that sequences do not attend to each other; for models without a cache.
+      each sequence, so that sequences do not attend to each other (with ``use_cache=False``).
     - otherwise: ``input_ids``, ``labels``, ``attention_mask``, each ``[B, L]``, padded at the end.
 
     Args:

@@ -43,9 +43,9 @@ class DataConfig(Options):
     seq_length: Annotated[int | None, Range(2, LONGEST)] = None
     """Maximum sequence length in tokens; default: the model's context, at most 2048."""
     long_chats: Literal["cut", "skip"] = "cut"
-    """How to handle longer conversations; other texts are split into windows."""
+    """How to handle conversations longer than --seq-length; other texts are split into windows."""
     packing: Literal["auto", "yes", "no"] = "auto"
-    """Pack several texts into a sequence; auto: if the model does so exactly."""
+    """Pack several texts into a sequence; auto: if results stay exact with this model."""
     held_out: Annotated[float | Path, Range(0, 1, open_above=True)] = 0.05
     """Fraction of the texts held out for evaluation, or a file of them."""
     bad_rows: Literal["skip", "refuse"] = "skip"
@@ -99,7 +99,7 @@ class FinetuneConfig(DataConfig):
     disk: str | None = None
     """Disk folder and size for state that exceeds --memory-limit, such as /scratch:100GiB."""
     ranks: Annotated[int, RANKS] = 0
-    """Processes on this machine; 0: one per GPU, or those of one model. Ignored under torchrun."""
+    """Processes on this machine; 0: one per GPU, or one model's ranks. Ignored under torchrun."""
     tp_size: Annotated[int, SIZE] = 1
     """Tensor parallel size."""
     pp_size: Annotated[int, SIZE] = 1
@@ -212,7 +212,7 @@ def check_finetune(config: FinetuneConfig) -> FinetuneConfig:
     _check_adapters(config)
     if config.disk is not None and config.memory_limit is None:
         raise GulliverError(
-            f"--disk {config.disk} needs --memory-limit; state that fits stays in memory"
+            f"--disk {config.disk} has no effect without --memory-limit; set it, or omit --disk"
         )
     if config.ranks and config.ranks % config.ranks_of_a_model:
         raise GulliverError(

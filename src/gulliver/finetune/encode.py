@@ -64,7 +64,7 @@ def marked_tokens(tokenizer: Any, sample: TextSample) -> tuple[list[int], list[i
 
 
 def chat_texts(tokenizer: Any, sample: TextSample, answers_only: bool) -> list[str]:
-    """Renders a conversation in full, and up to each reply, without and with it."""
+    """Renders a conversation in full and, for each reply, up to its start and up to its end."""
     count = len(sample.messages)
     texts = [_applied(tokenizer, sample, count, tokenize=False)]
     answers = _answers(sample)
@@ -115,9 +115,9 @@ def _refuse_template(
     here, there = tokenizer.decode(part[around]), tokenizer.decode(whole[around])
     if tokenizer.decode(whole).startswith(tokenizer.decode(part)):
         raise GulliverError(
-            f"{sample.source}: before and in message {number + 1}, ...{there!r} has a token that "
-            f"begins in ...{here!r}, where the chat template ends, so the answer mask would not "
-            f"be exact; end the prompt with a special token or a line break, or {MARK_THEM}"
+            f"{sample.source}: before and in message {number + 1}, one token spans the end of "
+            f"...{here!r} and the text after it (...{there!r}), so the answer mask would not be "
+            f"exact; end the prompt with a special token or a line break, or {MARK_THEM}"
         )
     raise GulliverError(
         f"{sample.source}: the chat template renders the conversation up to message {number + 1} "

@@ -1,8 +1,8 @@
 """Finds the fastest plan that fits, without reading weights.
 
 Start with `plan_run`. A step is traced on the meta device with the largest micro-batch. Without a
-memory limit, the lowest ZeRO stage that fits is used. Each stage is first tried with smaller
-micro-batches, because accumulation is free while a higher stage communicates more.
+memory limit, the lowest ZeRO stage that fits is used; smaller micro-batches are tried before a
+higher stage, because accumulation costs nothing, but a higher stage communicates more.
 """
 
 from __future__ import annotations

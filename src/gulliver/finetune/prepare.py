@@ -178,7 +178,7 @@ def make_optimizer(
 
 
 def prepare(config: FinetuneConfig, world: World) -> FinetuneJob:
-    """Reads configuration and data, and plans the run; called on every rank, printed on rank 0."""
+    """Reads configuration and data, and plans the run (on every rank); rank 0 prints the plan."""
     say = console().print if world.is_main else lambda _: None
     assert config.model is not None, "--model was validated"
     base, run = Base(config.model), FinetuneRun(config.out, config.keep)

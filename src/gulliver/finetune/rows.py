@@ -197,7 +197,7 @@ def _parquet(file: Path) -> Rows:
         import pyarrow
         from pyarrow import parquet
     except ImportError:
-        raise missing_extra("reading Parquet files", "finetune") from None
+        raise missing_extra("reading Parquet files needs pyarrow", "finetune") from None
     try:
         opened = parquet.ParquetFile(file)
         _header(file, opened.schema_arrow.names)
@@ -403,7 +403,7 @@ def _messages(row: Row, columns: tuple[str, ...]) -> TextSample:
             raise _Unusable(f"empty answer: message {number}")
     tools = _from_json(row.values.get("tools") or None, "tools")
     if tools is not None and not isinstance(tools, list):
-        raise _Unusable(f"not a list of tools: a {type(tools).__name__}")
+        raise _Unusable(f"not a list of tools: tools is a {type(tools).__name__}")
     return TextSample(row.source, messages=messages, tools=tools)
 
 
@@ -418,7 +418,7 @@ def _from_json(value: Any, column: str) -> Any:
 
 def _message(given: Any, number: int) -> dict[str, Any]:
     if not isinstance(given, dict):
-        raise _Unusable(f"not a message: number {number} is a {type(given).__name__}")
+        raise _Unusable(f"not a message: message {number} is a {type(given).__name__}")
     # Tables have every message field in every message, with None if it is missing.
     found = {name: value for name, value in given.items() if value is not None}
     if "from" in found and "role" not in found:
@@ -427,13 +427,13 @@ def _message(given: Any, number: int) -> dict[str, Any]:
         del found["from"]
     role = found.get("role")
     if not isinstance(role, str) or not role:
-        raise _Unusable(f"message without role: number {number}")
+        raise _Unusable(f"message without role: message {number}")
     content = found.get("content")
     if isinstance(content, list):
         content = "".join(_part(part, number) for part in content)
     if content is None:
         if not found.get("tool_calls"):
-            raise _Unusable(f"message without content: number {number}")
+            raise _Unusable(f"message without content: message {number}")
         found.pop("content", None)
         return found
     return {**found, "content": _text_of(content, f"message {number}")}
@@ -441,7 +441,7 @@ def _message(given: Any, number: int) -> dict[str, Any]:
 
 def _part(part: Any, number: int) -> str:
     if not isinstance(part, dict) or not isinstance(part.get("text"), str):
-        raise _Unusable(f"message with content other than text: number {number}")
+        raise _Unusable(f"message with content other than text: message {number}")
     return part["text"]
 
 

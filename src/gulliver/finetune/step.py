@@ -2,7 +2,7 @@
 
 Start with `FinetuneStep.learn`. A step's loss is the sum of token losses divided by the number of
 trained tokens, over all ranks and micro-batches, so it does not depend on how the step is split.
-The loss of each micro-batch is its sum divided by that number, and a factor that cancels the
+The loss of each micro-batch is its sum divided by that number, times a factor that cancels the
 averaging of gradients over ranks.
 """
 

@@ -37,7 +37,7 @@ class Curve:
 
     def __post_init__(self) -> None:
         if not self.sizes or len(self.sizes) != len(self.seconds):
-            raise GulliverError("a curve needs equally many sizes and seconds")
+            raise GulliverError("a curve needs at least one size, and as many seconds as sizes")
         if any(a >= b for a, b in itertools.pairwise(self.sizes)):
             raise GulliverError("the sizes of a curve must be in ascending order")
 
@@ -58,7 +58,9 @@ class Curve:
 # location. Numbers must be finite and, except for those in `ZERO_ALLOWED`, positive.
 
 
-ZERO_ALLOWED = {"alpha_s", "launch_s", "latency_s", "error", "spread", "rank_order", "overlap"}
+ZERO_ALLOWED = {
+    *("alpha_s", "message_s", "launch_s", "latency_s", "error", "spread", "rank_order", "overlap")
+}
 
 
 def read(kind: Any, values: Any, where: str) -> Any:
@@ -205,8 +207,13 @@ class Link:
     # Whether collectives pass from neighbour to neighbour, with a latency for each hop (NCCL),
     # instead of from each rank to all others at once (Gulliver over gloo).
     ring: bool = False
+    # Seconds of each message beyond the first that a rank sends to others at once, if measured.
+    message_s: float = 0.0
     # Seconds by bytes, if measured: short messages may use another protocol.
     messages: Curve | None = None
+    # Bytes/s of collectives in which ranks of one host read each other's memory; None if they
+    # exchange messages.
+    host_rate: float | None = None
     # Measured collectives; on the outermost link also those of all ranks at once.
     along: tuple[Along, ...] = ()
 
@@ -370,6 +377,7 @@ def _bounded(cluster: Cluster) -> list[tuple[str, float | None, Any]]:
             (f"axes[{number}].size", axis.size, RANKS),
             (f"axes[{number}].link.alpha_s", axis.link.alpha_s, LATENCY),
             (f"axes[{number}].link.bandwidth", axis.link.bandwidth, LINK),
+            (f"axes[{number}].link.host_rate", axis.link.host_rate, RATE),
         ]
     return found
 
@@ -387,7 +395,7 @@ def described(name: str) -> Cluster:
         GulliverError: the name is unknown.
     """
     if name not in described_names():
-        raise GulliverError(f"unknown description {name!r}: {nearest(name, described_names())}")
+        raise GulliverError(f"unknown cluster {name!r}: {nearest(name, described_names())}")
     file = resources.files("gulliver.hardware") / "described" / f"{name}.yaml"
     return Cluster.from_yaml(file.read_text(encoding="utf-8"), name)
 
@@ -451,7 +459,7 @@ def _changed(cluster: Cluster, name: str, value: str) -> Cluster:
     axes = list(cluster.axes)
     old = axes[place].link
     bandwidth = old.bandwidth * times if times else _rate(value, "b")
-    link = replace(old, bandwidth=bandwidth, messages=None, along=(), error=None)
+    link = Link(old.alpha_s, bandwidth, ring=old.ring)
     axes[place] = Axis(axes[place].name, axes[place].size, link)
     return replace(cluster, axes=tuple(axes))
 

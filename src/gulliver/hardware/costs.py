@@ -9,7 +9,7 @@ an axis, alpha and B are the latency and bandwidth of its link. Messages follow 
 | point to point | alpha + bytes / B | |
 | reduce-scatter | h alpha + (n-1)/n bytes / B | inner to outer, passing on 1/n |
 | all-gather | the same | outer to inner, in reverse |
-| all-reduce | a reduce-scatter and an all-gather | in, along the outer axes, out |
+| all-reduce | a reduce-scatter and an all-gather | both, around an all-reduce on the outermost |
 | all-to-all | h alpha + (n-1)/n bytes / B | all bytes along every axis |
 
 h is the number of latencies: 1 if every rank sends to all others together (Gulliver over gloo), n-1
@@ -22,6 +22,7 @@ Attention over several ranks is in `attention.py`.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal, get_args
@@ -33,17 +34,16 @@ Axes = Sequence[tuple[int, Link]]
 Collective = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all"]
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 BACKWARD_OF_LINEAR, BACKWARD_OF_ATTENTION = 2.0, 2.5
-"""FLOPs of backward relative to forward: two matrix products for one, and five for two."""
+"""FLOPs of backward relative to forward: linear layers have 2 products for 1, attention 5 for 2."""
 RING_BYTES = 128 << 10
-"""Message size above which gloo's ring is assumed to be faster for more than two ranks, if not
-measured.
-Below, its 2 (n - 1) sequential messages cost more than the CPU time it saves (single-threaded ranks
-over loopback, see docs/collectives.md).
+"""Message size above which gloo's ring is assumed to be faster with more than two ranks, unless
+measured. Below, its 2 (n - 1) sequential messages cost more than the CPU time it saves
+(single-threaded ranks over loopback, see docs/collectives.md).
 """
 
 
 def matmul_seconds(device: Device, m: int, k: int, n: int, dtype: str = "float32") -> float:
-    """Seconds to multiply ``[m, k]`` by ``[k, n]``: 2 m k n operations, or its bytes if slower."""
+    """Seconds of ``[m, k] @ [k, n]``: 2 m k n operations, or the memory traffic if slower."""
     size = ITEM_BYTES.get(dtype, 1 if dtype.startswith("float8") else 4)
     return roofline_seconds(device, 2 * m * k * n, size * (m * k + k * n + m * n), dtype)
 
@@ -112,7 +112,7 @@ def all_gather_seconds(axes: Axes, count: int) -> float:
 
 
 def all_reduce_seconds(axes: Axes, count: int) -> float:
-    """Seconds of reduce-scatters, an all-reduce on the outermost axis, and all-gathers."""
+    """Seconds of reduce-scatters, then an all-reduce on the outermost axis, then all-gathers."""
     total, left = 0.0, float(count)
     several = [axis for axis in axes if axis[0] > 1]
     for size, link in reversed(several[1:]):
@@ -120,6 +120,17 @@ def all_reduce_seconds(axes: Axes, count: int) -> float:
         total += _one_axis("all_gather", size, link, left)
         left /= size
     return total + sum(_one_axis("all_reduce", size, link, left) for size, link in several[:1])
+
+
+def host_seconds(axes: Axes, collective: str, count: int) -> float | None:
+    """Seconds of a collective whose ranks read each other's memory; None if they cannot."""
+    if len(axes) != 1 or os.environ.get("GULLIVER_SHARED_MEMORY") == "off":
+        return None
+    size, link = axes[0]
+    if link.host_rate is None:
+        return None
+    times = 2 if collective == "all_reduce" else 1
+    return times * (size - 1) / size * count / link.host_rate
 
 
 def all_reduce_ways(link: Link, ranks: int, count: int) -> dict[str, float]:
@@ -236,9 +247,9 @@ def _one_axis(collective: Collective, size: int, link: Link, count: float) -> fl
     for measured in link.along:
         if measured.ranks == size and collective in measured.collectives:
             return measured.collectives[collective].at(count)
-    hops = size - 1 if link.ring else 1
+    waits = (size - 1) * link.alpha_s if link.ring else link.alpha_s + (size - 2) * link.message_s
     times = 2 if collective == "all_reduce" else 1
-    return times * (hops * link.alpha_s + (size - 1) / size * count / link.bandwidth)
+    return times * (waits + (size - 1) / size * count / link.bandwidth)
 
 
 def _check_collective(collective: str) -> None:
@@ -278,8 +289,8 @@ def torus_seconds(cluster: Cluster, sizes: Sequence[int], collectives: Collectiv
     if math.prod(sizes) != cluster.size:
         shown = " x ".join(map(str, sizes))
         raise GulliverError(
-            f"{shown} is not a torus of {cluster.size} ranks; the product of its sizes must be "
-            "that number"
+            f"{shown} is not a torus of {cluster.size} ranks; the product of the sizes must be "
+            f"{cluster.size}"
         )
     axes, flat = torus_links(cluster, sizes), torus_links(cluster, [cluster.size])
     if _measured(axes, collectives) == _measured(flat, collectives):
@@ -299,7 +310,7 @@ def torus_links(cluster: Cluster, sizes: Sequence[int]) -> list[tuple[int, Link]
 
 
 def _slowest(cluster: Cluster, stride: int, size: int) -> Link:
-    """The slowest link that lines of every `stride`-th position cross."""
+    """Slowest link of an axis on which neighbors are `stride` ranks apart."""
     lines = [
         (block + place, block + place + stride * (size - 1))
         for block in range(0, cluster.size, stride * size)

@@ -1,6 +1,6 @@
 """Measures the links between ranks, and groups the ranks into nodes by speed.
 
-Every pair of ranks exchanges messages of several sizes in both directions together, in n - 1 rounds
+Every pair of ranks exchanges messages of several sizes in both directions at once, in n - 1 rounds
 of disjoint pairs. All rounds are repeated, so that a load spike affects each pair at most once;
 latency and bandwidth are fitted to the medians. Then the collectives are timed along each axis,
 because the CPU may be the bottleneck if many ranks communicate.
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from gulliver.errors import GulliverError
-from gulliver.hardware.cluster import LINK, Axis, Curve, Link
+from gulliver.hardware.cluster import LINK, Along, Axis, Curve, Link
 from gulliver.hardware.costs import point_to_point_seconds
 from gulliver.hardware.probe import curve_of, once
 
@@ -27,9 +27,9 @@ MESSAGE_BYTES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 21)
 COLLECTIVE_BYTES = (1 << 12, 1 << 15, 1 << 18, 1 << 20, 1 << 22, 1 << 23)
 SWEEPS = 3
 LONG_S, BUDGET_S = 0.3, 1.0
-"""Seconds above which no larger size of a collective is measured, and limit per collective."""
+"""Once a size takes `LONG_S`, no larger one is measured; a collective is timed for `BUDGET_S`."""
 EXCHANGES, EXCHANGES_S = 7, 0.05
-"""Maximum number of exchanges per size in a sweep, and their maximum seconds."""
+"""Limits of a sweep per message size: number of exchanges, and seconds."""
 FASTEST = LINK[0][1]
 NEAR = 2.0  # links between nodes must be slower than the links inside nodes by this factor
 BUSY_SIDE, BUSY_PRODUCTS = 512, 4
@@ -38,10 +38,10 @@ SEEN_BY = 1 << 20  # message size in bytes at which links are compared
 
 
 # [Note: from a meeting] All ranks synchronize before each timed message, as before each collective.
-# Without it a 1 KiB message among four ranks on two cores took 4 ms instead of 0.4: if the posting
-# thread is preempted in the middle of a call, it holds the lock of its connection, and gloo's own
-# thread, woken by the peer's next message, spins on it on the core that the other one needs, until
-# its time slice ends.
+# Otherwise, a 1 KiB message among four ranks on two cores takes 4 ms instead of 0.4 ms: if the
+# posting thread is preempted while it holds the lock of its connection, gloo's own thread, woken by
+# the peer's next message, spins on that lock on the core that the posting thread needs, until its
+# time slice ends.
 #
 # Start with `probe_links`, `pair_rounds`, `fit_line`, `group_into_nodes`, `proposed_axes`. Only
 # nodes and their ranks are detected, not racks.
@@ -65,7 +65,7 @@ def probe_links(progress: Progress = lambda _: None) -> dict[Pair, Link]:
     dist.all_gather_object(found, mine)
     links = {}
     for low, high in itertools.combinations(range(size), 2):
-        # Both ends have measured.
+        # Both ends of the link have measured it.
         ends = found[low][low, high], found[high][low, high]
         curve = curve_of({count: ends[0][count] + ends[1][count] for count in MESSAGE_BYTES})
         links[low, high] = replace(fit_line(curve.sizes, curve.seconds), messages=curve)
@@ -143,12 +143,12 @@ def fit_line(counts: Sequence[int], seconds: Sequence[float]) -> Link:
 
 def group_into_nodes(size: int, links: Mapping[Pair, Link]) -> list[list[int]]:
     """Groups ranks into nodes of equal size by link speed; a single node if links are similar."""
-    # Pairs are joined from the fastest on (single linkage). Groups of equal size are nodes if the
-    # next join, which is the fastest link between them, takes at least `NEAR` times as long as the
-    # previous one, the slowest that was needed inside; of several such moments the last one, with
-    # the fewest groups, is used. So noise creates no nodes, and pairs that are joined faster inside
-    # a node do not hide it. A near pair that was measured as slow does no harm: others connect the
-    # two.
+    # Pairs are joined in order of speed (single linkage). Groups of equal size are nodes if the
+    # next join, over the fastest link between groups, takes at least `NEAR` times as long as the
+    # previous one, over the slowest link needed within a group. If this happens several times, the
+    # last time, with the fewest groups, counts. So noise creates no nodes, and a fast pair within a
+    # node does not hide the node. A near pair that was measured as slow does no harm, because other
+    # pairs connect its ranks.
     seconds = {pair: _seen_seconds(link) for pair, link in links.items()}
     group_of = [[rank] for rank in range(size)]
     best, before = [list(range(size))], float("inf")
@@ -179,6 +179,18 @@ def proposed_axes(
         axes.append(Axis("local", len(nodes[0]), _slowest(links, inside)))
     order = tuple(rank for node in nodes for rank in node)
     return tuple(axes), None if order == tuple(range(size)) else order
+
+
+def with_collectives(link: Link, along: Sequence[Along]) -> Link:
+    """Adds measured collectives to a link, and the seconds of each further message of a rank."""
+    found = [
+        (one.collectives[name].seconds[0] - link.alpha_s) / (one.ranks - 2)
+        for one in along
+        for name in ("reduce_scatter", "all_gather")
+        if one.ranks > 2 and name in one.collectives
+    ]
+    message_s = max(0.0, statistics.median(found)) if found else 0.0
+    return replace(link, message_s=message_s, along=tuple(along))
 
 
 def link_device() -> torch.device:

@@ -15,7 +15,7 @@ from gulliver.hardware.cluster import Cluster, Device
 
 VISIT_LAUNCHES, TRANSFER_LAUNCHES = 120, 80
 """CPU time of a visit to state, and of a transfer between tiers, in units of an operation's launch
-time. Measured on a model of tiny layers, with and without a limit (docs/lab-notes.md).
+time. Measured on a model of tiny layers, with and without a memory limit (docs/lab-notes.md).
 """
 REPEATS = 4  # number of simulated steps; the first ones start without transfers in flight
 DISK, HOST = "disk", "host"
@@ -166,7 +166,7 @@ class _Moving:
 
 
 class _Link:
-    """Transfers in flight, in order for each direction."""
+    """The simulated link: a queue of transfers for each direction."""
 
     def __init__(self, at_once: float) -> None:
         self._at_once = at_once
@@ -180,7 +180,7 @@ class _Link:
         self.sent += not transfer.write
 
     def run(self, until: float, reads: int = 0) -> None:
-        """Advances to `until`, then until `reads` reads have completed."""
+        """Advances the clock to `until`, and further until `reads` reads have completed."""
         while self.clock < until or self._read < reads:
             moving = [queue for queue in (self._reads, self._writes) if self._moves(queue)]
             speed = self._at_once if len(moving) > 1 else 1.0
@@ -194,7 +194,7 @@ class _Link:
                     self._end(queue.popleft().transfer)
 
     def _moves(self, queue: deque[_Moving]) -> bool:
-        """Whether the first transfer of a queue is in flight, which requires memory for it."""
+        """Whether a queue's first transfer can run; a read may have to wait for evictions."""
         if not queue:
             return False
         first = queue[0].transfer

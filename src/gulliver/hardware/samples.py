@@ -37,7 +37,7 @@ from gulliver.hardware.probe import machine_facts
 from gulliver.io.files import write_text
 
 PASSES, EXCHANGES = 4, 4
-"""Compute with recomputation, in forward passes; and head exchanges per pass (q, k, v, output)."""
+"""Compute of a recomputed step, in forward passes; head exchanges per pass (q, k, v, output)."""
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,7 @@ class SampleCosts:
     def batches(
         self, shape: SampleShape, degree: int, pac: bool = True, most: int = 4096
     ) -> BatchCosts:
-        """Costs of micro-batches of 1, 2, ... samples, up to the memory, on a group of ranks."""
+        """Costs of micro-batches of 1, 2, ... samples on a group of ranks, as far as they fit."""
         fit, model = self.fit, self.model
         tokens = shape.tokens / degree
         each = tokens * (fit.token_bytes + model.depth * fit.block_bytes)
@@ -224,7 +224,7 @@ class SampleCosts:
         return keep_blocks(costs, tokens, self.memory, model.kinds)
 
     def _messages(self, tokens: float, degree: int, size: np.ndarray) -> np.ndarray:
-        """Seconds of head exchanges, [B]; linear, from two sizes."""
+        """Seconds of head exchanges, [B], interpolated between two batch sizes."""
         if degree == 1 or not len(size):
             return np.zeros(len(size))
         assert self.cluster is not None, "degrees() gives one rank without a cluster"
@@ -294,7 +294,7 @@ def measure_samples(
     depths: Sequence[int] = (1, 2),
     repeats: int = 3,
 ) -> list[SamplePoint]:
-    """Measures samples; `run(shape, batch, depth)` returns seconds and peak bytes."""
+    """Measures the costs of samples; `run(shape, batch, depth)` returns seconds and peak bytes."""
     points = []
     for shape, batch, depth in itertools.product(shapes, batches, depths):
         run(shape, batch, depth)

@@ -48,8 +48,8 @@ class Scaling:
         """Scales the costs to slots on several nodes.
 
         Gradients are reduced within each node, then shares of them between nodes, and then gathered
-        (`gulliver.hardware.all_reduce_seconds` over two axes): with k slots on each of m nodes they
-        take exchange_seconds x (2 (k - 1) / k + slower x 2 (m - 1) / (m k)). If k differs, its
+        (`gulliver.hardware.all_reduce_seconds` over two axes): with k slots on each of m nodes this
+        takes exchange_seconds x (2 (k - 1) / k + slower x 2 (m - 1) / (m k)). If k differs, its
         maximum is used within the nodes, and its minimum between them.
 
         Args:
@@ -94,7 +94,7 @@ def best_batch(scaling: Scaling, slots: int, noise: float, base: int, least: int
 def fit_scaling(points: Sequence[tuple[int, int, float]]) -> Scaling:
     """Fits the costs of a step to measured throughput, by least squares of relative errors.
 
-    Costs are non-negative; the fit is exact, as it tries all subsets of the three costs as zero.
+    Costs are non-negative. The fit is exact: it tries setting each subset of the three to zero.
 
     Args:
         points: slots, batch and samples per second of each measurement.

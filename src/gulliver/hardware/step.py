@@ -1,4 +1,4 @@
-"""Predicts the time of a training step by kind.
+"""Predicts the components of a training step's time.
 
 A step consists of compute, communication and the optimizer update. Messages that may overlap with
 compute are hidden while compute lasts; all other communication is exposed. Pipeline ranks also wait
@@ -19,6 +19,7 @@ from gulliver.hardware.costs import (
     Axes,
     all_reduce_ways,
     collective_seconds,
+    host_seconds,
     linear_flops,
     memory_seconds,
     point_to_point_seconds,
@@ -68,6 +69,8 @@ class Message:
     launches: float = 0.0
     # Packing seconds per message, without compute.
     packing_s: float = 0.0
+    # Whether ranks on one host read each other's memory instead.
+    reads: bool = False
 
     @property
     def stops(self) -> float:
@@ -84,6 +87,8 @@ class Message:
 
     @cached_property
     def _one(self) -> float:
+        if self.reads and (found := host_seconds(self.axes, self.kind, self.bytes)) is not None:
+            return found
         # A rank that blocks on a message waits for others that arrive later, and wakes sleeping
         # threads: use the measurement between computing if there is one. Collectives that overlap
         # with compute are waited for late, and cost the same as alone. Ring sends go hop by hop:

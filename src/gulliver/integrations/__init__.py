@@ -1,4 +1,4 @@
 """Integrations with Accelerate, Lightning and the transformers Trainer.
 
-Each module is imported on use, none by this package.
+This package does not import its modules; import the one to use.
 """

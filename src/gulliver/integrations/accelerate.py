@@ -301,7 +301,7 @@ class Accelerator(accelerate.Accelerator):
     def join_uneven_inputs(
         self, joinables: list[Any], even_batches: bool | None = None
     ) -> Iterator[None]:
-        """Raises an error if the ranks have different numbers of batches; otherwise a no-op."""
+        """Does nothing, but raises an error unless all ranks are given equal numbers of batches."""
         even = self.even_batches if even_batches is None else even_batches
         if not even and self.num_processes > 1:
             raise GulliverError(

@@ -356,7 +356,7 @@ class GulliverStrategy(DDPStrategy):
         super().remove_checkpoint(filepath)
 
     def _fill(self, fits: bool) -> None:
-        """Loads the boosted model from a folder, and during fit its optimizers."""
+        """Loads the boosted model, and during `fit` also its optimizers, from a folder."""
         resumed, model = self._resumed, self._boosted
         if resumed is None or resumed.folder is None or model is None:
             return
@@ -402,9 +402,9 @@ class GulliverStrategy(DDPStrategy):
             return
         if getattr(plugin, "scaler", None) is not None:
             raise GulliverError(
-                f"precision={precision!r} scales gradients of full parameters; use "
-                "GulliverStrategy(precision='fp16'), which scales sharded ones, 'bf16-mixed' or "
-                "plugin=TorchDDPPlugin()"
+                f"precision={precision!r} scales gradients of full parameters; use 'bf16-mixed', "
+                "plugin=TorchDDPPlugin(), or GulliverStrategy(precision='fp16'), which scales "
+                "sharded gradients"
             )
         if precision not in PRECISIONS:
             raise GulliverError(
@@ -492,7 +492,7 @@ AFTER = (
 
 
 class _Unmoved:
-    """Replaces the method of a module that implements ``.to``, ``.cpu()`` and others."""
+    """Replaces a module's `_apply`, which implements ``.to()``, ``.cpu()`` and similar methods."""
 
     def __init__(self, module: nn.Module, message: str) -> None:
         self._module, self._message = module, message

@@ -1,4 +1,4 @@
-"""Lightning's view of a boosted optimizer: groups of full parameters, steps with a closure."""
+"""Presents a boosted optimizer to Lightning, and saves and loads its checkpoints."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class SteppedOptimizer(torch.optim.Optimizer):
         )
 
     def whole_state(self, keep: bool) -> dict[str, Any]:
-        """Returns the full state in torch's format (collective); empty on ranks without `keep`."""
+        """Returns the full state in torch's format (collective); empty unless `keep`."""
         state = self.boosted.export_state(keep)
         if not keep:
             return {}
@@ -222,7 +222,7 @@ class Folders:
     def _save_files(
         self, path: Path, rest: Any, model: nn.Module, optimizers: Sequence[SteppedOptimizer]
     ) -> None:
-        """Writes model and optimizers in sequence, and renames them at the end."""
+        """Writes model and optimizers to a temporary folder, which is renamed at the end."""
         partial = path.with_name(f".{path.name}{PARTIAL}")
         if self._main:
             remove_all(partial)
@@ -311,7 +311,7 @@ def _torch_state(saved: Any, names: list[list[str | None]]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Converts counters to torch's form; leaves tensors unchanged."""
+    """Converts a saved counter to a number or a 0-dim tensor; returns other values unchanged."""
     if not (isinstance(value, dict) and set(value) == {"value", "dtype"}):
         return value
     dtype = value["dtype"]

@@ -143,7 +143,7 @@ class _Boosted(_Base):
             )
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Loads the weights; trained ones are loaded again later from unrounded values."""
+        """Loads the weights; the exact values of trained ones are loaded later."""
         if not any(p.is_meta for p in (model or self._module).parameters()):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 

@@ -9,7 +9,7 @@ import math
 import os
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -158,7 +158,7 @@ def check_segments(segments: NDArray[np.int64], page_bytes: int) -> NDArray[np.i
     # In floating point: a sum of 64-bit integers could wrap around.
     if len(table) and (table[:, 1].min() < 0 or table[:, 1].sum(dtype=np.float64) > page_bytes):
         raise GulliverError(
-            f"segments of {table[:, 1].tolist()} bytes do not fit into {page_bytes} bytes"
+            f"segments of {table[:, 1].tolist()} bytes do not fit into a page of {page_bytes} bytes"
         )
     return table
 
@@ -218,12 +218,12 @@ class Ticket(ABC):
         """Waits until the source may be reused; also returns if the request failed."""
         check_process(self._process)
         if not self._wait_copied(timeout):
-            raise TimeoutError(f"not copied within {timeout:g} s")
+            raise TimeoutError(f"the source was not copied within {timeout:g} s")
 
     def wait(self, timeout: float | None = None) -> None:
         check_process(self._process)
         if not self._wait_done(timeout):
-            raise TimeoutError(f"not done within {timeout:g} s")
+            raise TimeoutError(f"the request did not complete within {timeout:g} s")
         failure = self._failure()
         try:
             if failure is not None:
@@ -339,6 +339,9 @@ class Engine(ABC):
         request = Request("stage", file, offset, 0, total, priority, table.copy(), dict(views))
         return self._submit(request)
 
+    def copy_now(self, tickets: Iterable[Ticket]) -> None:
+        """Copies staged segments in the calling thread, unless copying has begun."""
+
     @abstractmethod
     def acquire(self, timeout: float | None = None, *, priority: int = 0) -> Page:
         """Acquires a page for the caller to fill; return it with `write_page` or `release`.
@@ -399,7 +402,7 @@ class Engine(ABC):
         self._prefetch(file, offset, nbytes)
 
     def sync(self, file: File) -> Ticket:
-        """Syncs a file to disk after all writes submitted before.
+        """Syncs a file to disk after all previously submitted writes.
 
         Also fails if any earlier write to the file failed, so waiting for the sync alone is enough.
         """

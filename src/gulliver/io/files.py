@@ -89,7 +89,7 @@ def name_folder(partial: Path, path: Path) -> None:
 
 
 def remove_folder(path: Path) -> None:
-    """Removes a folder so that after a crash it is complete, under a temporary name, or gone."""
+    """Removes a folder; after a crash it is either intact, under a temporary name, or gone."""
     # For a link to a folder only the link is removed.
     with named_errors(path, "removed"):
         doomed = path.with_name(path.name + PARTIAL)

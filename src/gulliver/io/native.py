@@ -10,7 +10,7 @@ import importlib
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,7 +35,7 @@ from gulliver.io.engine import (
 from gulliver.io.python_engine import PythonEngine, gather_slowly
 
 Result = TypeVar("Result")
-INTERFACE = 2
+INTERFACE = 3
 """Version of the extension's interface; incremented on both sides when its calls change."""
 HEARING_S = 0.1
 """Longest wait inside the extension before signals are handled, in seconds."""
@@ -98,7 +98,7 @@ class NativeFile(File):
 
 
 class NativeEngine(Engine):
-    """I/O engine with C++ threads."""
+    """I/O engine with C++ threads; `nice` lowers the priority of those that copy (Linux)."""
 
     def __init__(
         self,
@@ -110,6 +110,7 @@ class NativeEngine(Engine):
         queue: int = 4096,
         direct: Auto = "auto",
         io_uring: Auto = "auto",
+        nice: int = 0,
     ) -> None:
         check_sizes(page_bytes, pages=pages, copiers=copiers, writers=writers, queue=queue)
         problem = native_problem()
@@ -124,6 +125,7 @@ class NativeEngine(Engine):
                 queue,
                 direct is not False,
                 io_uring is not False,
+                nice,
             )
         self.page_bytes = page_bytes
         self.kind = self._core.kind
@@ -221,8 +223,14 @@ class NativeEngine(Engine):
                 self._core.wait_room(HEARING_S)
         return NativeTicket(ticket, request.file.path, self._process)
 
+    def copy_now(self, tickets: Iterable[Ticket]) -> None:
+        self._check_process()
+        for ticket in tickets:
+            if isinstance(ticket, NativeTicket) and not ticket.copied:
+                self._core.copy_now(ticket._core)
+
     def _call(self, request: Request, core: Any) -> Callable[[], Any]:
-        """Returns a call of the extension; the call returns None while the queue is full."""
+        """Returns a function that submits the request; it returns None while the queue is full."""
         r, ours = request, self._core
         match r.kind:
             case "stage":

@@ -3,7 +3,7 @@
 A request waits in one of two heaps, for a page or for the disk. The thread that frees a page
 immediately fills it for the first waiting request; `writers` threads make the system calls. One
 condition guards all shared state and is notified of every change. All I/O uses the page cache, and
-staged requests get pages before `acquire`.
+staged requests get pages before calls of `acquire` do.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ class PythonTicket(Ticket):
 class PythonEngine(Engine):
     """I/O engine with Python threads; see `NativeEngine` for the arguments."""
 
-    # There are no copier threads: the thread that submits, or frees a page, copies. `direct` is not
-    # used.
+    # There are no copier threads: the thread that submits, or frees a page, copies. `direct` and
+    # `nice` are not used.
 
     kind = "python threads"
 
@@ -109,6 +109,7 @@ class PythonEngine(Engine):
         writers: int = 2,
         queue: int = 4096,
         direct: Auto = "auto",
+        nice: int = 0,
     ) -> None:
         check_sizes(page_bytes, pages=pages, copiers=copiers, writers=writers, queue=queue)
         self.page_bytes, self._queue = page_bytes, queue

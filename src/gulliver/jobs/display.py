@@ -40,13 +40,13 @@ UNBROKEN = 100_000
 
 def console() -> Console:
     """Returns the console for messages; standard output is reserved for results."""
-    # Names are shown as they are: a folder called ``run[v2]`` is no markup.
+    # Without markup: a folder may be called ``run[v2]``.
     return Console(file=sys.stderr, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
 class _Report(Console):
     def on_broken_pipe(self) -> None:
-        raise BrokenPipeError  # rich would exit with 1, and not say why
+        raise BrokenPipeError  # rich would exit with 1 without saying why
 
 
 def report_console() -> Console:

@@ -1,4 +1,4 @@
-"""Log of a job, and seeds for its purposes."""
+"""Log of a job, and derivation of its seeds."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Log:
     path: Path
 
     def read(self) -> list[dict[str, Any]]:
-        # What is no line of a log is left out: the last one of a run that was killed may be torn.
+        # Invalid lines are skipped: the last line of a killed run may be incomplete.
         if not self.path.is_file():
             return []
         lines = self.path.read_text(encoding="utf-8", errors="replace").splitlines()

@@ -37,7 +37,7 @@ class Outcome:
     Attributes:
         step: last step.
         finished: whether the run is complete; False if a signal stopped it.
-        seconds: wall time of training, including earlier resumptions.
+        seconds: wall time of training, including the runs that this one resumed.
         best: lowest loss on held-out samples; nan if not evaluated.
         result: file or folder of the result; None if there is none yet.
     """
@@ -63,7 +63,7 @@ class LoopOptions(Options):
         clip: maximum gradient norm; None or 0 disables clipping.
         frozen: whether checkpoints include frozen parameters.
         use_async: whether checkpoints are written while training continues.
-        rate_option: name of the option to lower if the run diverges, for the error.
+        rate_option: name of the option that the error of a diverged run suggests to lower.
         report_to: names of the experiment trackers.
     """
 
@@ -95,8 +95,8 @@ class TrainingLoop(ABC):
     ) -> None:
         self.run, self.world, self.options, self.booster = run, world, options, booster
         self.model, self.optimizer, self.scheduler = boosted
-        # This rank among those that read different samples, and their number; and the ranks that
-        # compute each sample together, whose figures count once.
+        # Index of this rank among those that read different samples, and their number; and the
+        # number of ranks that compute a sample together, whose metrics count once.
         self.place, self.replicas = place, replicas
         self.step_number, self.saved_step, self.seconds = 0, 0, 0.0
         self.position: Any = None  # in the data, after `step_number` steps
@@ -116,8 +116,8 @@ class TrainingLoop(ABC):
     @abstractmethod
     def forward_backward(self, batch: Any) -> Mapping[str, Tensor | float] | None:
         """Computes gradients; returns this rank's share of ``loss`` and other metrics."""
-        # The shares of all ranks add up to the figures of the step, so every rank names the same
-        # ones. None, on all ranks, is no step: there was nothing to learn from.
+        # Metrics are summed over ranks, so every rank must return the same names. None, on all
+        # ranks, skips the step because there is nothing to learn from.
 
     # What a job may define.
 
@@ -163,7 +163,7 @@ class TrainingLoop(ABC):
             self.restore(checkpoint)
         if self.world.is_main:
             self.run.write(**facts)
-            # Evaluations of the start have step 0, and are made again too.
+            # Evaluations before the first step have step 0, and are also repeated.
             self.run.cut(-1 if checkpoint is None else self.step_number)
             self.booster.plan.save(self.run.folder / "plan.yaml")
         barrier()
@@ -196,7 +196,7 @@ class TrainingLoop(ABC):
             if stepped:
                 self.evaluate()
             due = stepped and self.step_number % self.options.save_every == 0
-            # Evaluations come first: the checkpoint holds what they found.
+            # Evaluations come first, because the checkpoint contains their results.
             if self.is_over or stopping or due:
                 self.save()
             if stepped and self.after_saving(stopping):
@@ -233,7 +233,7 @@ class TrainingLoop(ABC):
 
     def _add_up(self, shares: Mapping[str, Tensor | float]) -> tuple[dict[str, float], float]:
         """Sums a step's metrics, and the number of ranks to stop, over all ranks."""
-        # One message for all of them: the wish travels with the loss.
+        # One message for everything: the request to stop is sent with the loss.
         values = [*(float(share) for share in shares.values()), float(self.stop.wanted)]
         totals = torch.tensor(values, dtype=torch.float64, device=self.world.device)
         all_reduce(totals, op="sum")
@@ -281,7 +281,7 @@ class TrainingLoop(ABC):
             self.optimizer,
             self.scheduler,
             state={**self.loaded_in_place(), "run": None},
-            random=False,  # every step draws from a seed of its own
+            random=False,  # every step has its own seed
             frozen=self.options.frozen,
         )
         run = loaded.values["run"]
@@ -290,7 +290,6 @@ class TrainingLoop(ABC):
         self.load_state(run, folder)
         # Times are in the log and not in the checkpoint, so that equal runs save equal bytes. Other
         # ranks may not see the folder's log yet.
-        # Wall time of them, over all resumptions.
         self.seconds = broadcast_object(self._time_before())
         if self.world.is_main:
             console().print(f"resumed at step {self.step_number} from {folder}")
@@ -309,7 +308,7 @@ class TrainingLoop(ABC):
     def _refuse_divergence(self, loss: float, norm: float) -> None:
         raise GulliverError(
             f"loss {loss} with gradient norm {norm} at step {self.step_number}, so training "
-            f"stopped before the weights changed, {self.kept()}; try a lower "
+            f"stopped before the weights changed; {self.kept()}; try a lower "
             f"{self.options.rate_option}"
         )
 

@@ -26,7 +26,7 @@ class RunFolder:
     #   config.json          resolved options, fingerprints of model and data
     #   plan.yaml            how the model ran
     #   log.jsonl            a line per logged step, and one per evaluation
-    #   samples.jsonl        what the model made at evaluations
+    #   samples.jsonl        outputs of the model at evaluations
     #   tensorboard/
     #   checkpoints/step-*/  model, optimizer, schedule, position in the data
 

@@ -42,7 +42,7 @@ class WandbWriter:
         self.run.log({name: self.wandb.Image(pixels)}, step=step)
 
     def close(self, failed: bool) -> None:
-        """Ends the run, marking it as failed if it was."""
+        """Ends the run; `failed` marks it as failed."""
         self.run.finish(exit_code=int(failed))
 
 
@@ -68,7 +68,7 @@ class MlflowWriter:
         self.mlflow.log_image(pixels, f"{name}-{step:08d}.png")
 
     def close(self, failed: bool) -> None:
-        """Ends the run, marking it as failed if it was."""
+        """Ends the run; `failed` marks it as failed."""
         self.mlflow.end_run("FAILED" if failed else "FINISHED")
 
 

@@ -62,7 +62,7 @@ def reduction_of(*layouts: Sequence[Placement]) -> str:
     return op
 
 
-# Converts DTensors on the way that costs least, and says what it costs.
+# Converts DTensors by the cheapest steps, and reports their cost.
 #
 # y = convert(x, [Replicate(), Shard(0)])                # differentiable
 # print(plan_conversion((4096, 4096), 4, (2, 4), [Shard(0), Shard(0)], [Shard(1), Replicate()]))
@@ -72,11 +72,11 @@ def reduction_of(*layouts: Sequence[Placement]) -> str:
 class ConversionPlan:
     """The cheapest conversion between two layouts."""
 
-    moves: tuple[ConversionStep, ...]  # Steps in order; empty where nothing is to be done
+    moves: tuple[ConversionStep, ...]  # Steps in order; empty if the layouts are equal
     seconds: tuple[float, ...]
     item: int  # Bytes of an element
-    peak_bytes: int  # Bytes that a rank holds at most at once, read and written
-    cluster: str  # Name of the machines that the seconds are of
+    peak_bytes: int  # Peak bytes of a rank: inputs and outputs of a step
+    cluster: str  # Name of the cluster for which seconds are predicted
 
     @property
     def total(self) -> float:
@@ -117,7 +117,7 @@ def plan_conversion(
         mesh: sizes of the mesh axes, from the slowest links to the fastest.
         before: DTensor placements, one per axis.
         after: target placements.
-        cluster: hardware description; None for the one of the running ranks.
+        cluster: hardware description; None detects that of the running ranks.
         room: maximum bytes of inputs and outputs of a step on a rank; None for no limit.
 
     Raises:
@@ -143,7 +143,7 @@ def plan_conversion(
 
     def seconds(move: ConversionStep) -> float:
         if move.kind == "split" and op != "sum" and move.before.cuts != move.after.cuts:
-            return math.inf  # zeros next to a part change a mean, and a maximum
+            return math.inf  # zeros next to a part would change a mean or a maximum
         axes = [link for axis in move.axes for link in links[axis]]
         low, high = (item * count for count in move.elements)
         return conversion_seconds(cluster.device, move.kind, axes, low, high)
@@ -179,8 +179,8 @@ def convert(
     room: int | None = None,
 ) -> DTensor:
     """Converts a tensor to other placements at the lowest cost (collective over its mesh)."""
-    # The gradient comes back in the layout of `tensor` (replicated where that is partial), on the
-    # least-cost way too.
+    # The gradient is converted back to the layout of `tensor` (replicated if that is partial), also
+    # by the cheapest steps.
     if not isinstance(tensor, DTensor):
         raise GulliverError(f"convert needs a DTensor, not a {type(tensor).__name__}")
     wanted = tuple(placements)
@@ -217,7 +217,7 @@ def _converted(
     mesh, shape = tensor.device_mesh, tuple(tensor.shape)
     dims = tuple(_positive(p, len(shape)) for p in placements)
     local: Any = tensor.to_local()
-    local = local.wait() if hasattr(local, "wait") else local  # of a collective under way
+    local = local.wait() if hasattr(local, "wait") else local  # memory of a pending collective
     place = MeshTensor(mesh, shape, reduction_of(tensor.placements, dims))
     for move in _broadcast_moves(tensor, dims, cluster, room):
         local = run_move(local, move, place)
@@ -238,7 +238,7 @@ def _positive(placement: Placement, dims: int) -> Placement:
 
 
 _found: dict[tuple[Any, ...], tuple[Cluster | None, tuple[ConversionStep, ...]]] = {}
-"""Steps by the arguments of the search; holds the cluster, as its id is in the key."""
+"""Steps by the arguments of the search; keeps the cluster alive, as its id is in the key."""
 
 
 def _broadcast_moves(

@@ -1,8 +1,8 @@
 """Runs the steps of a layout conversion on this rank's part of a tensor.
 
 In every layout a rank has one box (an interval in each dim), which follows from its mesh
-coordinate, so no sizes are exchanged. Boxes may have unequal sizes or be empty; collectives of
-equal parts pad them.
+coordinate, so no sizes are exchanged. Boxes may have unequal sizes or be empty; collectives that
+need equal parts pad them.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class MeshTensor:
     def neighbours(
         self, axes: Sequence[int], at: tuple[int, ...] | None = None
     ) -> list[tuple[int, ...]]:
-        """Returns coordinates that differ from `at` only on `axes`, the last fastest."""
+        """Returns the coordinates that differ from `at` only on `axes`; the last varies fastest."""
         found = []
         for values in itertools.product(*(range(self.sizes[axis]) for axis in axes)):
             changed = dict(zip(axes, values, strict=True))
@@ -77,7 +77,7 @@ def run_move(local: Tensor, move: ConversionStep, place: MeshTensor) -> Tensor:
 
 
 def _own(tensor: Tensor) -> Tensor:
-    """Returns a contiguous copy that starts its storage, as messages require."""
+    """Returns the tensor, or a copy if it is not contiguous from the start of its storage."""
     if tensor.is_contiguous() and tensor.storage_offset() == 0:
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
@@ -85,7 +85,7 @@ def _own(tensor: Tensor) -> Tensor:
 
 def _slice(local: Tensor, move: ConversionStep, place: MeshTensor) -> Tensor:
     outer = place.box(move.before, place.here)
-    # A copy: a view would keep the whole alive.
+    # A copy, because a view would keep the full tensor alive.
     return _view(local, outer, place.box(move.after, place.here)).clone()
 
 
@@ -105,7 +105,8 @@ def _reduce(local: Tensor, move: ConversionStep, place: MeshTensor) -> Tensor:
     if len(move.axes) == 1:
         all_reduce(whole, _op(place), place.mesh.get_group(move.axes[0]))
         return whole
-    # In along the fast axes, across the slowest, and back: each adds what the inner ones left.
+    # Reduce-scatters from the fastest axis outwards, an all-reduce on the slowest, and all-gathers
+    # back.
     outer, *inner = move.axes
     parts, sizes = whole.view(-1), []
     for axis in reversed(inner):
@@ -120,7 +121,7 @@ def _reduce(local: Tensor, move: ConversionStep, place: MeshTensor) -> Tensor:
 def _gather(local: Tensor, move: ConversionStep, place: MeshTensor) -> Tensor:
     most, after = move.elements[0], place.box(move.after, place.here)
     blocks = _filled(local, most).view(1, most)
-    for axis in move.axes:  # the slowest links carry what is still small
+    for axis in move.axes:  # so the slowest links carry the least data
         rows = len(blocks) * place.sizes[axis]
         blocks = _gathered(blocks.reshape(-1), axis, place).view(rows, most)
     whole = local.new_empty(_shape(after))
@@ -136,7 +137,7 @@ def _scatter(local: Tensor, move: ConversionStep, place: MeshTensor) -> Tensor:
     inwards = move.axes[::-1]
     boxes = [place.box(move.after, c) for c in place.neighbours(inwards)]
     parts = torch.cat([_filled(_view(local, before, box), most) for box in boxes])
-    for axis in inwards:  # the fast links carry most of it
+    for axis in inwards:  # so the fast links carry most of the data
         parts = _scattered(parts, axis, place)
     own = place.box(move.after, place.here)
     return parts[: _count(own)].view(_shape(own))
@@ -175,7 +176,7 @@ def _source(
     """Returns the coordinate that has, before a swap, the box that `coordinate` has after it."""
     low, high = move.axes
     if place.sizes[low] == place.sizes[high]:
-        # Of ranks that hold the same, each sends to one.
+        # Ranks with equal boxes each send to one of the receivers.
         swapped = list(coordinate)
         swapped[low], swapped[high] = swapped[high], swapped[low]
         return tuple(swapped)

@@ -40,9 +40,9 @@ Around = Callable[..., Any]
 class AroundCall:
     """A wrapper of a module's call."""
 
-    # [Note: copies] A function in the place of `forward` is shared by the copies of a module, whose
-    # calls would all run the first one. So a copy, such as an average of the weights, gets what is
-    # inside, which is copied with it.
+    # [Note: copies] Copies of a module would share a function that replaces `forward`, and all
+    # their calls would run the first module. So a copy, such as an average of the weights, gets the
+    # wrapped forward, which is copied with it.
 
     def __init__(self, call: Callable[..., Any], around: Around) -> None:
         self._call, self.around = call, around
@@ -65,7 +65,7 @@ def wrap_call(module: nn.Module, around: Around) -> None:
 
 def recompute_modules(model: nn.Module, paths: Iterable[str]) -> None:
     """Recomputes modules in backward instead of keeping their activations."""
-    # Random numbers are drawn as they were in the forward.
+    # Random numbers are drawn as in the forward.
     for path in paths:
         wrap_call(model.get_submodule(path), _again)
 
@@ -76,11 +76,11 @@ def _again(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return checkpoint(call, *args, use_reentrant=False, **kwargs)
 
 
-# Activations as objects of a manager: what forward saves for backward may leave the fast tier.
+# Activations as managed tensors: tensors that forward saves for backward may be evicted.
 #
-# Around chosen blocks, tensors that autograd saves are copied into objects of the manager, which
-# keeps or moves them as it does chunks, and brings them back in the reverse order. Bits, shapes,
-# strides and shared memory are as they were.
+# Around chosen blocks, tensors that autograd saves are copied into managed tensors, which the
+# manager keeps or moves like chunks, and loads again in reverse order. Values, shapes, strides and
+# sharing of memory are preserved.
 
 
 LEAST_BYTES = 1 << 16
@@ -91,19 +91,18 @@ Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 """Hooks that pack and unpack the tensors that autograd saves."""
 
 
-# [Note: saved tensors] What is copied is the whole memory behind a tensor, once, however many views
-# of it are saved. Two saves share a copy as long as the memory lives and no one wrote into it in
-# between. Kept as they are: parameters and their views, what is small, what is no plain tensor.
-# Autograd does not compare versions where hooks are in force, so that is done here, with its words.
-# Nor does it call hooks that were in force before these: who has some that matter, such as those
-# that give parameters back between forward and backward, names them (`outer`).
+# [Note: saved tensors] The entire storage of a tensor is copied, once for all its saved views. Two
+# saves share a copy while the storage is alive and unmodified. Parameters and their views, small
+# tensors, and tensor subclasses are not copied. With saved-tensor hooks autograd does not compare
+# versions, so this is done here, with autograd's error message. Nor does it call outer hooks; if
+# these matter, such as hooks that reshard parameters between forward and backward, pass them as
+# `outer`.
 #
-# [Note: lifetimes] A copy lives as long as autograd refers to it: until its node has run, or until
-# the graph is freed without a backward. Its object is then discarded, which neither writes nor
-# reads, and taken again for a copy of that size: in each step the same objects come in the same
-# order, from which the manager learns when to fetch them. A finalizer may run anywhere, also inside
-# the manager. So it only notes what died; that is worked off at the next save or use, and at the
-# end of backward.
+# [Note: lifetimes] A copy lives while autograd refers to it: until its node has run, or until the
+# graph is freed without a backward. Its managed tensor is then discarded without I/O and reused for
+# a copy of the same size. So every step uses the same tensors in the same order, from which the
+# manager learns when to fetch them. A finalizer may run anywhere, even inside the manager, so it
+# only records dead copies; they are discarded at the next save or use, and at the end of backward.
 class ActivationManager(Protocol):
     """Methods of a manager that activation offloading needs."""
 
@@ -167,7 +166,7 @@ class ActivationOffload:
     ) -> None:
         self.manager, self.least, self._outer = manager, least, outer
         self.moved = self.kept = 0
-        # Whether an operation is saving: it reads its parameters yet, which have to stay.
+        # Whether an operation is saving tensors: it still reads its parameters, which have to stay.
         self.saves = False
         self._copies: dict[int, weakref.ref[_ActivationCopy]] = {}
         self._free: dict[int, list[tuple[int, ManagedTensor]]] = {}
@@ -186,13 +185,13 @@ class ActivationOffload:
             yield
 
     def wrap(self, model: nn.Module, paths: Iterable[str]) -> None:
-        # A module that is compiled by itself is taken around its compiled call.
+        # For a module that is compiled itself, the compiled call is wrapped.
         for path in paths:
             module = model.get_submodule(path)
             wrap_call(module, self._around(module))
 
     def sweep(self) -> None:
-        """Discards copies that no graph needs; the manager may evict other unused ones."""
+        """Discards copies that no graph needs, and makes others evictable if nothing uses them."""
         for managed, users in list(self._used.values()):
             if managed.tensor is not None and storage_users(managed.tensor) <= users:
                 del self._used[managed.number]
@@ -224,7 +223,7 @@ class ActivationOffload:
         if self._outer is not None and (saved := self._outer[0](tensor)) is not tensor:
             return _Outer(saved)
         if _is_own(tensor):
-            # The leaf itself: its data may be exchanged, and other data be there in backward.
+            # Keep the leaf itself: its data may be replaced before backward.
             return _KeptTensor(tensor, tensor._version)
         self.saves = True
         try:
@@ -271,7 +270,7 @@ class ActivationOffload:
             try:
                 memory = self.manager.use(managed)
             except InsufficientMemory:
-                # Backward has to continue: a copy on top of the budget, which measurements then
+                # Backward has to continue, so this copy exceeds the budget, which measurements then
                 # lower.
                 return self.manager.view(managed).to(self.manager.device, copy=True)
             self._used[managed.number] = (managed, storage_users(memory))
@@ -299,12 +298,12 @@ class ActivationOffload:
         storage = tensor.untyped_storage()
         known = self._copies.get(storage._cdata)
         copy = known() if known is not None else None
-        # Memory that is gone may have been given out again, at the same address.
+        # Freed memory may have been reused at the same address.
         if copy is not None and copy.source() is storage and copy.version == tensor._version:
             return copy
         try:
             managed = self._take(storage.nbytes())
-        except GulliverError:  # nor is there room behind
+        except GulliverError:  # the store has no room either
             return None
         try:
             memory = self.manager.use(managed, write=True, fresh=True)
@@ -337,7 +336,7 @@ class ActivationOffload:
         try:
             return self.manager.add(*new)
         except GulliverError:
-            # Those of a batch of another size are in the way.
+            # Unused tensors of a batch of another size take its room.
             self.forget_unused()
             return self.manager.add(*new)
 
@@ -355,7 +354,7 @@ def offload_activations(manager: Manager, least: int = LEAST_BYTES) -> Iterator[
             loss = model(batch)
         loss.backward()
     """
-    # The manager keeps it: the objects of a step are those of the step before.
+    # Kept by the manager, because each step reuses the tensors of the previous one.
     offload = vars(manager).setdefault("_activations", ActivationOffload(manager))
     offload.least = least
     with offload.saving():

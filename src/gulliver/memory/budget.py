@@ -26,23 +26,23 @@ from gulliver.memory.symbolic import ActivationPeak
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 MAPPED = 1 << 20
 """Minimum bytes of allocations that are mapped separately and returned when freed."""
-# Once set, glibc's thresholds do not move by themselves again, and cannot be asked where they were.
-# So they are put to where they end up in a process that trains, or to what its environment says.
+# Once set, glibc's thresholds no longer adapt, and their previous values cannot be queried. So they
+# are reset to the values that they reach in a training process, or to those of the environment.
 _GROWN_MMAP, _GROWN_TRIM = 32 << 20, 64 << 20
 _ALL = (1 << 31) - 1
 
 
 # [Note: page faults] The price is that each large tensor of a step begins on pages that the system
-# clears one by one: 0.7 million faults of a step of 250 M parameters and 512 tokens, a tenth of its
-# seconds. Where memory is not what a step waits for, it is kept after all (`FreedMemory.keep`), and
-# takes up to two fifths more room, because freed pieces do not fit the next tensors exactly.
+# clears one by one: 0.7 million faults in a step of 250 M parameters and 512 tokens, a tenth of its
+# time. If steps do not wait for memory, it is kept after all (`FreedMemory.keep`), and takes up to
+# two fifths more room, because freed blocks do not fit the next tensors exactly.
 class FreedMemory:
     """Makes malloc return freed memory to the system until the last instance is closed."""
 
     _open = 0
 
     def __init__(self, mapped: int = MAPPED) -> None:
-        # Why nothing is done here; empty where it is.
+        # Reason why memory cannot be returned here; empty if it can.
         self.reason = _reason()
         self._libc = None if self.reason else ctypes.CDLL(None)
         self._mapped = mapped
@@ -103,10 +103,10 @@ def _reason() -> str:
     return ""
 
 
-# What a process uses besides what a manager holds: activations, temporary and all other memory.
+# Memory of a process outside of the manager: activations, temporaries and everything else.
 #
-# On a CPU a thread reads the process's own memory a few hundred times a second; on CUDA the
-# caching allocator knows. `Footprint` keeps the most of each step. It decides nothing.
+# On a CPU, a thread reads the process's memory a few hundred times per second; on CUDA, the caching
+# allocator has the peak. `Footprint` only records the peak of each step.
 
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -162,15 +162,15 @@ class CudaGauge:
 
 @dataclass(frozen=True)
 class StepFootprint:
-    """Memory of a step."""
+    """Peak memory of a step."""
 
-    # Most bytes that no manager holds.
+    # Peak bytes outside of the manager.
     other: int
     total: int
 
 
 class Footprint:
-    """Measures in each step the memory that is not model state.
+    """Measures how much memory each step uses besides model state.
 
     Args:
         held: function that returns the manager's bytes in the fast tier.
@@ -201,7 +201,7 @@ class Footprint:
         self.gauge = gauge or (CudaGauge(device) if device.type == "cuda" else ProcessGauge())
         self._held, self._interval = held, interval
         if base is None:
-            # What was freed and kept by malloc would leave later, and the base be too high.
+            # Memory that malloc has kept would be returned later, so the base would be too high.
             trim_heaps()
             base = self.gauge.used() - held()
         self.base = base
@@ -242,8 +242,8 @@ class Footprint:
         self._other = self._total = 0
 
     def _look(self, read: Callable[[], int]) -> tuple[int, int]:
-        # Reading lets other threads run. Where the manager took or gave memory meanwhile, the look
-        # is rather too low by that than too high: the next one is right.
+        # Other threads run during the reading. If the manager allocates or frees meanwhile, the
+        # result may be too low but not too high; the next reading corrects it.
         before = self._held()
         total = read() - self.base
         other = max(0, total - max(before, self._held()))
@@ -258,7 +258,7 @@ class Footprint:
             self._look(self.gauge.used)
 
 
-# How much of a limit the manager may hold: what activations and all other memory leave of it.
+# The manager's budget: the part of the limit that activations and all other memory leave.
 #
 # `BudgetRule` decides from numbers alone, so that the same measurements give the same budgets.
 # `BudgetController` gives it the measurements of a `Footprint`, and its decisions to a manager.
@@ -268,26 +268,26 @@ MARGIN_SHARE, MARGIN_BYTES = 32, 1 << 20
 UNSEEN_SHARE, UNSEEN_BYTES = 8, 16 << 20
 RISE_SHARE = 4
 STEADY_SHARE = 4
-"""Divisor of the margin: smaller changes of the budget are skipped, to save a new schedule."""
+"""Changes of the budget below margin / `STEADY_SHARE` are skipped; each needs a new schedule."""
 WINDOW = 8
 KEPT_SHARE, KEPT_BYTES = 0.4, 64 << 20
-"""Share of unmanaged memory added for keeping freed memory; minimum unmanaged bytes to do so."""
+"""Unmanaged memory added to keep freed memory, as a share; minimum unmanaged bytes to keep it."""
 FEW_WAITS, MANY_WAITS = 0.1, 0.25
 """Shares of step time spent waiting below which freed memory is kept, and above which it is not."""
 
 
-# [Note: the loop] The budget of a step is the limit less a margin, less the most that other memory
-# took in the last steps (before the first, less what was predicted). It falls at once and rises by
-# a quarter of the room in each step, so that lengths of sequences that alternate do not move chunks
-# to and fro. A change needs a new schedule of all moves, which takes longer than a small step: so
-# what differs by a quarter of the margin only, as measurements do from step to step, changes
-# nothing. Inside a step an alarm, half a margin below the limit, lowers it as soon as the next
-# position is passed, by twice what is missing: what grew so far continues growing. A budget never
-# falls below what the manager has to hold at once: there the loop can do no more, and says so.
+# [Note: the loop] The budget of a step is the limit minus a margin minus the peak of other memory
+# in the last steps (before the first step, its prediction). It falls immediately and rises by a
+# quarter of the room per step, so that alternating sequence lengths do not move chunks to and fro.
+# Each change needs a new schedule of all moves, which takes longer than a small step, so
+# differences below a quarter of the margin, which are usual between steps, are ignored. Within a
+# step, an alarm half a margin below the limit lowers the budget at the next position by twice the
+# missing amount, because usage that grew so far continues to grow. The budget never falls below the
+# bytes that the manager needs at the same time; a warning is then logged.
 #
-# [Note: freed memory] Where a step hardly waits for transfers, and the room is there, freed memory
-# is kept for the next tensors, which spares page faults; budgets then leave room for what does not
-# fit. The first alarm, or steps that wait after all, end that for good.
+# [Note: freed memory] If steps hardly wait for transfers and there is room, freed memory is kept
+# for the next tensors, which avoids page faults; budgets then leave room for fragmentation. The
+# first alarm, or steps that wait, end this permanently.
 @dataclass(frozen=True)
 class Change:
     """A change of a budget."""
@@ -309,9 +309,9 @@ class BudgetRule:
 
     def __init__(self, limit: int, minimum: int = 0) -> None:
         self.limit, self.minimum = limit, minimum
-        # Whether freed memory is kept; None before that was decided, False for good.
+        # Whether freed memory is kept; None before the decision; False is final.
         self.keeps: bool | None = None
-        # Reason of that, with figures.
+        # Reason for the decision, with numbers.
         self.keeps_why = ""
         self.margin = limit // MARGIN_SHARE + MARGIN_BYTES
         self.step = 0
@@ -352,7 +352,7 @@ class BudgetRule:
         return self._set(self.budget + rise, "", why)
 
     def _decide_keeping(self, other: int, waits: float) -> None:
-        """Decides whether to keep freed memory: if steps hardly wait for transfers, and it fits."""
+        """Keeps freed memory from now on if steps hardly wait for transfers and it fits."""
         if self.keeps and waits > MANY_WAITS:
             self.stop_keeping(f"a step waits {waits:.0%} of its time")
         if self.keeps is not None or waits > FEW_WAITS or other < KEPT_BYTES:
@@ -388,7 +388,7 @@ class BudgetRule:
         if needed > room:
             return self.budget
         self.minimum = max(self.minimum, needed)
-        # With some to spare: views of what was given back may live a little longer.
+        # With a reserve, because views of freed memory may live a little longer.
         wanted = needed + (room - needed) // RISE_SHARE
         return self._set(max(self.budget, wanted), "", "more is in use at once")
 
@@ -417,11 +417,11 @@ class BudgetController:
     Args:
         limit: bytes that the process may use above the footprint's base.
         manager: manager of model states.
-        footprint: measurements of the process; None (without /proc) for the prediction only.
+        footprint: measurements of the process; None relies on the prediction (without /proc).
         predicted: predicted memory of a step.
         minimum: planned peak of the manager's bytes in use.
         decides: description of what determines `minimum`.
-        keeps: allow keeping freed memory if steps hardly wait for transfers.
+        keeps: whether freed memory may be kept when steps hardly wait for transfers.
 
     Attributes:
         steps: footprint of each finished step.
@@ -460,7 +460,7 @@ class BudgetController:
         footprint = self._footprint
         if footprint is None or not footprint.alarmed:
             return
-        # Memory that was freed and kept is given back first: it may be all that is missing.
+        # Kept freed memory is returned first, which may be sufficient.
         if self.rule.keeps:
             self.rule.stop_keeping("the limit is near", at)
             self._follow_keeping()
@@ -540,7 +540,7 @@ class BudgetController:
         try:
             self._manager.set_budget(budget)
         except GulliverError:
-            # More is pinned at this moment: as low as that, and the end of the step tries again.
+            # More bytes are in use now: use that budget, and try again at the end of the step.
             self.rule.minimum = max(self.rule.minimum, self._manager.minimum)
             self._manager.set_budget(self.rule.hold_minimum())
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from functools import cached_property
 from itertools import pairwise
 
@@ -46,10 +47,10 @@ class ByteCounter:
             self._most, self.fullest = self._total, dict(self.live)
 
 
-# Flat buffers that are counted, and used again where fresh memory is slow.
+# Flat buffers with byte counts, which are reused where fresh memory is slow.
 #
-# On a CPU the first touch of fresh memory costs several times a copy. The buffers of chunks come
-# and go in few sizes, so a small store of them pays. Devices with a caching allocator need none.
+# On a CPU the first access to fresh memory costs several times a copy. Chunks use buffers of few
+# sizes, so a small cache of them pays. Devices with a caching allocator need none.
 
 
 class BufferPool:
@@ -65,13 +66,13 @@ class BufferPool:
         self.counter.add(kind, size * dtype.itemsize)
         free = self._free.get((size, dtype, device), ())
         for number, buffer in enumerate(free):
-            # A view may have been kept: by a graph, or by somebody who read a gradient.
+            # A view may still exist: in a graph, or in code that read a gradient.
             if storage_users(buffer) == 1:
                 assert isinstance(free, list)
                 return free.pop(number)
         with torch.inference_mode(
             False
-        ):  # first asked for in an evaluation, it serves training too
+        ):  # allocated in an evaluation, it must also be usable in training
             return torch.empty(size, dtype=dtype, device=device)
 
     def give(self, buffer: Tensor, kind: str) -> None:
@@ -86,7 +87,7 @@ class BufferPool:
         self._free.clear()
 
 
-# Buffers of optimizer state: what an optimizer keeps of one kind for the parameters of a chunk.
+# Buffers of optimizer state, one for each kind of state of a chunk's parameters.
 
 
 ALIGN = 16
@@ -94,7 +95,7 @@ ALIGN = 16
 
 
 def moment_size(sizes: Iterable[int]) -> int:
-    """Returns the elements of a buffer for parameters of these sizes."""
+    """Returns the number of elements of a buffer for parameters of these sizes."""
     return sum(-(-numel // ALIGN) * ALIGN for numel in sizes)
 
 
@@ -123,24 +124,63 @@ class Moment:
         return run
 
 
-# Layouts of chunks: which tensor lies where in which chunk, as plain numbers.
+# Whether the buffer of a chunk is there, which a `gulliver.memory.prefetch.Prefetcher` changes.
+
+
+class Presence(Enum):
+    """State of a resident's data."""
+
+    WHOLE = auto()
+    """Loaded completely."""
+    ARRIVING = auto()
+    """A load is in flight."""
+    ABSENT = auto()
+    """Not loaded; has no buffer."""
+
+
+LEGAL_PRESENCE = (
+    (Presence.WHOLE, Presence.ARRIVING),  # this rank's shard was updated; the rest must be gathered
+    (Presence.ABSENT, Presence.ARRIVING),  # a buffer was allocated for the load
+    (Presence.ARRIVING, Presence.WHOLE),  # the load has completed
+    (Presence.WHOLE, Presence.ABSENT),  # used and released
+)
+
+
+@dataclass(eq=False, kw_only=True)
+class Resident:
+    """An object that a prefetcher loads and releases."""
+
+    presence: Presence = Presence.WHOLE
+    # Whether it is used several times in a pass: it stays once it is loaded.
+    kept: bool = False
+    # Whether a graph may refer to it: it stays until `release_all`.
+    held: bool = False
+    # Whether it was used in the current pass.
+    used: bool = False
+
+    def enter(self, presence: Presence) -> None:
+        assert (self.presence, presence) in LEGAL_PRESENCE, f"{self.presence} -> {presence}"
+        self.presence = presence
+
+
+# Layouts of chunks: the positions of tensors in chunks, as plain numbers.
 #
-# A chunk is a contiguous buffer that tensors share. It is cut into as many equal parts as there are
-# ranks, so a tensor may be on two parts and more. Tensors and parts begin on multiples of an
-# alignment; the gaps, and what the tensors do not fill of the last part, are padding.
+# A chunk is a contiguous buffer that tensors share. It is split into one equal part per rank, so a
+# tensor may be on several parts. Tensors and parts begin at multiples of an alignment; gaps, and
+# the unused end of the last part, are padding.
 
 
 UNEVEN = 4
 """Maximum padding in a chunk of unsplit tensors: 1 / `UNEVEN` of its size."""
 
 
-# [Note: chunks of whole tensors] Some optimizers look at a whole tensor. Then no tensor is on two
-# parts: those of a chunk are dealt out to the parts by size, and every part is as large as the
-# fullest, for collectives move equal parts. The obvious way, to keep the size of chunks, would pad
-# most of them to a multiple of what they hold: one matrix over eight ranks to eight times. So a
-# chunk continues beyond its size until its tensors fill the parts evenly, and what is left over at
-# the end joins the chunk before it. A matrix that is more than a rank's share of the model still
-# pads, as no rank can hold less than one tensor.
+# [Note: chunks of unsplit tensors] Some optimizers need full tensors. Then no tensor is split
+# between parts: a chunk's tensors are assigned to parts by size, and every part is as large as the
+# fullest, because collectives need equal parts. With chunks of the usual size, most would be padded
+# to a multiple of their content: a single matrix over eight ranks to eight times its size. So a
+# chunk is extended beyond its size until its tensors fill the parts evenly, and the last tensors
+# join the previous chunk if they do not. A matrix that exceeds a rank's share of the model still
+# causes padding, because no rank can hold less than one tensor.
 @dataclass(frozen=True)
 class Slot:
     """A tensor's range of elements in a chunk."""
@@ -175,11 +215,11 @@ class ShardPiece:
 class ChunkLayout:
     """The tensors of a chunk in order, and the chunk's padded size in elements."""
 
-    # Runs of the tensors, in the order of use, which need not be that in the buffer.
+    # Ranges of the tensors in order of use, which may differ from the order in the buffer.
     slots: tuple[Slot, ...]
     size: int
     parts: int
-    # Whether every tensor is on one part.
+    # Whether no tensor is split between parts.
     whole: bool = False
 
     @property
@@ -241,7 +281,7 @@ def plan_chunks(
 
 
 def _layout(slots: Sequence[Slot], parts: int, align: int) -> ChunkLayout:
-    # A chunk of empty tensors still has a part for every rank: collectives need something to move.
+    # A chunk of empty tensors still has a part for every rank, because collectives need data.
     size = _rounded(max(slots[-1].end, 1), parts * align)
     return ChunkLayout(tuple(slots), size, parts)
 
@@ -269,7 +309,7 @@ def _is_even(tensors: Sequence[tuple[str, int]], parts: int, align: int) -> bool
     sizes = [_rounded(numel, align) for _, numel in tensors]
     held = sum(sizes)
     if UNEVEN * (parts * max(sizes, default=0) - held) > held:
-        return False  # however they are dealt out: a part has at least the largest
+        return False  # in any assignment, a part holds at least the largest
     return UNEVEN * (parts * max(_loads(sizes, parts)) - held) <= held
 
 

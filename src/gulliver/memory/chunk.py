@@ -48,7 +48,7 @@ class ReducedGradient(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
         in_place = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
-        # Not everything is rejected: torch.compile looks at the gradients of what it traces.
+        # Some functions are allowed, because torch.compile inspects gradients when it traces.
         if in_place or "norm" in name:
             raise GulliverError(ADVICE)
         return super().__torch_function__(func, types, args, kwargs or {})
@@ -59,13 +59,13 @@ def reduced_gradient(parameter: Tensor) -> ReducedGradient:
     return nan.expand(parameter.shape).as_subclass(ReducedGradient)
 
 
-# The gradients of a chunk: added up in one flat buffer, then handed over to be reduced.
+# The gradients of a chunk: accumulated in one flat buffer, which is then reduced.
 
 
-# A parameter's first gradient is moved to its place in the buffer, and autograd adds later ones in
-# that place: to write it there once costs less than to add it to zeros. When the buffer is reduced,
-# the parameters' gradients are exchanged for `ReducedGradient`s. Ranks on one host need no buffer:
-# they read each other's gradients where backward has put them (`direct`).
+# A parameter's first gradient is copied to its place in the buffer, which costs less than adding it
+# to zeros; autograd adds later ones in place. When the buffer is reduced, `ReducedGradient`s
+# replace the parameters' gradients. Ranks on one host need no buffer: they read each other's
+# gradients where backward has put them (`direct`).
 class ChunkGradients:
     """Accumulates the gradients of a chunk's parameters, and keeps the reduced gradient."""
 
@@ -82,23 +82,25 @@ class ChunkGradients:
         self.dtype = self.reduced_dtype = first.dtype
         self._device, self._gaps = first.device, layout.gaps()
         self.buffer: Tensor | None = None
-        # Whether gradients stay where backward has put them, and are reduced from there: no buffer.
+        # Whether gradients are reduced from where backward has put them, without a buffer.
         self.direct = False
+        # Gradients of that kind that other ranks may still read.
+        self.lent: list[Tensor] = []
         # Whether the memory of such gradients is counted.
         self._counted = False
-        # Whether what was collected has left until it is reduced.
+        # Whether the collected gradients are evictable until they are reduced.
         self.parked = False
-        # What is being collected, while it may leave until more comes.
+        # The buffer being filled, while it is evictable until more gradients arrive.
         self.resting: ManagedTensor | None = None
-        # The gradients that were collected.
+        # The collected gradients.
         self.placed: dict[str, Tensor] = {}
-        # Parameters that had no gradient when the chunk began to collect.
+        # Parameters without a gradient when collection began.
         self.blank: frozenset[str] = frozenset()
         self._views: dict[str, Tensor] = {}
         self._stand_ins = [reduced_gradient(p) for p in self._members]
 
     def follow_shard(self, dtype: torch.dtype, in_place: bool = False) -> None:
-        """Sets the dtype of the reduced gradient; `in_place` accumulates in its memory."""
+        """Sets the reduced gradient's dtype, and whether gradients accumulate in its memory."""
         self.reduced_dtype = dtype
 
     # Collecting.
@@ -114,7 +116,7 @@ class ChunkGradients:
             if self.buffer is None:
                 self.buffer = self._take_buffer()
             for start, end in self._gaps:
-                self.buffer[start:end].zero_()  # padding is reduced and measured, too
+                self.buffer[start:end].zero_()  # padding is also reduced and measured
             self._views = self._named_views(self.buffer)
         self.placed = {}
         self.blank = frozenset(self.cleared_names())
@@ -135,7 +137,7 @@ class ChunkGradients:
         """Loads a managed buffer, to reduce it."""
 
     def place(self, name: str) -> None:
-        # It runs for every parameter in every backward: what need not be checked here is not.
+        # Runs for every parameter in every backward, so it checks only what is necessary.
         parameter, placed = self.parameters[name], self.placed
         gradient = parameter.grad
         if self.direct:
@@ -180,7 +182,14 @@ class ChunkGradients:
         buffer, self.buffer = self.buffer, None
         return buffer
 
+    def lend(self) -> dict[str, Tensor]:
+        """Returns the gradients, which other ranks read until `free`."""
+        placed, self.placed = self.placed, {}
+        self.lent = [*placed.values()]
+        return placed
+
     def free(self) -> None:
+        self.lent = []
         if self._counted:
             self._count(-1)
         if self.buffer is not None:
@@ -193,7 +202,7 @@ class ChunkGradients:
     @property
     def collected(self) -> list[Tensor]:
         """Tensors that hold the gradients until they are reduced."""
-        return [*self.placed.values()] if self.buffer is None else [self.buffer]
+        return [*self.placed.values(), *self.lent] if self.buffer is None else [self.buffer]
 
     # What users do to ``parameter.grad``.
 
@@ -204,7 +213,7 @@ class ChunkGradients:
         self._views, self.placed = {}, {}
 
     def cleared_names(self) -> list[str]:
-        """Returns parameters whose gradient is None, as after ``model.zero_grad()``."""
+        """Returns names of parameters without a gradient, as after ``model.zero_grad()``."""
         with without_torch_functions():
             return [name for name, p in self.parameters.items() if p.grad is None]
 
@@ -227,7 +236,7 @@ class ChunkGradients:
             and gradient is not self.placed.get(name)
         ]
 
-    # The reduced gradient: a shard of what was collected, or the buffer itself.
+    # The reduced gradient: a shard of the collected ones, or the buffer itself.
 
     def take_reduced(self) -> Tensor:
         return self.pool.take(self.layout.part_size, self.reduced_dtype, self._device, GRADIENTS)
@@ -245,7 +254,7 @@ class ChunkGradients:
 
     @contextmanager
     def scaled(self, kept: Tensor, factor: Tensor) -> Iterator[tuple[Tensor, bool]]:
-        """Context with a kept gradient times a factor, and whether it was scaled in place."""
+        """Yields a kept gradient times a factor, and whether it was scaled in place."""
         yield kept.mul_(factor.to(kept.dtype)), True
 
 
@@ -263,20 +272,19 @@ _form = attrgetter("shape", "dtype")
 _ALWAYS = nullcontext()
 
 
-# [Note: the buffers of a chunk] All that belongs to a chunk's parameters is in buffers that the
-# chunk owns by name, so that it can be counted, and moved, as a whole:
+# [Note: the buffers of a chunk] All data of a chunk's parameters is in buffers that the chunk owns
+# by name, so that it can be counted and moved as a unit:
 #
-# - ``parameter``: the whole chunk; it may go, and come back when it is gathered.
-# - `master_shard`: this rank's shard of the parameters, as the optimizer steps it. A view of the
-#   parameter buffer where nothing is sharded and no float32 copy is kept.
+# - ``parameter``: the full chunk, which may be freed and gathered again.
+# - `master_shard`: this rank's shard of the parameters, which the optimizer steps. A view of the
+#   parameter buffer if nothing is sharded and there are no float32 master weights.
 # - `gradients`: see `ChunkGradients`.
-# - one for every moment that an element-wise optimizer keeps, such as ``exp_avg``, by the key under
-#   which the optimizer knows it. It makes its state itself, in its first step; the tensors are then
-#   moved here once, and the optimizer continues with views, with the same bits.
+# - one for each moment of an element-wise optimizer, such as ``exp_avg``, by the optimizer's key.
+#   The optimizer creates its state in its first step; the tensors are then moved here once, and the
+#   optimizer continues with views of the same values.
 #
-# Where the parameter buffer is gone, every parameter is one nan, stretched to its shape. A buffer
-# is never emptied behind the back of a graph that still refers to it; it lives as long as somebody
-# does.
+# Without the parameter buffer, every parameter is one expanded NaN. A buffer is not emptied while a
+# graph refers to it; it is freed with its last reference.
 class Chunk:
     """Parameters of one dtype and device in one buffer, which is sharded over ranks."""
 
@@ -297,11 +305,11 @@ class Chunk:
         self.buffer: Tensor | None = whole
         self.master_shard = self.shard
         self._separate = False
-        # Format that the parameters travel in; `master_shard` keeps what that loses.
+        # Wire format of the parameters; `master_shard` keeps the full precision.
         self.wire = IDENTITY
-        # This rank's part as all ranks have it, where it follows from what was sent.
+        # This rank's part as all ranks have it, if they received it in changes.
         self.shown_part: Tensor | None = None
-        # Whether the buffer has values as they are, not packed, since it was last gathered.
+        # Whether the last gather sent exact, unpacked values.
         self.sent_exact = False
         self._seen: list[int] = []
         self.moments: dict[str, Moment] = {}
@@ -314,10 +322,10 @@ class Chunk:
             views[name].copy_(read(parameter))
             mark_ready([parameter])
             parameter.data = views[name]
-            parameter.grad = None  # one from before lies outside the chunk
+            parameter.grad = None  # an earlier one is outside of the chunk
         self._forms = [_form(p) for p in self.members]
         for name, parameter in self.parameters.items():
-            vars(parameter)["_chunk_name"] = name  # for who refuses to exchange its memory
+            vars(parameter)["_chunk_name"] = name  # for tensors whose memory cannot be replaced
         self.gradients = self._make_gradients()
         self._absent = [_one_nan(p) for p in self.members]
         self._nowhere = [nan.data_ptr() for nan in self._absent]
@@ -363,7 +371,7 @@ class Chunk:
         return self.master_shard - self.shard.to(self.master_shard.dtype)
 
     def note_gathered(self) -> None:
-        """Records this rank's shard of the buffer as the value on all ranks."""
+        """Records that all ranks have gathered the current value of this rank's shard."""
         if self.shown_part is not None:
             self.shown_part.copy_(self.shard)
 
@@ -419,7 +427,7 @@ class Chunk:
         self._seen = self.versions() if self._watches_versions else []
 
     def discard(self) -> None:
-        """Counts the buffers as freed, when another chunk replaces this one."""
+        """Counts the buffers as freed; called when another chunk replaces this one."""
         if self.buffer is not None:
             self.pool.counter.add(PARAMETERS, -self.nbytes)
         if self._separate:
@@ -430,16 +438,16 @@ class Chunk:
         self.drop_moments()
 
     def take_writes(self) -> None:
-        """Copies the user's writes to parameters, equal on all ranks, to the shard."""
-        # Values are compared: a write through ``.data`` leaves no other trace, as no version
-        # counter moves. Nothing is compared where `master_shard` is a view.
+        """Copies values that the user wrote to parameters, equal on all ranks, to the shard."""
+        # Values are compared, because a write through ``.data`` does not increment version
+        # counters. If `master_shard` is a view, nothing is compared.
         if not self.master_is_view and self.may_be_written():
             self.merge(self.master_shard, self.shard, self._as_sent())
             self.note_gathered()
 
     @property
     def _watches_versions(self) -> bool:
-        """Whether version counters detect writes, which is cheaper than recompressing."""
+        """Whether version counters detect writes; they are cheaper than compressing again."""
         return self.wire is not IDENTITY and self.shown_part is None
 
     def versions(self) -> list[int]:
@@ -451,7 +459,7 @@ class Chunk:
         return not self._watches_versions or self.versions() != self._seen
 
     def _as_sent(self) -> Tensor | None:
-        """Returns this rank's shard as packing changed it for other ranks; None if unchanged."""
+        """Returns this rank's shard as other ranks received it; None if packing is exact."""
         if self.shown_part is not None or self.wire is IDENTITY or self.sent_exact:
             return self.shown_part
         rounded = self.master_shard.to(self.dtype)
@@ -460,7 +468,7 @@ class Chunk:
     def merge(self, master: Tensor, values: Tensor, rounded: Tensor | None = None) -> None:
         """Copies to `master` the elements of `values` that differ from `rounded`."""
         rounded = master.to(values.dtype) if rounded is None else rounded
-        # A device would be waited for; to write what is there already costs it less.
+        # On a device, a comparison would synchronize; writing equal values again costs less.
         if (self.device.type == "cpu" or any_read_lock()) and torch.equal(rounded, values):
             return
         before_write([self.master_shard])
@@ -477,7 +485,7 @@ class Chunk:
         if old is not None and old.starts.keys() >= sizes.keys() and old.buffer.dtype == dtype:
             return {name: old.filled(name, value) for name, value in values.items()}
         moment = self._take_moment(key, sizes, dtype)
-        # An optimizer in torch keeps what it has of others meanwhile.
+        # A torch optimizer keeps its state of other parameters meanwhile.
         found = {name: moment.filled(name, value) for name, value in values.items()}
         if old is not None:
             self._give_moment(old)
@@ -531,7 +539,7 @@ class _Cuts:
         self._shaped = [(n, None if len(s) == 1 else s, runs[n]) for n, s in shapes.items()]
 
     def views(self, buffer: Tensor) -> dict[str, Tensor]:
-        # One call of torch for all: this runs for every chunk in every step.
+        # A single torch call, because this runs for every chunk in every step.
         runs = buffer.split_with_sizes(self._sizes)[1::2]
         return {
             name: runs[number] if shape is None else runs[number].view(shape)
@@ -540,7 +548,8 @@ class _Cuts:
 
 
 def _one_nan(parameter: Tensor) -> Tensor:
-    # Made in inference mode it would make an inference tensor of the parameter that it represents.
+    # Created in inference mode, it would turn the parameter that it represents into an inference
+    # tensor.
     with torch.inference_mode(False):
         nan = torch.full((), float("nan"), dtype=parameter.dtype, device=parameter.device)
     return nan.expand(parameter.shape)

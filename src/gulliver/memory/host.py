@@ -22,12 +22,12 @@ SLAB = 1 << 30
 """Bytes of a slab of page-locked memory; larger for larger tensors."""
 
 
-# CUDA streams, events and page-locked memory of the package: all of them are made here.
+# All CUDA streams, events and page-locked memory of the package are created here.
 
 
-# [Note: order of copies] A copy waits for what the current stream was given before it, and the
-# current stream waits for a copy before it goes on with the memory: both are queued on the device.
-# So the host never waits, and still no memory is written while it is read.
+# [Note: order of copies] A copy waits for earlier work of the current stream, and the current
+# stream waits for the copy before it uses the memory; both waits are queued on the device. So the
+# host never waits, and no memory is written while it is read.
 class Copy(Transfer, Protocol):
     """A copy between device and host memory."""
 
@@ -48,7 +48,7 @@ class Copier(Protocol):
     def mark(self) -> Any: ...
 
     def copy(self, target: Tensor, source: Tensor, incoming: bool, after: Any = None) -> Copy:
-        """Starts a copy to the device (`incoming`) or from it, after a recorded point."""
+        """Starts a copy to the device (`incoming`) or from it; waits for the event `after`."""
         ...
 
     def synchronize(self) -> None:
@@ -78,7 +78,7 @@ class CudaTransfer:
 
 
 class CudaCopier:
-    """Copies on two streams, one per direction, as the bus transfers both concurrently."""
+    """Copies on two streams, one per direction, as the bus transfers in both at once."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -108,7 +108,7 @@ class CudaCopier:
     ) -> CudaTransfer:
         # Nothing here keeps source and target alive. Host memory belongs to a store. Device memory
         # is held by its owner until `CudaTransfer.wait`, which queues the wait on the current
-        # stream: when the caching allocator gives the memory out again there, the copy has ended.
+        # stream: when the caching allocator reuses the memory there, the copy has ended.
         stream = self._incoming if incoming else self._outgoing
         stream.wait_event(self.mark() if after is None else after)
         with torch.cuda.stream(stream):
@@ -124,8 +124,8 @@ class CudaCopier:
 class HostStore:
     """A store in slabs of page-locked host memory."""
 
-    # Pinned memory is taken in powers of two, whatever is asked for. So slabs are powers of two,
-    # and objects share them: nothing is lost to rounding but the end of the last slabs.
+    # Pinned memory is allocated in powers of two. So slabs are powers of two and are shared by
+    # tensors: rounding wastes only the end of the last slabs.
 
     name = "host"
     in_stream = True
@@ -198,27 +198,28 @@ class HostStore:
 
 # Page-locked host memory behind a GPU, and a disk behind that: three tiers in all.
 #
-# The host's memory is a fast tier as well, before the disk, so its own manager keeps it within its
-# budget (`Manager`): it evicts to the disk by farthest next use, and reads from there ahead of the
-# device's loads. What is used when follows from the device's moves alone (`solve.Transit`).
+# Host memory is also a fast tier, relative to the disk, and has its own manager (`Manager`), which
+# keeps it within its budget: it evicts the tensor with the farthest next use to the disk, and reads
+# ahead of the device's loads. The order of use follows from the device's moves alone
+# (`solve.Transit`).
 
 
-# [Note: who waits for whom] Copies between device and host run on streams, in the order in which
-# the device computes; the disk knows no streams. Three orders are kept here by waiting on the host:
+# [Note: who waits for whom] Copies between device and host run on streams, in the order of the
+# device's work; the disk has no streams. Three dependencies are enforced by waiting on the host:
 #
-# 1. A load is copied to the device when the disk has given it: `advance` looks, at each call.
-# 2. What leaves the host is written when the device has copied it there: `DeferredWrite`.
-# 3. Host memory is used again when all copies to and from it have ended: `CopiedPages.wait_unused`.
+# 1. A load is copied to the device once the disk has read it: each call of `advance` checks this.
+# 2. Data are written to disk once the device has copied them to the host: `DeferredWrite`.
+# 3. Host memory is reused once all copies to and from it have ended: `CopiedPages.wait_unused`.
 #
-# No one waits in a circle. Memory of the device is there at once (`in_stream`), so a load waits for
-# the disk alone. A write waits for host memory, which waits for the disk, and for copies to the
-# device that were begun before.
+# There are no circular waits. Device memory is available immediately (`in_stream`), so a load waits
+# only for the disk. A write waits for host memory, which waits for the disk and for earlier copies
+# to the device.
 class CopiedPages(Pages):
     """Page-locked buffers, which track the copies in flight to and from them."""
 
     def __init__(self, copier: Copier) -> None:
         super().__init__(torch.device("cpu"))
-        self.keeps = False  # pages that are locked stay where they are
+        self.keeps = False  # locked pages cannot be moved
         self._copier, self._lock = copier, threading.Lock()
         self._copies: dict[int, list[Copy]] = {}
 
@@ -288,7 +289,7 @@ class CopiedDisk:
 
     def __init__(self, disk: DiskStore, pages: CopiedPages) -> None:
         self._disk, self._pages = disk, pages
-        # The waiting side holds it; held longer, its memory could not be freed.
+        # The caller holds it while waiting; a longer reference would keep its memory allocated.
         self._late = list[weakref.ref[DeferredWrite]]()
         self.capacity = disk.capacity
 
@@ -349,7 +350,7 @@ class StagedRead:
             try:
                 raise error
             finally:
-                del error  # which holds this frame, and so what its callers have
+                del error  # the traceback holds this frame, and so the callers' variables
         assert self.copy is not None
         self.copy.wait()
 
@@ -389,7 +390,7 @@ class HostDiskStore(Middle):
         return self.transit.used
 
     def allocate(self, nbytes: int, owner: ManagedTensor | None = None) -> int:
-        """Adds a tensor of the device; returns its number."""
+        """Allocates storage for a tensor of the device; returns the tensor's number."""
         assert owner is not None, "objects keep their position from step to step"
         number = owner.number
         if number not in self._objects:
@@ -425,7 +426,7 @@ class HostDiskStore(Middle):
         self._disk.advance()
 
     def send(self, read: StagedRead) -> None:
-        """Waits for the disk, then starts the copy to the device; `wait` raises its errors."""
+        """Waits for the disk, then starts the copy to the device; keeps disk errors in `read`."""
         if self._reads.get(read.key) is not read:
             return
         del self._reads[read.key]
@@ -482,7 +483,7 @@ class HostDiskStore(Middle):
     def stats(self) -> dict[str, Any]:
         return self.host.stats()
 
-    # What `Transit` asks for.
+    # Operations that `Transit` requests.
 
     def use(self, key: Hashable, fresh: bool) -> None:
         self._stored[key] = self.host.begin_use(self._objects[key], fresh=fresh)

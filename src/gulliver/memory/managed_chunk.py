@@ -34,17 +34,17 @@ from gulliver.memory.pending import before_write
 from gulliver.memory.stores import ManagedTensor
 
 
-# [Note: in place] Where nothing is sharded and no wider copy is kept, the parameter buffer is the
-# shard itself, pinned while it is in use: there is no second copy, and what is trained takes what
-# the optimizer needs and no more. The same holds for the gradient: it is collected in the object.
+# [Note: in place] If nothing is sharded and there are no master weights, the parameter buffer is
+# the shard itself, held while it is in use, so there is no second copy. Likewise, gradients are
+# collected in the managed tensor of the reduced gradient.
 #
-# [Note: writes to parameters] There is no second copy to compare with, so a write to a parameter
-# that is here is noticed by its version counter. Between passes ``weight.data`` shares it (see
-# `Gatherer`); inside a forward a write through ``.data`` is not noticed.
+# [Note: writes to parameters] Without a second copy to compare with, a write to a loaded parameter
+# is detected by its version counter. Between passes ``weight.data`` shares it (see `Gatherer`);
+# inside a forward, a write through ``.data`` is not detected.
 #
-# [Note: copies] Where ranks do unequal work, none can wait for another to use a chunk. So for the
-# length of such a step a whole copy of the parameters is an object of the manager, too, and the
-# buffer is that object, pinned while it is in use.
+# [Note: copies] If ranks have unequal work, none can wait for another to use a chunk. So during
+# such a step, a full copy of the parameters is another managed tensor, which serves as the buffer
+# and is held while it is in use.
 class ManagedBufferPool(BufferPool):
     """Allocates flat buffers from a manager, within its budget."""
 
@@ -80,11 +80,11 @@ class ManagedGradients(ChunkGradients):
         super().__init__(layout, parameters, pool, named_views)
         self._manager = pool.manager
         self._in_place = False
-        # The reduced gradient, while it is being made.
+        # The reduced gradient, while it is computed.
         self._filled: Tensor | None = None
         self._kept = False
 
-    # Frozen parameters have no gradients, so the objects are made when they are first wanted.
+    # Frozen parameters have no gradients, so managed tensors are created on first use.
 
     @cached_property
     def _reduced(self) -> ManagedTensor:
@@ -112,7 +112,7 @@ class ManagedGradients(ChunkGradients):
         return self._manager.use(self._whole, fresh=True)
 
     def rest(self) -> None:
-        """Makes gradients evictable until more arrive; none may be in reduction."""
+        """Makes gradients evictable until more arrive; no reduction may be in flight."""
         if not self.begun:
             return
         assert self.buffer is not None, "something is being collected"
@@ -123,7 +123,7 @@ class ManagedGradients(ChunkGradients):
                 self._members, self.parameters, self._stand_ins, strict=True
             ):
                 if name in self.placed and parameter.grad is self.placed[name]:
-                    parameter.grad = stand_in  # nothing may refer to memory that leaves
+                    parameter.grad = stand_in  # nothing may refer to evicted memory
         self.placed = dict.fromkeys(self.placed, self._stand_ins[0])
         self._views = {}
         self.buffer = _on_meta(self.resting)
@@ -185,7 +185,7 @@ class ManagedGradients(ChunkGradients):
 
     @contextmanager
     def scaled(self, kept: Tensor, factor: Tensor) -> Iterator[tuple[Tensor, bool]]:
-        # It does where the fast tier alone has it; a copy behind stays as it is, and serves later.
+        # In place only if the store has no copy; a copy there stays unscaled and is used later.
         behind = self._reduced.offset is not None
         try:
             with self._manager.using(self._reduced, write=not behind) as gradient:
@@ -266,7 +266,7 @@ class ManagedChunk(Chunk):
         if not self._in_place:
             return super()._take_buffer()
         self.master_shard = self._manager.use(self._shard)
-        before_write([self.master_shard])  # parameters may be written without asking
+        before_write([self.master_shard])  # parameters may be written without notice
         return self.master_shard
 
     def _give_buffer(self, buffer: Tensor, viewed: bool = False, keeps: bool = False) -> None:
@@ -293,7 +293,7 @@ class ManagedChunk(Chunk):
         self._seen = self.versions()
         if self.has_copy:
             self._refuse_write()
-        with self.opened(write=True):  # which marks what is in place as written
+        with self.opened(write=True):  # which marks tensors in place as written
             if not self._in_place:
                 self.merge(self.master_shard, self.shard, self._as_sent())
 
@@ -346,7 +346,7 @@ class ManagedChunk(Chunk):
             self._manager.remove(self._copy)
             del self._copy
 
-    # A whole copy of the parameters, as long as no other rank takes part.
+    # A full copy of the parameters, for steps in which other ranks do not take part.
 
     @cached_property
     def _copy(self) -> ManagedTensor:
@@ -355,7 +355,7 @@ class ManagedChunk(Chunk):
 
     @contextmanager
     def making_copy(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Context in which a full copy of the parameters, and this rank's shard, are filled."""
+        """Yields a full copy of the parameters to fill; this rank's part of it is filled."""
         with self._manager.using(self._copy, fresh=True) as whole:
             size = self.layout.part_size
             part = whole[self.part * size : (self.part + 1) * size]

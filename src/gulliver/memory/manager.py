@@ -27,18 +27,18 @@ from gulliver.memory.traffic import Traffic
 from gulliver.solve.replacement import Action, Move, Replacement
 
 # `solve.Replacement` decides what is in the fast tier, from the order of calls alone; `Traffic`
-# carries that out alongside the compute. Between the two this file keeps the books: objects by
-# number, and buffers that are lent.
+# executes that in parallel with compute. Between the two, this file keeps track of tensors by
+# number, and of lent buffers.
 #
-# It knows nothing of training. Users call::
+# It is independent of training. Users call::
 #
 #     managed = manager.add("block 3", PARAMETERS, numel, torch.float32, value)
-#     tensor = manager.use(managed, write=True)       # here from now on, at an address of its own
+#     tensor = manager.use(managed, write=True)       # in the fast tier from now on
 #     ...                                            # new views of it
-#     manager.done(managed)                           # may leave: no view of it is used any more
-#     manager.end_step()                             # the same again: loads run ahead of use
+#     manager.done(managed)                           # evictable: no view of it is used any more
+#     manager.end_step()                             # next step: loads run ahead of use
 #
-# All sizes are whole pages of 4096 bytes for the budget; `counter` has the bytes of tensors.
+# The budget counts whole pages of 4096 bytes; `counter` counts the bytes of tensors.
 
 
 class Manager:
@@ -56,11 +56,10 @@ class Manager:
         self.device, self.store = torch.device(device), store
         if self.device.type != "cpu" and store is not None and not store.in_stream:
             raise GulliverError(
-                f"a {store.name} store needs a CPU machine, not {self.device}: use host memory "
-                "(HostStore)"
+                f"a {store.name} store needs a CPU, not {self.device}: use host memory (HostStore)"
             )
-        # Bytes of the tensors that exist, by kind: of objects that arrive, are here or are being
-        # written, and of buffers that are lent.
+        # Bytes in the fast tier by kind: of tensors being loaded, in use or being written, and of
+        # lent buffers.
         self.counter = ByteCounter()
         self._process, self._lock = os.getpid(), threading.RLock()
         self._core = Replacement(budget, backed=store is not None, ahead=ahead)
@@ -70,7 +69,7 @@ class Manager:
         self._lent: dict[int, Tensor] = {}
         self._number = self._total = self._steps = self._evictions = 0
         self._closed = False
-        # Ends the uses that can be begun again later, where there is no room; None while it runs.
+        # Callback that ends restartable uses when there is no room; None while it runs.
         self.release_idle: Callable[[], None] | None = None
 
     @property
@@ -199,15 +198,15 @@ class Manager:
 
     def view(self, managed: ManagedTensor, write: bool = False) -> Tensor:
         """Returns a tensor's content from the tier it is in, without moving it."""
-        # The tensor is good until the object is used again, or room is made for others. What a
-        # checkpoint copies from it in the background is waited for before its place is written.
+        # The result is valid until the tensor is used again or evicted. Its memory is not
+        # overwritten before background copies of checkpoints have ended.
         with self._entered():
             self._check(managed)
             if write:
                 if managed.residency is not Residency.AWAY:
                     self._traffic.wait_arrived(managed)
                 self._make_writable(managed)
-            self._traffic.wait_evicted(managed)  # a thread gives its memory to others once written
+            self._traffic.wait_evicted(managed)  # a thread reuses its memory once it is written
             if managed.residency in (Residency.HERE, Residency.LEAVING):
                 assert managed.memory is not None
                 return typed(managed.memory, managed.nbytes, managed.dtype)
@@ -286,12 +285,12 @@ class Manager:
             self._steps += 1
             self._middle.end_step()
 
-    # What was done
+    # Statistics and end
 
     def stats(self) -> dict[str, Any]:
         """Returns counts, bytes moved and seconds of waiting up to now."""
-        # Loads that were no longer wanted before they had begun are ``cancelled``, and not counted;
-        # ``behind`` has the same of the tier behind, where that has another one behind it.
+        # Loads dropped before they started are ``cancelled``, and not counted as loads; ``behind``
+        # has the statistics of the next slower tier if that has another one below.
         done: dict[str, Any] = {"evictions": self._evictions, "steps": self._steps}
         done |= {"held": self.held, "minimum": self.minimum, "behind": self._middle.stats()}
         return {**self._traffic.moved, **done}
@@ -335,7 +334,7 @@ class Manager:
             yield
 
     def _tell(self) -> None:
-        """Raises background errors, unless unwritten tensors now fit into memory."""
+        """Raises errors of background writes, unless the tensors now fit into memory."""
         for managed in self._traffic.unwritten():
             if self._core.restore(managed.number):
                 self._traffic.keep(managed)

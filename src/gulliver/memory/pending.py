@@ -31,7 +31,7 @@ class ReadLock(Protocol):
 
 _read_locks: list[ReadLock] = []
 _writers: weakref.WeakSet[Any] = weakref.WeakSet()
-# A child has its memory to itself, and no threads that could give a read lock up.
+# A forked child has its own memory, and no threads that would release a read lock.
 os.register_at_fork(after_in_child=_read_locks.clear)
 
 
@@ -77,12 +77,12 @@ def before_any_write() -> None:
         lock.release(None)
 
 
-# Pending parameters: their values are elsewhere or in flight, and touching one waits for them.
+# Pending parameters, whose values are elsewhere or in flight; using one waits for them.
 #
 # While it is pending, its class is `PendingParameter` and every operation on it calls its handler.
-# Once it is ready it is an ordinary parameter again, so nothing is paid afterwards, and it does
-# not matter who reads it, nor through which reference: a module's forward, an average of the
-# weights, a state dict, a list that somebody kept.
+# Once it is ready it is an ordinary parameter again, without further cost. Any reader works,
+# through any reference: a module's forward, an average of the weights, a state dict, or a list that
+# was kept.
 
 
 Handler = Callable[[list[nn.Parameter], Callable[..., Any], tuple, dict[str, Any]], Any]
@@ -135,7 +135,7 @@ class PendingParameter(nn.Parameter):
     """A parameter whose values are not ready; operations go to its handler."""
 
     def __new__(cls, data: Any = None, requires_grad: bool = True) -> Any:
-        # A copy of a pending parameter has its values, and waits for nothing.
+        # A copy of a pending parameter has its values, and is not pending.
         return nn.Parameter(data, requires_grad)
 
     @classmethod
@@ -151,7 +151,7 @@ class PendingParameter(nn.Parameter):
                 f"boost: {INSTEAD}"
             )
         if func is Tensor.is_contiguous:
-            # It lies row by row wherever it is; what represents it here is one stretched element.
+            # The actual values are contiguous; its representation here is one expanded element.
             return Tensor.is_contiguous(torch.empty(args[0].shape, device="meta"), **kwargs)
         waiting = list(_pending(args)) + list(_pending(kwargs.values()))
         return waiting[0].__dict__["_handler"](waiting, func, args, kwargs)
@@ -163,7 +163,7 @@ def hide_from_compilers() -> None:
     setattr(PendingParameter, "__torch_function__", hidden)  # noqa: B010
 
 
-# Both run for every parameter in every step: nothing is called in their loops.
+# Both run for every parameter in every step, so their loops make no calls.
 
 
 def mark_pending(parameters: Iterable[nn.Parameter], handler: Handler) -> None:

@@ -1,63 +1,30 @@
-"""Prefetching: loads residents in the order of a pass, ahead of use, and releases them after it."""
+"""Prefetching: loads residents in the order of a pass, before their use; then releases them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, Protocol
 
+from gulliver.memory.buffers import Presence
 
-# [Note: one order] Where bytes come from other ranks, all ranks must ask for them in one order,
-# whatever they use. So a *pass* (a forward or a backward of a model) is a list of residents that
-# every rank brings once, in that order, used or not. A use brings what the pass has up to it and a
-# few ahead. What a rank does not use it brings when it comes past, at the latest at the end of the
-# pass. So ranks may differ in what they use, and none waits for one that has nothing to send.
+# [Note: one order] If data comes from other ranks, all ranks must request it in one order,
+# whichever residents they use. So a *pass* (a forward or a backward of a model) is a list of
+# residents that every rank loads once, in that order, used or not. A use loads all residents of the
+# pass up to the used one, and a few ahead. Residents that a rank does not use are loaded when a
+# later one is used, or at the end of the pass. So ranks may use different residents, and none waits
+# for a rank that sends nothing.
 #
-# [Note: out of order] A resident that is used again after it was let go (a tied weight, a module
-# called twice) ends the pass and starts it again, and is kept from then on. Outside of passes
-# whatever is used is brought at once.
+# [Note: out of order] If a resident is used again after its release (a tied weight, a module called
+# twice), the pass ends and starts again, and the resident is kept from then on. Outside of passes,
+# a used resident is loaded immediately.
 #
-# [Note: from forward to backward] A backward begins with what its forward has used last. So the
-# last of a forward stay, as many as there is room for anyway, which is one fewer than a pass has at
-# most; they are not brought again, and one more is in flight before backward uses the first.
+# [Note: from forward to backward] A backward begins with the residents that its forward used last.
+# So the last residents of a forward stay, one fewer than the maximum of a pass; they are not loaded
+# again, and one more is in flight before backward uses the first.
 #
-# It does not know what a resident is, nor how it is brought: a `Mover` does. With one that only
-# counts, it predicts what a recorded step holds at which time.
-class Presence(Enum):
-    """State of a resident's data."""
-
-    WHOLE = auto()
-    """Loaded completely."""
-    ARRIVING = auto()
-    """A load is in flight."""
-    ABSENT = auto()
-    """Not loaded; has no buffer."""
-
-
-LEGAL_PRESENCE = (
-    (Presence.WHOLE, Presence.ARRIVING),  # the own shard was updated, the rest is to come
-    (Presence.ABSENT, Presence.ARRIVING),  # a buffer was made for what comes
-    (Presence.ARRIVING, Presence.WHOLE),  # all of it is there
-    (Presence.WHOLE, Presence.ABSENT),  # used, and given back
-)
-
-
-@dataclass(eq=False, kw_only=True)
-class Resident:
-    """An object that a prefetcher loads and releases."""
-
-    presence: Presence = Presence.WHOLE
-    # Whether it is needed again in the same pass: it stays once it is there.
-    kept: bool = False
-    # Whether a graph may refer to it: it stays until it is let go of by name.
-    held: bool = False
-    # Whether it was used in the present pass.
-    used: bool = False
-
-    def enter(self, presence: Presence) -> None:
-        assert (self.presence, presence) in LEGAL_PRESENCE, f"{self.presence} -> {presence}"
-        self.presence = presence
+# A `Mover` defines what a resident is and how it is loaded. With a mover that only counts, this
+# class predicts the memory of a recorded step over time.
 
 
 class Pass(Enum):
@@ -80,7 +47,7 @@ class Mover(Protocol):
 
 
 class Prefetcher:
-    """Loads residents ahead of use, and releases them after it."""
+    """Loads residents ahead of use, and releases them afterwards."""
 
     def __init__(
         self,
@@ -110,7 +77,7 @@ class Prefetcher:
             self._set_order(self.residents[:])
             self.current = kind
         else:
-            # The forward has left its last: they are the first that backward uses.
+            # The forward kept its last residents, which backward uses first.
             self._set_order(self.residents[::-1])
             self.current, self._issued = kind, self._left
             if self._left > 1:
@@ -128,7 +95,7 @@ class Prefetcher:
         self.current = Pass.NONE
 
     def end_forward(self, keep_last: bool) -> None:
-        """Ends a forward and completes its pass; `keep_last` keeps residents for backward."""
+        """Ends a forward pass; `keep_last` keeps the last residents, with which backward begins."""
         self.complete()
         if keep_last:
             for resident in self.residents[: -self._stay]:
@@ -166,12 +133,12 @@ class Prefetcher:
             return
         resident.used = True
         if self.tight and resident.kept and resident.presence is Presence.WHOLE:
-            return  # it stays: what lies before it in the pass need not be passed by for it
-        # Most uses are of what is here, and was reached before.
+            return  # it stays loaded, so earlier residents need not be released first
+        # Most uses are of a loaded resident that was reached before.
         if place < self._reached and resident.presence is Presence.WHOLE:
             return
         self._reached = max(self._reached, place + 1)
-        self._release_passed(place)  # before others come: there is room for them then
+        self._release_passed(place)  # before loading others, which need the room
         while self._issued <= place:
             self._issue(self._issued + 1)
             if self.tight:
@@ -203,7 +170,7 @@ class Prefetcher:
         if self.current is Pass.FORWARD:
             end = min(end, len(self._order) - self._stay)
         for passed in self._order[: max(0, end)]:
-            # What was jumped over will be used yet, or come past at the end.
+            # Skipped residents will be used later, or released at the end of the pass.
             if passed.presence is Presence.WHOLE and (passed.used or not self.every):
                 self._release_used(passed)
 
@@ -228,7 +195,7 @@ class Prefetcher:
             self.mover.release(passed)
 
     def _find(self, resident: Any) -> int | None:
-        """Returns a resident's position in the pass; starts a new pass if it has been passed."""
+        """Returns a resident's position in the pass; starts a new pass if the pass is beyond it."""
         place = self._at.get(id(resident))
         if resident.presence is not Presence.ABSENT or not self.every:
             return place

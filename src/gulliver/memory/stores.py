@@ -30,37 +30,37 @@ ROOM = 4
 """Maximum ratio of a buffer's address range to its size."""
 
 
-# [Note: pages] A page that the system gives is filled with zeros, and costs a fault where it is
-# first touched: more than it takes to read its content from a fast disk. Objects have many sizes,
-# so what leaves is seldom of the size of what comes, and to free one buffer and make another would
-# cost a fault for each page that moves. So a buffer has room to grow: addresses cost nothing. One
-# that takes the place of another keeps the pages that it has, and what it has too many goes back to
-# the system at once (MADV_DONTNEED), even if views of it are left.
+# [Note: pages] A fresh page is filled with zeros and costs a fault on first access, which takes
+# longer than reading its content from a fast disk. Tensors have many sizes, so evicted and loaded
+# tensors seldom have the same size, and freeing one buffer and allocating another would cost a
+# fault for each page that moves. So a buffer has address space to grow, which costs nothing. A
+# buffer that replaces another keeps its pages, and surplus pages are returned to the system
+# immediately (MADV_DONTNEED), even if views of them are left.
 @dataclass(frozen=True)
 class _Room:
     """Address range of a buffer."""
 
     memory: mmap.mmap
-    # Offset of the first, on a page, or a huge page if there is one.
+    # Offset of the first byte, aligned to a page, or to a huge page if one fits.
     begin: int
     nbytes: int
 
     @classmethod
     def of(cls, nbytes: int) -> _Room:
-        # A process that is forked finds zeros in it: copies of what changes here while a loader's
-        # workers live would be memory that no budget knows of, and a read in flight would
-        # end in the child's copy.
+        # Forked processes see zeros in it. Copies of pages that change while a loader's workers
+        # live would be memory outside of any budget, and a read in flight would end in the child's
+        # copy.
         spare = HUGE if nbytes >= HUGE else 0
         memory = mmap.mmap(-1, nbytes + spare, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with suppress(OSError):  # a system that does not know it copies
+        with suppress(OSError):  # other systems copy it
             memory.madvise(WIPE_ON_FORK)
         first = torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr()
         return cls(memory, -first % HUGE if spare else 0, nbytes)
 
     def shown(self, nbytes: int) -> Tensor:
         """Returns the first bytes as a flat uint8 tensor; bytes beyond must not be touched."""
-        # Fewer page faults where it is first touched, which would cost more than a copy. Only huge
-        # pages that lie inside: one that is touched is there as a whole.
+        # Fewer page faults on first access, which would cost more than a copy. Only for huge pages
+        # entirely inside, because an accessed huge page is allocated as a whole.
         if self.nbytes >= HUGE and hasattr(mmap, "MADV_NOHUGEPAGE"):
             inside = nbytes // HUGE * HUGE
             if inside:
@@ -75,7 +75,7 @@ class _Room:
 
 
 def page_aligned(nbytes: int) -> Tensor:
-    # It is private, and counts as such; see `_Room.of` for forks.
+    # Private memory, and counted as such; see `_Room.of` for forks.
     return _Room.of(nbytes).shown(nbytes)
 
 
@@ -85,16 +85,16 @@ class Pages:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._rooms: dict[int, _Room] = {}
-        # Whether buffers keep pages, and can give them back although views are left: on a CPU.
+        # Whether buffers keep pages, and can return them although views are left: on a CPU.
         self.keeps = device.type == "cpu" and hasattr(mmap, "MADV_NOHUGEPAGE")
 
     def fresh(self, size: int) -> Tensor:
-        with torch.inference_mode(False):  # it serves a training, too
+        with torch.inference_mode(False):  # it must also be usable in training
             if self._device.type != "cpu":
                 return torch.empty(size, dtype=torch.uint8, device=self._device)
             try:
                 room = _Room.of(1 << (size - 1).bit_length() if self.keeps else size)
-            except OSError:  # a process may be given a limit for addresses, too
+            except OSError:  # address space may also be limited
                 room = _Room.of(size)
             memory = room.shown(size)
             self._rooms[memory.data_ptr()] = room
@@ -120,17 +120,17 @@ class Pages:
     def drop(self, memory: Tensor) -> None:
         room = self._rooms.pop(memory.data_ptr(), None)
         if room is not None and self.keeps:
-            room.free(0, memory.numel())  # views of buffers that it was before may live on
+            room.free(0, memory.numel())  # views of earlier buffers in this memory may still exist
 
 
-# Stores: what is behind the fast tier, with bytes that come and go asynchronously.
+# Stores: tiers below the fast tier, with asynchronous reads and writes.
 #
 # `DiskStore` is one file, unlinked as soon as it is open: it has no name that another run could
-# mix up with its own, and the system frees it when the process ends, however it ends. It is read
-# and written past the page cache by the threads of the native I/O engine, so that a memory limit
-# of the system counts none of it. `HostStore` is the pinned memory of a machine with a GPU.
+# mistake for its own, and the system frees it however the process ends. The threads of the native
+# I/O engine bypass the page cache, so a memory limit of the system does not count it. `HostStore`
+# is the pinned memory of a machine with a GPU.
 #
-# A store knows offsets and bytes, not what lies there. Offsets and sizes are whole pages of 4096.
+# A store has offsets and bytes, without their meaning. Offsets and sizes are multiples of 4096.
 
 
 NETWORK = frozenset(
@@ -180,9 +180,9 @@ class Store(Protocol):
 
     # Name of the tier, such as ``disk``.
     name: str
-    # Most bytes that it holds.
+    # Maximum bytes in the store.
     capacity: int
-    # Whether the device waits for transfers, at no cost for the host.
+    # Whether the device waits for transfers, so that the host does not.
     in_stream: bool
 
     @property
@@ -240,11 +240,12 @@ class DiskTransfer:
 class DiskStore:
     """A store in an unnamed file on a local disk."""
 
-    # The space is reserved at once: a full disk is found here, not in the middle of a step.
+    # The space is reserved at the start, so that a full disk is detected here and not within a
+    # step.
     #
-    # [Note: no gaps] What was freed serves the next of its size, and is cut or joined only where
-    # the rest is used up. So objects whose sizes add up to the capacity always fit, in whatever
-    # order they come and go: no more pieces of a size are ever cut than there are objects of it.
+    # [Note: no gaps] Freed space is reused for the same size; it is split or merged only when no
+    # other space is left. So tensors whose sizes add up to the capacity always fit, in any order of
+    # allocation: there are never more pieces of a size than tensors of that size.
 
     name = "disk"
     in_stream = False
@@ -261,10 +262,10 @@ class DiskStore:
         require_space(self.folder, self.capacity)
         self._opened = _Opened(self.folder, self.capacity, engine)
         self._finish = weakref.finalize(self, self._opened.close)
-        self._finish.atexit = False  # engines end by themselves then
+        self._finish.atexit = False  # engines are closed at exit
         self._extents, self._left = Extents(), dict[int, list[int]]()
         self._extents.add(0, self.capacity)
-        # Whether transfers go past the page cache.
+        # Whether transfers bypass the page cache.
         self.direct = self._probe()
 
     def allocate(self, nbytes: int, owner: Any = None) -> int:
@@ -362,7 +363,7 @@ class _Opened:
 
 
 def _engine() -> Engine:
-    # No pages: bytes go straight between the file and the fast tier.
+    # The engine needs no pages, because bytes move directly between the file and the fast tier.
     return default_engine(page_bytes=BLOCK, pages=1, copiers=1, writers=2)
 
 
@@ -396,13 +397,13 @@ def file_system(folder: Path) -> str:
             continue
         point = fields[1].replace("\\040", " ")
         inside = path == point or path.startswith(point.rstrip("/") + "/")
-        # The last of several on one point is the one that is seen.
+        # Of several mounts at one point, the last is visible.
         if inside and len(point) >= best:
             best, kind = len(point), fields[2]
     return kind
 
 
-# Objects of the memory manager: bytes of a fixed size that come and go.
+# Tensors of the memory manager, which are loaded and evicted as units.
 
 
 class Residency(Enum):
@@ -422,15 +423,15 @@ class Residency(Enum):
 
 LEGAL_RESIDENCY = (
     (Residency.AWAY, Residency.QUEUED),
-    (Residency.QUEUED, Residency.ARRIVING),  # there is memory: the read begins
+    (Residency.QUEUED, Residency.ARRIVING),  # there is memory, and the read begins
     (Residency.QUEUED, Residency.HERE),  # there is nothing to read
     (Residency.QUEUED, Residency.AWAY),  # no longer wanted
     (Residency.ARRIVING, Residency.HERE),
     (Residency.ARRIVING, Residency.AWAY),  # the read failed
     (Residency.HERE, Residency.LEAVING),
-    (Residency.HERE, Residency.AWAY),  # the store has its content, or nobody needs it
+    (Residency.HERE, Residency.AWAY),  # the store has its content, or it is not needed
     (Residency.LEAVING, Residency.AWAY),
-    (Residency.LEAVING, Residency.HERE),  # it could not be written, and there is room for it
+    (Residency.LEAVING, Residency.HERE),  # the write failed, and there is room for it
 )
 RESIDENT = (Residency.ARRIVING, Residency.HERE, Residency.LEAVING)
 """States that occupy memory in the fast tier."""
@@ -444,27 +445,27 @@ class ManagedTensor:
     kind: str
     numel: int
     dtype: torch.dtype
-    # Flat tensor of `dtype` while the object is in the fast tier, else None. Its memory moves
-    # between visits: make new views after each `Manager.use`.
+    # Flat tensor of `dtype` while in the fast tier, else None. Its memory moves between uses:
+    # create new views after each `Manager.use`.
     tensor: Tensor | None = None
     number: int = -1
-    # Whether its content is discarded before long.
+    # Whether its content is soon discarded.
     brief: bool = False
     residency: Residency = Residency.AWAY
-    # Whole pages of the fast tier that it holds.
+    # Whole pages in the fast tier that it occupies.
     memory: Tensor | None = field(default=None, repr=False)
-    # Offset of its content in the store; None where the store has not got it.
+    # Offset of its content in the store; None if the store does not have it.
     offset: int | None = field(default=None, repr=False)
-    # Addresses at which this place has been shown; a checkpoint may be copying from there.
+    # Addresses at which `view` mapped this offset; a checkpoint may be copying from there.
     shown: set[int] = field(default_factory=set, repr=False)
     transfer: Transfer | None = field(default=None, repr=False)
-    # Whether there is something to read when it comes.
+    # Whether a load has content to read.
     reads: bool = field(default=False, repr=False)
-    # Whether its memory is filled with zeros when it comes.
+    # Whether its memory is filled with zeros on load.
     zero: bool = field(default=False, repr=False)
-    # Whether others may still read its memory, which serves no one else until they end.
+    # Whether others may still read its memory, which is not reused until they end.
     viewed: bool = field(default=False, repr=False)
-    # Whether its memory, once it leaves, is left to who has views of it.
+    # Whether its memory is left to existing views when it is evicted.
     given: bool = field(default=False, repr=False)
 
     @property
@@ -477,7 +478,7 @@ class ManagedTensor:
 
     @property
     def kept(self) -> int:
-        """Bytes that need room in any tier, even if the tensor is not in use."""
+        """Bytes that the tensor occupies in some tier even while it is not in use."""
         return 0 if self.brief else self.size
 
     @property
@@ -495,7 +496,7 @@ class ManagedTensor:
 
 
 def typed(memory: Tensor, nbytes: int, dtype: torch.dtype) -> Tensor:
-    # In inference mode a view of another dtype would be an inference tensor, which a training that
-    # comes later could not save for backward.
+    # In inference mode a view of another dtype would be an inference tensor, which later training
+    # could not save for backward.
     with torch.inference_mode(False):
         return memory[:nbytes].view(dtype)

@@ -66,7 +66,7 @@ class FakeTensors:
         if made is not None:
             return made
         device = self._device or ("cpu" if tensor.is_meta else tensor.device)
-        # A parameter whose shard is elsewhere is one element, stretched: its shape is what counts.
+        # A parameter whose data is elsewhere is one expanded element; only its shape matters.
         made = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
         if isinstance(tensor, nn.Parameter):
             made = nn.Parameter(made, requires_grad=tensor.requires_grad)
@@ -74,18 +74,16 @@ class FakeTensors:
         return made
 
 
-# Activation memory of a step before it runs: followed through fake tensors, byte by byte.
+# Activation memory of a step before it runs, traced with fake tensors.
 #
 # `activation_peak` runs forward and backward with tensors that have shapes but no memory, under a
 # dispatch mode that sees every operation (`StorageCounter`). A storage counts from the operation
-# that makes it until no one refers to it any more, autograd's saved tensors included: the frees are
-# real ones, only the bytes are not. What is recomputed in backward runs there again, and counts
-# there.
+# that creates it until its last reference ends, including those of autograd: frees are real, only
+# the bytes are not. Operations that are recomputed in backward run and count again there.
 #
-# Parameters and buffers are not counted, nor gradients from the moment at which they are
-# accumulated. Nor is what kernels use inside and give back before they return: no one sees that
-# from Python. Where activations are off-loaded, the very code that does it runs with a manager that
-# only counts.
+# Parameters and buffers are not counted, nor gradients once they are accumulated, nor the
+# workspaces of kernels, which are not visible from Python. Offloading of activations runs the
+# actual code with a manager that only counts.
 
 
 FORWARD, RECOMPUTE, BACKWARD = "forward", "recompute", "backward"
@@ -97,7 +95,7 @@ class MemoryPoint:
 
     # "forward", "recompute" (a forward inside backward) or "backward".
     phase: str
-    # Path of the module that runs; in backward, of the one whose gradient has come.
+    # Path of the running module; in backward, of the one whose output gradient was computed last.
     path: str
     live: int
     peak: int
@@ -107,7 +105,7 @@ class MemoryPoint:
 class ModuleResidue:
     """Memory that remains after a module's forward."""
 
-    # Bytes that are there after the call and were not before, its output aside.
+    # Bytes that exist after the call but not before, without its output.
     saved: int
     output: int
 
@@ -116,15 +114,15 @@ class ModuleResidue:
 class ActivationPeak:
     """Peak memory of a step, besides model state."""
 
-    # Most bytes at once, the batch included; None where the step cannot be followed.
+    # Peak bytes, including the batch; None if the step cannot be traced.
     bytes: int | None
     inputs: int = 0
     curve: tuple[MemoryPoint, ...] = ()
-    # What the last call of each module in forward left for backward, by path.
+    # Bytes that each module's last forward call left for backward, by path.
     kept: Mapping[str, ModuleResidue] = field(default_factory=dict)
-    # Why the step cannot be followed; empty where it can.
+    # Reason why the step cannot be traced; empty if it can.
     reason: str = ""
-    # Sizes of the memories that were off-loaded, by the path that was off-loaded.
+    # Sizes of offloaded storages, by the path of their module.
     taken: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
     @property
@@ -148,8 +146,8 @@ def activation_peak(
 ) -> ActivationPeak:
     """Predicts a step's peak memory besides parameters, gradients and optimizer state.
 
-    The step runs with fake tensors; model and random states are restored. A meta model is traced as
-    on the CPU, a compiled one as uncompiled.
+    The step runs with fake tensors; model and random states are restored. A model on meta is traced
+    as if on the CPU, a compiled one as if not compiled.
 
     Args:
         model: model in the training or evaluation mode of the step.
@@ -164,7 +162,7 @@ def activation_peak(
         offloaded: paths of modules whose activations are offloaded, and therefore not counted.
 
     Returns:
-        The peak; without a prediction (data-dependent control flow), the reason.
+        The peak, or the reason why it cannot be predicted (data-dependent control flow).
     """
     try:
         with without_traces(model, hooks), fake_mode():
@@ -216,7 +214,7 @@ def follow_step(
 
 
 class _CountingManager:
-    """Stands in for a manager of fake activations, which are counted elsewhere."""
+    """Stand-in for the manager; fake activations are counted elsewhere."""
 
     def __init__(self, device: torch.device, counter: StorageCounter) -> None:
         self.device, self.taken, self._counter = device, list[int](), counter
@@ -253,7 +251,7 @@ class _FakeOffload(ActivationOffload):
 def stand_in_loss(output: Any) -> Tensor:
     """Returns a loss with typical memory needs, for an output without a criterion."""
     found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    # A model that computes its loss may return it as it is, or before all else.
+    # A model that computes its loss may return the loss alone, or as the first output.
     first = output[0] if isinstance(output, tuple | list) and output else output
     if not isinstance(found, Tensor) and isinstance(first, Tensor) and not first.ndim:
         found = first if first.requires_grad else None
@@ -281,8 +279,7 @@ class StorageCounter(DispatchMode):
 
     # [Note: lifetimes] PyTorch keeps the Python object of a storage as long as the storage itself,
     # so a weak reference to it dies when the memory is freed, whether Python, autograd's graph or a
-    # view held it last. Memory that was there before is known by being only an argument of
-    # operations.
+    # view held it last. Existing memory is recognized by being only an argument of operations.
 
     def __init__(self) -> None:
         super().__init__()
@@ -360,16 +357,16 @@ def _grouped_products(
                 "experts_implementation='eager'"
             )
     shape = [one.shape[-2], other.shape[-1]]
-    if one.ndim == other.ndim:  # both in groups: a product each
+    if one.ndim == other.ndim:  # both grouped: one product per group
         shape.insert(0, len(offsets) if offsets is not None else one.shape[0])
     return one.new_empty(shape, dtype=out_dtype or one.dtype)
 
 
 def _recurrent_layer(*args: Any, **kwargs: Any) -> Any:
     """Returns the outputs of a CPU LSTM layer, with a workspace of realistic size."""
-    # Its size is oneDNN's own and depends on the processor: it is asked for, with zeros.
+    # oneDNN determines the size, which depends on the processor: run the layer on zeros to get it.
     *outputs, _ = RECURRENT(*args, **kwargs)
-    if not torch.is_grad_enabled():  # nor is there one then
+    if not torch.is_grad_enabled():  # then there is none
         return *outputs, outputs[0].new_empty(0, dtype=torch.uint8)
     like = tuple(
         (tuple(a.shape), a.stride(), a.dtype) if isinstance(a, Tensor) else repr(a) for a in args
@@ -435,7 +432,7 @@ class _Watch:
         if module not in self._paths:
             return
         path = self._paths[module]
-        while self._entered:  # what an exception ended is not left by itself
+        while self._entered:  # calls that an exception ended are not popped otherwise
             name, before = self._entered.pop()
             if name == path:
                 break
@@ -448,12 +445,12 @@ class _Watch:
             for tensor in _leaves(output):
                 if tensor.requires_grad:
                     tensor.register_hook(lambda _, path=path: self._back(path))
-        # What runs next is the rest of the module around it.
+        # The enclosing module continues after it.
         self.begin(self._entered[-1][0] if self._entered else "")
 
     def _back(self, path: str) -> None:
         at = self._events[-1][1] if self._events[-1][0] == BACKWARD else None
-        # The output of the last module inside of another is often that module's, too.
+        # The output of a module's last submodule is often also the module's own.
         if self.phase == BACKWARD and not (at and at.startswith(f"{path}." if path else "")):
             self.begin(path)
 

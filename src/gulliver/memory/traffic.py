@@ -28,16 +28,16 @@ COUNTS = ("loads", "cancelled", "writes", "bytes_in", "bytes_cancelled", "bytes_
 _living: WeakSet[Traffic] = WeakSet()
 
 
-# [Note: bytes in flight] For the one who decides, an object that leaves has gone, and one that is
-# loaded is here. In truth a write holds its memory until it has ended, and a read has to wait for
-# memory. So what comes stands in a queue, in the order of the decisions; its head takes memory as
-# soon as enough writes have ended. A thread sees to that, which lives only while the queue waits. A
-# caller that needs an object, or memory, waits for the writes in the way, the oldest first. What
-# was decided always fits in the end, so no one waits for ever; and what is held, memory that is
-# kept for the next one included, never exceeds the budget.
+# [Note: bytes in flight] For decisions, an evicted tensor is gone and a loaded one is present. In
+# fact, a write holds its memory until it has ended, and a read has to wait for memory. So loads
+# wait in a queue, in the order of the decisions, and the first one takes memory as soon as enough
+# writes have ended. A thread, which exists only while the queue waits, takes care of that. A caller
+# that needs a tensor, or memory, waits for the writes in its way, oldest first. Decisions always
+# fit in the end, so no wait is endless; and held memory, including cached memory, never exceeds the
+# budget.
 #
-# [Note: failures] A failed write is begun again before its error is raised, and the content stays
-# where it is until one succeeds. A failed read leaves its object in the store. So an error is
+# [Note: failures] A failed write is retried before its error is raised, and the content stays in
+# the fast tier until a write succeeds. A failed read leaves its tensor in the store. So an error is
 # raised at the next use, and nothing is lost.
 @atexit.register
 def end_workers() -> None:
@@ -63,10 +63,9 @@ class Traffic:
         pages: Pages | None = None,
     ) -> None:
         self.budget, self.device, self.store, self.counter = budget, device, store, counter
-        # Bytes of memory held, that which is kept for reuse included.
+        # Bytes of memory held, including memory cached for reuse.
         self.held = 0
-        # Loads, those that were no longer wanted before they had begun, writes and bytes so far,
-        # and seconds that somebody waited.
+        # Numbers of loads, cancelled loads and writes, their bytes, and seconds of waiting.
         self.moved: dict[str, Any] = dict.fromkeys(COUNTS, 0)
         self.moved["seconds_waited"] = 0.0
         self._lock = lock
@@ -94,13 +93,13 @@ class Traffic:
 
     def drop(self, managed: ManagedTensor) -> None:
         if managed.residency is not Residency.LEAVING:
-            with suppress(GulliverError):  # what could not be read is not wanted
+            with suppress(GulliverError):  # dropped data need not be readable
                 self.wait_arrived(managed)
         if managed in self._queue and managed.reads:
             self.moved["cancelled"] += 1
             self.moved["bytes_cancelled"] += managed.size
         self.cancel(managed)
-        if managed.residency is Residency.LEAVING:  # what could not be written is not wanted
+        if managed.residency is Residency.LEAVING:  # nor writable
             self._failed = [(other, e) for other, e in self._failed if other is not managed]
             if managed in self._leaving:
                 self._leaving.remove(managed)
@@ -118,7 +117,7 @@ class Traffic:
 
     def wait_arrived(self, managed: ManagedTensor) -> None:
         if managed in self._queue:
-            self._queue.remove(managed)  # others can wait
+            self._queue.remove(managed)  # other loads can wait
             self._queue.appendleft(managed)
             self._advance(managed)
         if managed.residency is Residency.ARRIVING:
@@ -167,8 +166,8 @@ class Traffic:
             try:
                 raise failed[0][1]
             finally:
-                # The error holds this frame, which must not hold the error: together they would
-                # keep the callers' tensors until the garbage collector comes.
+                # The error holds this frame, which must not hold the error: the cycle would keep
+                # the callers' tensors until garbage collection.
                 del failed
 
     # Memory
@@ -224,14 +223,14 @@ class Traffic:
                 self._wait_oldest_write(size)
 
     def _free_of_users(self, memory: Tensor) -> None:
-        # The manager's lock is held meanwhile. That is safe: the threads that copy a snapshot read
-        # memory that was shown to them before, and never take this lock.
+        # The manager's lock is held meanwhile. That is safe, because threads that copy a snapshot
+        # read memory that they already have and never take this lock.
         before_write([memory])
         self._pages.wait_unused(memory)
 
     def _resized(self, size: int) -> Tensor | None:
         """Resizes the cached memory of the closest size; None if nothing is cached."""
-        # One of twice the size loses more pages than a new one takes.
+        # A buffer of more than twice the size would return more pages than a new one needs.
         near = [(kept, many) for kept, many in self._free.items() if kept < 2 * size]
         found = [
             (abs(kept - size), kept, number)
@@ -256,7 +255,7 @@ class Traffic:
         for kept in sorted(self._free, reverse=True):
             many = self._free[kept]
             while (short := self.held + size - self.budget) > 0:
-                # Memory with views left would not be freed.
+                # Memory with remaining views would not be freed.
                 place = next((n for n, found in enumerate(many) if self._is_freed(*found)), None)
                 if place is None:
                     break
@@ -297,8 +296,8 @@ class Traffic:
 
     def _is_released_soon(self) -> bool:
         """Whether references to memory may end soon, such as a sending thread's."""
-        # Such a thread drops its tensor a moment after the message is there, and says so to no one.
-        # Hence the polling, for as long as a slow message may take.
+        # Such a thread drops its tensor shortly after the message has arrived, without
+        # notification. So this polls for as long as a slow message may take.
         due = time.monotonic() + PATIENCE_S
         while time.monotonic() < due:
             if any(storage_users(m) == 1 for many in self._free.values() for m, _ in many):
@@ -413,7 +412,7 @@ class Traffic:
             self.give(memory, trusted=not managed.viewed)
         managed.viewed = managed.given = False
 
-    # The thread that waits where no one else does
+    # The thread that waits if no caller does
 
     def end_worker(self) -> None:
         """Stops the worker thread; a forked child has none."""
@@ -437,7 +436,7 @@ class Traffic:
                 if not self._queue or not self._leaving or self._failed:
                     self._worker = None
                     return
-                # What comes again while it leaves has to have left; others need memory.
+                # A tensor that is loaded again must first be fully evicted; others need memory.
                 head = self._queue[0]
                 transfer = (head if head in self._leaving else self._leaving[0]).transfer
             assert transfer is not None

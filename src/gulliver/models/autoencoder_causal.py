@@ -1,4 +1,4 @@
-"""Layers of causal video autoencoders, padded with zeros before the first frame."""
+"""Layers of causal video autoencoders, which pad clips with zeros before the first frame."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def frame_causal_attention(
 
 
 class CausalAttention(nn.Module):
-    """Single-head causal attention: tokens attend in raster order, or to complete frames."""
+    """Single-head attention, causal by token in raster order, or by frame."""
 
     def __init__(self, channels: int, groups: int, raster: bool) -> None:
         super().__init__()
@@ -303,11 +303,11 @@ class CausalAutoencoder(nn.Module):
         num_res_blocks: residual blocks per resolution of the encoder; the decoder has one more.
         temporal_downsamples: number of resolutions, counted from the last, that also halve time.
         num_groups: groups of all norms.
-        normalization: statistics for normalizing latents, ``video``; None for raw latents.
-        compat: names of enabled `QUIRKS`; None for those of its published weights.
+        normalization: ``"video"`` for published statistics of 16 channels; None for raw latents.
+        compat: names of enabled `QUIRKS`; None for those that the published weights need.
 
     Raises:
-        GulliverError: an unknown quirk, or statistics of other latents.
+        GulliverError: a quirk is unknown, or the statistics do not fit `latent_channels`.
     """
 
     def __init__(

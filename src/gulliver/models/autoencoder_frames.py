@@ -69,7 +69,7 @@ class FrameMiddle(nn.Module):
 
 
 class FrameDownsample(nn.Module):
-    """Halves rows and columns; padded at the bottom and right only."""
+    """Halves rows and columns; pads only at the bottom and right."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -242,8 +242,8 @@ class FrameAutoencoder(nn.Module):
         if any(width % norm_num_groups for width in block_out_channels):
             raise GulliverError(
                 f"norm_num_groups={norm_num_groups} does not divide "
-                f"block_out_channels={tuple(block_out_channels)}; use the number of groups of the "
-                "weights"
+                f"block_out_channels={tuple(block_out_channels)}; use the number of groups that "
+                "the weights were trained with"
             )
         self.latent_channels = latent_channels
         side = 2 ** (len(block_out_channels) - 1)

@@ -158,7 +158,7 @@ class PipelineAutoencoder(nn.Module):
         temporal: fields of the temporal autoencoder, as for `TemporalAutoencoder`.
         shift: means of the latent channels.
         scale: standard deviations of the latent channels, by which latents are divided.
-        compat: names of enabled `QUIRKS`; None for those of its published weights.
+        compat: names of enabled `QUIRKS`; None for those that the published weights need.
     """
 
     scale: Tensor

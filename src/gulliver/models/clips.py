@@ -15,7 +15,7 @@ from gulliver.models.blocks import Grid, JointBlock, spatial_positions
 
 
 def check_heads(hidden_size: int, num_heads: int) -> None:
-    """Raises an error unless width, heads and position codes divide evenly."""
+    """Raises an error unless the width can be divided into heads and position codes."""
     if hidden_size % num_heads or hidden_size % 4 or (hidden_size // num_heads) % 2:
         raise GulliverError(
             f"hidden_size={hidden_size} must be a multiple of 4 and of num_heads={num_heads}, "
@@ -157,7 +157,7 @@ def pack_latents(x: Tensor, patch_size: int = 2) -> Tensor:
         [B, T * H * W / patch_size^2, C * patch_size^2].
 
     Raises:
-        GulliverError: rows or columns do not divide.
+        GulliverError: rows or columns are not divisible by `patch_size`.
     """
     _, _, _, height, width = x.shape
     if height % patch_size or width % patch_size:

@@ -176,7 +176,7 @@ class STDiT3Config(_LaterSTDiTConfig):
     freeze_y_embedder: bool = False
     """Freeze the caption embedder."""
     zero_init_temporal: bool = True
-    """Initialize temporal blocks as identities, to start from an image model; slower otherwise."""
+    """Initialize temporal blocks as identities, for training that starts from an image model."""
     temporal_positions: bool = False
     """Add a sinusoidal frame code to the tokens, as in STDiT. The published STDiT3 has none: its
     rotary code only distinguishes frames by content, so the direction of motion is learned late.

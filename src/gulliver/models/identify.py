@@ -193,18 +193,19 @@ def autoencoder_fields_of(shapes: Shapes) -> tuple[str, dict[str, Any]]:
         right = "AutoencoderKL, or an autoencoder of Open-Sora 1.2 or 1.3"
         if look in AUTOENCODER_LOOKS:
             right += "; for diffusers classes give the folder with its config.json"
-        raise GulliverError(f"not a video autoencoder: it looks like {found}; expected {right}")
+        raise GulliverError(
+            f"the weights are not a video autoencoder: they look like {found}; expected {right}"
+        )
     try:
         return look.kind, FIELDS[look.kind](shapes)
     except KeyError as error:
         raise GulliverError(
-            f"incomplete video autoencoder: it looks like {look.told}, but lacks {error}; "
-            "download the files again"
+            f"the weights look like {look.told}, but lack {error}; download the files again"
         ) from None
 
 
 def public_name(name: str) -> str:
-    """Returns the current name of a tensor, which early files name differently."""
+    """Returns the current name of a tensor that early files name differently."""
     for old, new in RENAMED.items():
         name = re.sub(rf"(attentions\.\d+)\.{old}\.", rf"\1.{new}.", name)
     return name

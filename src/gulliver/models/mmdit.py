@@ -306,9 +306,9 @@ class MMDiT(nn.Module):
             txt_ids: positions of the text tokens [B, L, 3]; zeros in the original training.
             timesteps: noise level of each clip [B], 0 (data) to 1 (noise).
             y_vec: text encoder's pooled vector [B, vec_in_dim].
-            cond: mask of given frames, then their latents, packed: [B, N, in_channels +
-                patch_size^2]; with cond_embed.
-            guidance: guidance scale [B]; with guidance_embed.
+            cond: packed mask and latents of the given frames, in this order, [B, N, patch_size^2 +
+                in_channels]; requires cond_embed.
+            guidance: guidance scale [B]; requires guidance_embed.
 
         Returns:
             [B, N, in_channels] in float32 (float64 for a float64 model).

@@ -203,7 +203,7 @@ class STDiT3(nn.Module):
             height: rows of the clip in pixels [B]; as in the published model, the first value is
                 used for the whole batch.
             width: columns of the clip in pixels [B].
-            cond: latents of the given frames, zero elsewhere, with the shape of `x`; with
+            cond: latents of the given frames, zero elsewhere, in the shape of `x`; requires
                 image_conditioning.
             cond_mask: one for given frames and zero elsewhere, with the shape of `x`.
             mask_index: indices of the given frames, which attend to the null caption.
@@ -269,7 +269,7 @@ class STDiT3(nn.Module):
         for name, value in (("cond", cond), ("cond_mask", cond_mask)):
             if value is None or value.shape != x.shape:
                 found = "missing" if value is None else f"of shape {tuple(value.shape)}"
-                raise GulliverError(f"{name} is {found}; expected the shape of x, {tuple(x.shape)}")
+                raise GulliverError(f"{name} is {found}; it needs the shape of x, {tuple(x.shape)}")
         beyond = [n for n in mask_index if not 0 <= n < x.shape[2]]
         if beyond:
             raise GulliverError(

@@ -32,7 +32,7 @@ class Node:
     calls: list[int]
     # Path and name of its first call.
     name: str
-    # Path of the block that it is in.
+    # Path of its block.
     block: str = ""
 
 
@@ -42,7 +42,7 @@ class OperatorSharding:
 
     # Word of each axis.
     words: tuple[str, ...]
-    # Layout of each value that it takes or gives.
+    # Layout of each of its inputs and outputs.
     layouts: dict[int, Layout] = field(hash=False)
 
 
@@ -50,7 +50,7 @@ class OperatorSharding:
 class Graph:
     """Operators of a forward pass and the values between them."""
 
-    # The calls, forks among them.
+    # All calls, including forks.
     trace: Trace
     # Operators in their order.
     nodes: list[Node]

@@ -230,7 +230,7 @@ class _Compiler:
                 if label not in known:
                     told = self._line(place, label)
                     raise GulliverError(
-                        f"{told}: the model has no such block: {nearest(label, known)}"
+                        f"{told} is not a block of the model: {nearest(label, known)}"
                     )
                 seen[label] = place
                 self._place_block(f"{where}.operators", row, known[label])
@@ -245,7 +245,7 @@ class _Compiler:
             pairs = enumerate(zip_longest(given, wanted, fillvalue="the end"))
             index, (here, there) = next((n, pair) for n, pair in pairs if pair[0] != pair[1])
             told = self._line(f"{where}[{index}].operator", repr(here))
-            raise GulliverError(f"{told}: the model computes {there!r} there: plan again")
+            raise GulliverError(f"{told}, but the model computes {there!r} there; plan again")
         for index, (node, choice) in enumerate(zip(numbers, row.operators, strict=True)):
             self.chosen[node], self.places[node] = choice, f"{where}[{index}]"
 
@@ -286,7 +286,7 @@ class _Compiler:
         choice, where = self.chosen[node], self.places[node]
         if tuple(choice.along) != self.names:
             told = self._line(f"{where}.along", ", ".join(choice.along))
-            raise GulliverError(f"{told}: operators are sharded along {', '.join(self.names)}")
+            raise GulliverError(f"{told}, but operators are sharded along {', '.join(self.names)}")
         words = tuple(choice.along.values())
         shardings = {way.words: way.layouts for way in self.graph.shardings(node)}
         if words in shardings:
@@ -325,7 +325,7 @@ class _Compiler:
         if not self.graph.trains(node):
             told = self._line(f"{self.places[node]}.saved", "recompute")
             raise GulliverError(
-                f"{told}: {self.chosen[node].operator} saves no activations; use keep"
+                f"{told}, but {self.chosen[node].operator} saves no activations; use keep"
             )
         for value in self.graph.takes(node):
             if not values[value].flows or value in self.graph.saved:
@@ -334,6 +334,6 @@ class _Compiler:
             if self.chosen[maker].saved != "recompute":
                 raise GulliverError(
                     f"{self._line(f'{self.places[node]}.saved', 'recompute')} and "
-                    f"{self._line(f'{self.places[maker]}.saved', self.chosen[maker].saved)}: "
-                    "recompute both, or keep this one"
+                    f"{self._line(f'{self.places[maker]}.saved', self.chosen[maker].saved)} "
+                    "conflict: recompute both, or keep the first"
                 )

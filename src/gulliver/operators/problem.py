@@ -46,9 +46,9 @@ class OperatorCosts:
     backward_s: float
     # Bytes that it saves, without its inputs and outputs.
     inner: int
-    # Most bytes of the forward, what it gives included.
+    # Peak bytes of the forward, including its outputs.
     forward_peak: int
-    # Most bytes of the backward above those that were saved, gradients included.
+    # Peak bytes of the backward, including gradients, in addition to the saved bytes.
     backward_peak: int
     # Inputs that backward reads.
     takes_saved: frozenset[int]

@@ -25,18 +25,19 @@ if TYPE_CHECKING:
     from gulliver.operators.run import OperatorMode
 
 
-# [Note: runs] A run consists of the calls of recomputed operators, from the first one on for as
-# long as one of their values is still needed. They are called again without the model's code, with
-# the inputs from outside of the run, which are kept, and with the values that the run has made.
-# Calls that draw random numbers are rejected.
+# [Note: runs] A run consists of the calls of recomputed operators, starting with the first one and
+# ending when none of their values is needed. They are repeated without the model's code, on the
+# run's external inputs, which are kept, and on values that the run has computed. Calls that draw
+# random numbers are rejected.
 class Origin(NamedTuple):
     """Source of a saved storage: an input, a layout conversion, or the call itself."""
 
     # Number of the call.
     call: int
-    # "given" by the call, "changed" from another layout for it, "inner" of it.
+    # "given": an input; "changed": an input after a layout conversion; "inner": allocated by the
+    # call.
     kind: str
-    # Number among those.
+    # Index among origins of this kind.
     place: int
 
 
@@ -48,7 +49,7 @@ class _RecomputedRun:
     tape: list[tuple[Any, list[Tensor | Origin]]] = field(default_factory=list)
     # Number of handles of each origin.
     wanted: Counter[Origin] = field(default_factory=Counter)
-    # Memories that were recomputed, by origin.
+    # Recomputed storages, by origin.
     found: dict[Origin, Tensor] = field(default_factory=dict)
     # Whether it was recomputed.
     done: bool = False
@@ -169,7 +170,7 @@ class SavedCalls:
 
 
 class RecomputedCall:
-    """A planned call during its execution."""
+    """Intercepts what autograd saves during one planned call, so that backward can recompute it."""
 
     def __init__(
         self,

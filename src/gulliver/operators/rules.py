@@ -89,11 +89,11 @@ def first_index(
 class CallSharding(NamedTuple):
     """A sharding of a call along one axis."""
 
-    # Name of the way, as it stands in a plan.
+    # Name of the sharding in plans.
     word: str
-    # Layout of each tensor that the call takes.
+    # Layout of each input tensor.
     takes: tuple[str, ...]
-    # Layout of each tensor that it gives.
+    # Layout of each output tensor.
     gives: tuple[str, ...]
 
 

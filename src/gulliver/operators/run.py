@@ -38,9 +38,9 @@ VALUE = "_gulliver_value"  # attribute of a DTensor with the number of its value
 FORKED = "_gulliver_fork"  # attribute of a DTensor with the output of its fork
 
 
-# [Note: two graphs in one] Between calls autograd's graph consists of DTensors, inside a call of
-# this rank's parts. `_Enter` and `_Leave` are the boundaries, where layouts of gradients are known
-# and converted.
+# [Note: two graphs in one] Autograd's graph consists of DTensors between calls, and of this rank's
+# shards inside a call. `_Enter` and `_Leave` are the boundaries, where layouts of gradients are
+# known and converted.
 @dataclass(frozen=True)
 class PlannedCall:
     """A call with its planned layouts."""
@@ -49,9 +49,9 @@ class PlannedCall:
     call: OperatorCall
     # Number of the call.
     number: int
-    # Layout of each tensor that it takes.
+    # Layout of each input tensor.
     takes: tuple[Layout, ...]
-    # Layout of each tensor that it gives.
+    # Layout of each output tensor.
     gives: tuple[Layout, ...]
     # Placements of the gradients of inputs, as their producers expect them.
     homes: tuple[Placements, ...]

@@ -83,24 +83,24 @@ class OperatorCall:
 
     # Name of the function.
     name: str
-    # Path of the module that makes it.
+    # Path of the module that makes the call.
     path: str
     func: Callable[..., Any]
     # Positional arguments, with a `Ref` for each tensor.
     args: tuple[Any, ...]
     # Keyword arguments, in the same form.
     kwargs: Mapping[str, Any]
-    # Numbers of the values that it takes.
+    # Numbers of its input values.
     takes: tuple[int, ...]
-    # Numbers of the values that it gives.
+    # Numbers of its output values.
     gives: tuple[int, ...]
-    # Shapes of the former.
+    # Shapes of the inputs.
     shapes_taken: tuple[tuple[int, ...], ...]
-    # Shapes of the latter.
+    # Shapes of the outputs.
     shapes_given: tuple[tuple[int, ...], ...]
-    # Those that it takes which its backward reads.
+    # Values that its backward reads.
     saves: frozenset[int] = frozenset()
-    # Whether what it gives is memory that it was given.
+    # Whether its outputs share the memory of its inputs.
     view: bool = False
 
     def argument(self, position: int, name: str, default: Any) -> Any:
@@ -125,7 +125,7 @@ class Trace:
     calls: list[OperatorCall] = field(default_factory=list)
     # Values by their number.
     values: list[Value] = field(default_factory=list)
-    # Numbers of the values that the model gives.
+    # Numbers of the model's output values.
     outputs: tuple[int, ...] = ()
     # Number of the first call at which a value is no longer referenced.
     dies: dict[int, int] = field(default_factory=dict)
@@ -281,7 +281,7 @@ class Tracer(TorchFunctionMode):
 
 
 def _unpack(_: Any) -> Any:
-    raise AssertionError("nothing runs backward while a forward is followed")
+    raise AssertionError("backward must not run while a forward is traced")
 
 
 def _storage(tensor: Tensor) -> int:

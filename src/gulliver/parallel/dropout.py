@@ -32,7 +32,7 @@ WORD = 1 << 64
 class Along:
     """Positions along one dim of an activation's shard."""
 
-    # Indices of the part in the whole, int64.
+    # Indices of the shard's positions in the full dim, int64.
     positions: Tensor
     length: int
 
@@ -60,8 +60,8 @@ def keep_mask(key: int, p: float, dims: Sequence[Along], device: torch.device) -
     """Returns the dropout mask of a shard: True for elements to keep."""
     state = torch.full((), _signed(key), dtype=torch.int64, device=device)
     stride = 1
-    # Integers wrap, so the numbers of elements need not be built: each dim adds its own term, and
-    # only the last sum is as large as the part.
+    # Integers wrap around, so each dim adds its own term to the index, and only the last sum is as
+    # large as the shard.
     for dim, along in reversed(list(enumerate(dims))):
         term = along.positions.to(device) * _signed(stride * GAMMA)
         state = state + term.view(-1, *[1] * (len(dims) - 1 - dim))
@@ -97,10 +97,10 @@ def drop(x: Tensor, p: float, key: int, dims: Sequence[Along], inplace: bool = F
 class _Drop(Function):
     """Autograd function that multiplies by a dropout mask."""
 
-    # [Note: a recomputation that draws otherwise is noticed] What is kept for backward is the mask
-    # as bytes. torch's own dropout keeps bools or floats, so where `torch.utils.checkpoint`
-    # recomputes a function that no hook sees, and torch's dropout runs in the place of this one, it
-    # finds tensors of another dtype and rejects.
+    # [Note: different recomputation is detected] The mask is saved for backward as bytes, whereas
+    # torch's own dropout saves bools or floats. So if `torch.utils.checkpoint` recomputes a
+    # function outside of the hooks, and torch's dropout runs instead of this one, the checkpoint
+    # finds tensors of another dtype and raises an error.
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, keep: Tensor, scale: float) -> Tensor:
@@ -127,7 +127,7 @@ def attention_with_dropout(
     drop: Callable[[Tensor, float], Tensor],
 ) -> Tensor:
     """Computes `scaled_dot_product_attention` with `drop` as the dropout of the weights."""
-    # The weights ``[..., queries, keys]`` are there in memory, which kernels avoid. Takes torch's
+    # Materializes the weights ``[..., queries, keys]``, which kernels avoid. Takes torch's
     # arguments.
     if enable_gqa:
         key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
@@ -139,7 +139,7 @@ def attention_with_dropout(
     if attn_mask is None or attn_mask.dtype != torch.bool:
         weights = torch.softmax(scores if attn_mask is None else scores + attn_mask, -1)
         return drop(weights, dropout_p) @ value
-    # A query that sees nothing gives zeros, as torch's does, and not NaN.
+    # A query without visible keys outputs zeros, as in torch, and not NaN.
     blind = ~attn_mask.any(-1, keepdim=True)
     scores = scores.masked_fill(~(attn_mask | blind), -math.inf)
     return drop(torch.softmax(scores, -1).masked_fill(blind, 0), dropout_p) @ value

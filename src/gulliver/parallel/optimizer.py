@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from gulliver.comm.collectives import gather_objects
-from gulliver.comm.watchdog import sent_bytes
-from gulliver.comm.world import guard
+from gulliver.comm.watchdog import guard, sent_bytes
 from gulliver.errors import GulliverError
 from gulliver.memory.parts import Part, region_of
 from gulliver.memory.pending import add_writer
@@ -31,23 +30,23 @@ class StepsTaken:
 
     def __init__(self) -> None:
         self.steps = 0
-        # Moments at which they ended.
+        # Times at which they ended.
         self.stepped_at: deque[float] = deque(maxlen=TIMED_STEPS)
-        # Seconds of them between their call and their end.
+        # Seconds from the call of each step to its end.
         self.updated_in: deque[float] = deque(maxlen=TIMED_STEPS)
-        # Bytes that this process had sent at these moments.
+        # Bytes that this process had sent by then.
         self.sent_at: deque[int] = deque(maxlen=TIMED_STEPS)
-        # Whether the step after each of them sends more than training needs.
+        # Whether the step after each of them has additional traffic.
         self.extra_after: deque[bool] = deque(maxlen=TIMED_STEPS)
-        # Bytes of gradients when the first steps ended, at most.
+        # Maximum bytes of gradients at the end of the first steps.
         self.most_gradients = 0
-        # Say whether the step that comes sends more than training needs: to tune chunks, or to
+        # Callbacks that return whether the next step has additional traffic, to tune chunks or to
         # compare packed gradients.
         self.more: list[Callable[[], bool]] = []
 
     def note(self, begun: float, gradient_bytes: Callable[[], int]) -> None:
         if len(self.stepped_at) < COUNTED_STEPS:
-            # Only now are all of them where they were reduced to.
+            # Only now are all gradients reduced.
             self.most_gradients = max(self.most_gradients, gradient_bytes())
         self.steps += 1
         self.stepped_at.append(time.perf_counter())
@@ -56,14 +55,14 @@ class StepsTaken:
         self.extra_after.append(any(more() for more in self.more))
 
     def sent(self) -> tuple[list[int], bool]:
-        """Returns the bytes sent in each step, and whether only training is counted."""
-        # Steps that sent more are left out, unless there are no others.
+        """Returns bytes sent per step, and whether steps with other traffic are left out."""
+        # Steps with additional traffic are excluded, unless there are no others.
         every = [b - a for a, b in itertools.pairwise(self.sent_at)]
         plain = [sent for sent, more in zip(every, self.extra_after, strict=False) if not more]
         return plain or every, bool(plain)
 
 
-# What a rank saves and loads of a boosted optimizer and its model.
+# The part of a boosted optimizer and its model that a rank saves and loads.
 
 
 Leaf = Tensor | Part
@@ -158,8 +157,8 @@ class OptimizerCheckpoint:
             responsible: function that says whether this optimizer's process group writes a tensor,
                 by name; of several groups with equal tensors, one writes them. Slices
                 (`gulliver.memory.parts.Region`) are always written. Set on all ranks or none.
-            written_elsewhere: names of tensors that another group writes, including slices: copies
-                of tied weights in later stages.
+            written_elsewhere: names of tensors that another group writes, slices included, such as
+                copies of tied weights in later stages.
             whole_groups: names in each parameter group of the full model, in its order; by default
                 gathered once from all ranks.
             given_groups: names of all parameters in each group, including frozen ones.
@@ -220,11 +219,11 @@ class OptimizerCheckpoint:
         numbers = {p: number for number, p in enumerate(stepped)}
         mine = {numbers[p]: state[n] for p, n in self.optimizer.names.items() if n in state}
         trained["state"] = {**mine, **others}
-        # torch's own loader places every entry where the optimizer wants it.
+        # torch's own loader moves every entry to the device that the optimizer expects.
         self.optimizer.inner.load_state_dict(trained)
         for parameter, name in self.optimizer.names.items():
             if name in state and name in exact:
-                # It also turns numbers to the parameter's dtype, which may have fewer bits.
+                # It also converts values to the parameter's dtype, which may have fewer bits.
                 found = self.optimizer.inner.state[parameter]
                 found.update({k: _unrounded(v, state[name].get(k)) for k, v in found.items()})
 
@@ -246,7 +245,7 @@ class OptimizerCheckpoint:
         Raises:
             GulliverError: such state exists, but this optimizer shards its state.
         """
-        # torch's types say that every key is a parameter; it saves and loads others, too.
+        # In torch's types every key is a parameter, but torch also saves and loads other keys.
         kept = dict[Any, Any](self.optimizer.inner.state)
         found = {key: value for key, value in kept.items() if not isinstance(key, Tensor)}
         if found and self.optimizer.spreads_state:
@@ -310,11 +309,11 @@ class OptimizerCheckpoint:
         return [[names[p] for p in group["params"] if p in names] for group in groups]
 
 
-# State that optimizers such as Adagrad make before their first step.
+# State that optimizers such as Adagrad create before their first step.
 
 
 def has_stepped(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer has stepped; Adagrad has state before its first step."""
+    """Whether an optimizer has stepped; state alone is no proof, as Adagrad creates it early."""
     return any(float(state.get("step", 1)) > 0 for state in optimizer.state.values() if state)
 
 
@@ -322,7 +321,7 @@ def move_state_to_replacements(
     optimizer: torch.optim.Optimizer, exchanged: Mapping[nn.Parameter, nn.Parameter | None]
 ) -> None:
     """Moves state that was created before the first step to replaced parameters."""
-    # It is one value for each parameter, so a share has it in its own shape.
+    # A constant per parameter, so a shard gets it in its own shape.
     for old, new in exchanged.items():
         state = optimizer.state.pop(old, None)
         if state and new is not None:
@@ -334,7 +333,7 @@ def move_state_to_replacements(
             }
 
 
-# What every boosted optimizer offers, and the plain one for models that are not sharded.
+# The interface of boosted optimizers, and the implementation for models that are not sharded.
 
 
 class BoostedOptimizer(torch.optim.Optimizer):
@@ -373,13 +372,13 @@ class BoostedOptimizer(torch.optim.Optimizer):
         self.checkpoint = OptimizerCheckpoint(self)
 
     def __getattr__(self, name: str) -> Any:
-        # Hooks and whatever else torch expects of an optimizer are the inner one's.
+        # Hooks and other attributes that torch expects are those of the inner optimizer.
         if name == "inner":
             raise AttributeError(name)
         return getattr(self.inner, name)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # torch would set the copy up before it is filled, and in that wrap `step` of the class.
+        # torch would set up the copy before it is filled, and thereby wrap `step` of the class.
         raise GulliverError(
             "a boosted optimizer cannot be copied or pickled: save it with "
             "booster.save_optimizer(optimizer, path), or booster.save with its model"
@@ -549,7 +548,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
         return {name: p.grad for p, name in self.names.items() if p.grad is not None}
 
     def export_state(self, keep: bool = True) -> State:
-        """Returns the full state by parameter name, on ranks with `keep` (collective)."""
+        """Returns the full state by parameter name (collective); empty unless `keep`."""
         if not keep:
             return {}
         return {
@@ -560,8 +559,8 @@ class BoostedOptimizer(torch.optim.Optimizer):
 def named_groups(
     model: nn.Module, optimizer: torch.optim.Optimizer, frozen: bool = False
 ) -> list[list[str]]:
-    # For `BoostedOptimizer.whole_groups`, and with `frozen`, which names others as well, for
-    # `BoostedOptimizer.given_groups`; before the model is cut.
+    # Computes `whole_groups`, or with `frozen`, which has further names, `given_groups` of
+    # `OptimizerCheckpoint.describe_model`; called before the model is sharded.
     names = [(name, p) for name, p in model.named_parameters() if p.requires_grad or frozen]
     stepped = [set(group["params"]) for group in optimizer.param_groups]
     return [[name for name, p in names if p in members] for members in stepped]

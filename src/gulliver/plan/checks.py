@@ -1,4 +1,4 @@
-"""Rejects plans whose values contradict each other or the launch; errors show their lines.
+"""Rejects plans whose values contradict each other or the launch; errors name the lines.
 
 Conflicts with the model are rejected when a plan is resolved.
 """

@@ -40,7 +40,7 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Plan:
-    """How a model runs.
+    """How a model runs. Fields marked "a result" are recomputed when the plan is applied.
 
     Attributes:
         version: version of the plan format.

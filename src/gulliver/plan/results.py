@@ -31,7 +31,7 @@ class Seconds:
     Attributes:
         compute: seconds of forward and backward.
         recompute: seconds of recomputation in backward.
-        all_gather: seconds of all-gathers, hidden or not (also for the next four).
+        all_gather: seconds of all-gathers, hidden or exposed, like the next four.
         reduce_scatter: seconds of reduce-scatters.
         all_reduce: seconds of all-reduces.
         all_to_all: seconds of all-to-alls (attention heads).
@@ -135,7 +135,7 @@ class ComparisonRow:
 
     @property
     def is_predicted(self) -> bool:
-        """Whether the plan has a prediction; costs of a step need a sample."""
+        """Whether the plan has a prediction; predicting a step's costs needs a sample."""
         return self.unit == "bytes" or self.predicted > 0
 
 

@@ -43,7 +43,7 @@ STEPS = 3  # number of replayed steps; the last one predicts state traffic
 def plan_activations(
     plan: Plan, model: nn.Module, state: Callable[[], StateBytes], rates: TierRates | None
 ) -> Plan:
-    """Chooses which blocks are kept, recomputed or offloaded, unless the plan already says so.
+    """Chooses which blocks are kept, recomputed or offloaded, unless the plan specifies it.
 
     Raises:
         GulliverError: recomputation or offloading is requested but not possible.

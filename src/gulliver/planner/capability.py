@@ -1,4 +1,4 @@
-"""The table of supported combinations, which plans are checked against.
+"""The table of model families and the sequence modes they support, for checks of plans.
 
     check_family("bloom", "ring_attn", size=2)    # raises; the error names supported ones
 
@@ -167,6 +167,6 @@ def _field(config: Any, names: tuple[str, ...], instead: str) -> int:
         if isinstance(value, int) and value > 0:
             return value
     raise GulliverError(
-        f"the model's configuration has none of {', '.join(names)}, which are needed to choose a "
-        f"plan; set {instead}"
+        f"the model's configuration has none of {', '.join(names)}, one of which is needed to "
+        f"choose a plan; set {instead}"
     )

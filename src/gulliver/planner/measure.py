@@ -38,7 +38,7 @@ from gulliver.precision.fp8.layers import Recipe
 
 TURNS = 3
 UPDATED = 1 << 22
-"""Maximum number of elements in the timed optimizer step; larger ones are extrapolated."""
+"""Maximum number of elements in the timed optimizer step; larger steps are extrapolated."""
 ADDED_UP = ("row", "vocabulary")  # styles of modules whose outputs are summed over tensor ranks
 
 

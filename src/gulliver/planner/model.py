@@ -81,7 +81,7 @@ def broadcast_all(tensors: Iterable[Tensor]) -> None:
 
 
 def modules_kept(model: nn.Module) -> tuple[str, ...]:
-    """Paths of modules with running statistics, which stop changing in 16 bits."""
+    """Paths of modules with running statistics, which would stop changing in 16 bits."""
     return tuple(
         path
         for path, module in model.named_modules()

@@ -75,7 +75,8 @@ def packed_message(message: Message, wire: WireFormat, rates: PackRates, item: i
     packing_s = packing_seconds(
         message.kind, message.axes, elements, rates.pack_s, rates.unpack_s, rates.call_s
     )
-    return replace(message, bytes=int(message.bytes * wire.ratio(item)), packing_s=packing_s)
+    size = int(message.bytes * wire.ratio(item))
+    return replace(message, bytes=size, packing_s=packing_s, reads=False)
 
 
 def packed(
@@ -453,7 +454,7 @@ def zero_messages(
     # Stages that keep no whole gradients reduce them after every backward.
     once = stage < 2 or (stage == 2 and gathers)
     part, number = (1 / times, number) if once else (1.0, number * times)
-    message = Message(kind, size, line, number, True, part=part)  # type: ignore[arg-type]
+    message = Message(kind, size, line, number, True, part=part, reads=True)  # type: ignore[arg-type]
     if not gathers:
         yield message
         return

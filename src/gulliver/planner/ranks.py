@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
+from gulliver.families.lookup import family_of
 from gulliver.memory.buffers import ChunkLayout, moment_size
 from gulliver.parallel.pipeline.schedules import check_counts, computations
 from gulliver.parallel.pipeline.stack import Cut, Stack
@@ -89,7 +90,7 @@ def order_of_use(plan: Plan, model: nn.Module) -> list[str]:
     # first step, whose order is not known yet, would hold nearly the whole model.
     if plan.limited and not plan.mesh.names_model:
         return []
-    if not plan.limited and (plan.stage != 3 or plan.mesh.replicas == 1):
+    if not plan.limited and plan.mesh.replicas == 1:
         return []
     if plan.mesh.replicas == 1:
         return [name for name, _ in model.named_parameters(remove_duplicate=False)]
@@ -104,7 +105,14 @@ def _forward_order(model: nn.Module) -> list[str]:
     for name, parameter in named:
         inside = NUMBERED.fullmatch(name)
         blocks.setdefault(inside[1] if inside else name, []).append((name, parameter))
-    return [name for path, found in blocks.items() for name in _within(path, found)]
+    paths, known = list(blocks), family_of(model).blocks
+    if known is not None and known.interleaved:
+        # Of lists of blocks that take turns, each is one after another in its place.
+        lists = [[p for p in paths if p.rpartition(".")[0].endswith(end)] for end in known.lists]
+        turns = iter([path for turn in zip(*lists, strict=False) for path in turn])
+        taken = {path for found in lists for path in found}
+        paths = [next(turns, path) if path in taken else path for path in paths]
+    return [name for path in paths for name in _within(path, blocks[path])]
 
 
 def _within(path: str, found: Sequence[tuple[str, nn.Parameter]]) -> list[str]:

@@ -166,7 +166,7 @@ class Replay:
 
     @property
     def minimum(self) -> int:
-        """Peak bytes pinned so far, the minimum for any policy."""
+        """Peak bytes in use at the same time so far; no policy needs less."""
         return self._core.minimum
 
     def step(self) -> list[ReplayedUse]:

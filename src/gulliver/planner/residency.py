@@ -46,13 +46,13 @@ class StateResidency:
 
     # State of a rank.
     state: StateBytes
-    # Uses of state, as they were replayed.
+    # Uses of state, in the order of the replay.
     visits: Sequence[ReplayedUse]
     # Peak bytes of device memory, by kind.
     bytes: dict[str, int]
     # Bytes of device memory for state.
     budget: int
-    # What stays, leaves and moves.
+    # State that stays on the device, state that leaves it, and the traffic.
     moved: TierTraffic
 
     def seconds(self, work: Work, rates: TierRates) -> TieredSeconds:
@@ -82,7 +82,7 @@ def least_bytes(state: StateBytes, tiers: Tiers) -> int:
 
 @lru_cache(maxsize=KNOWN)
 def state_needs(state: StateBytes, tiers: Tiers) -> tuple[int, int, int]:
-    """Minimum bytes in use together, the chunk that determines them, and bytes of all state."""
+    """Returns the bytes needed at once, the chunk that determines them, and all bytes of state."""
     endless = _endless(state, tiers)
     # A backward that accumulates does not step, nor does one that waits for clipping.
     waiting = replace(tiers, step_in_backward=False)
@@ -106,7 +106,7 @@ def find_residency(
     rule = BudgetRule(tiers.limit, least)
     budget = rule.begin(ActivationPeak(other), decides)
     roomy = most + state.reserved - state.total
-    # A disk also serves steps that need more than planned: then any state may leave.
+    # A disk also serves steps that need more memory than planned, in which any state may leave.
     if 0 < behind < state.reserved and (budget < roomy or tiers.disk is not None):
         _refuse_behind(state, tiers, behind, smallest_limit(roomy, other), budget < roomy)
     if tiers.host and tiers.disk is not None:
@@ -139,7 +139,7 @@ def find_residency(
 
 
 def largest_made(state: StateBytes) -> tuple[int, int]:
-    """Largest size of a chunk with its shard, in bytes, and the chunk's number."""
+    """Returns the bytes of the largest chunk including its shard, and the chunk's number."""
     made = (whole_pages(chunk.whole) + whole_pages(chunk.shard) for chunk in state.chunks)
     return max(((size, number) for number, size in enumerate(made)), default=(0, 0))
 
@@ -156,22 +156,22 @@ def _needs(replay: Replay) -> int:
 
 
 def _again(state: StateBytes) -> int:
-    """Extra bytes, with several ranks, if modules run in another order than planned."""
-    # Then a chunk is gathered again and stays. The others use the memory of gradients in flight,
-    # which are waited for early if there is none left.
+    """Extra bytes that several ranks need if modules run in another order than planned."""
+    # In that case one chunk is gathered again and stays. Others reuse the memory of gradients in
+    # flight, whose reduction is awaited early if memory runs out.
     return max((c.whole + c.shard for c in state.chunks), default=0) if state.parts > 1 else 0
 
 
 def _refuse_behind(state: StateBytes, tiers: Tiers, behind: int, roomy: int, needed: bool) -> None:
-    """Raises because the slower tiers cannot hold all objects, any of which may be evicted."""
-    # So may whole gradients during accumulation.
+    """Raises an error: any object may be evicted, but the slower tiers cannot hold all of them."""
+    # Full gradients may be evicted as well during accumulation.
     named = [f"disk={tiers.disk!r}"] if tiers.disk is not None else []
     named += ["host_limit"] if tiers.host else []
     gives, each = ("gives", "it") if len(named) == 1 else ("give", "them")
     why = "do not fit the memory limit" if needed else "may have to be evicted"
     instead = f"raise the limit to {size_at_least(roomy)}" if needed else f"omit {each}"
     raise GulliverError(
-        f"{' and '.join(named)} {gives} {size_text(behind)}, and {size_text(state.reserved)} of "
+        f"{' and '.join(named)} {gives} {size_text(behind)}, but {size_text(state.reserved)} of "
         f"state {why}; set {each} to {size_at_least(state.reserved)}, or {instead}"
     )
 
@@ -243,7 +243,7 @@ def tier_rates(tiers: Tiers, cluster: Cluster) -> TierRates | None:
 def priced(
     found: StateResidency, tiers: Tiers, work: Work, cluster: Cluster
 ) -> tuple[TierTraffic, TieredSeconds | None]:
-    """Adds bottleneck and value of more memory to the traffic; also returns the step time."""
+    """Adds the bottleneck and the value of memory to the traffic; also returns the step time."""
     rates = tier_rates(tiers, cluster)
     if rates is None:
         return found.moved, None

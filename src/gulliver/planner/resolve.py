@@ -20,12 +20,7 @@ from gulliver.parallel.tensor.plan import plan_tensor
 from gulliver.parallel.tensor.styles import TensorPlan, best_match
 from gulliver.parallel.zero.chunks import TensorSize, ordered_layouts
 from gulliver.parallel.zero.elementwise import is_boosted
-from gulliver.parallel.zero.memory import (
-    after_micro_batches,
-    held_bytes,
-    in_unequal_step,
-    ordinary_step,
-)
+from gulliver.parallel.zero.memory import held_bytes, ordinary_step, reduced_at_end
 from gulliver.plan.plan import Plan
 from gulliver.plan.reading import join
 from gulliver.plan.results import MemoryPlan, Predicted
@@ -148,7 +143,7 @@ def _model(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None
 
 
 def plan_tensors(plan: Plan, model: nn.Module) -> TensorPlan | None:
-    """Describes how tensors are sharded over the tensor axis; None without one."""
+    """Plans how tensors are sharded over the tensor axis; None if the mesh has none."""
     # Styles that differ from the known ones were edited by hand, and become rules.
     size, layout = plan.mesh.of("tensor"), plan.tensor
     if size == 1:
@@ -167,8 +162,8 @@ def plan_tensors(plan: Plan, model: nn.Module) -> TensorPlan | None:
         rule = best_match(path, layout.rules)
         if rule is not None:
             raise GulliverError(
-                f"{_lined(plan, join('tensor.rules', rule))}: {layout.rules[rule]!r} and "
-                f"{join('tensor.modules', path)}: {style!r}{lines[path]}: remove one of them"
+                f"{_lined(plan, join('tensor.rules', rule))} is {layout.rules[rule]!r}, but "
+                f"{join('tensor.modules', path)} is {style!r}{lines[path]}; remove one of them"
             )
         if path not in paths:
             where = f"tensor.modules names {path!r}{lines[path]}"
@@ -179,14 +174,14 @@ def plan_tensors(plan: Plan, model: nn.Module) -> TensorPlan | None:
     except GulliverError as error:
         path = next((path for path in edited if path in str(error)), next(iter(edited)))
         raise GulliverError(
-            f"{plan.describe_field('mesh.axes.tensor')} and {join('tensor.modules', path)}: "
-            f"{edited[path]!r}{lines[path]}: {error}"
+            f"{plan.describe_field('mesh.axes.tensor')} is not possible with "
+            f"{join('tensor.modules', path)}={edited[path]!r}{lines[path]}: {error}"
         ) from error
     styles = styles_of(found)
     for path, style in edited.items():
         if styles.get(path) != style:
             where = f"tensor.modules[{path!r}]: {style!r}{lines[path]}"
-            raise GulliverError(f"{where} is not possible: it would be {styles.get(path)!r}")
+            raise GulliverError(f"{where} is impossible; the module would be {styles.get(path)!r}")
     return found
 
 
@@ -210,7 +205,7 @@ def styles_of(plan: TensorPlan) -> dict[str, str]:
 
 
 def plan_stages(plan: Plan, model: nn.Module) -> Stages | None:
-    """The blocks of a model and their stages; None without a pipeline."""
+    """Returns the blocks of a model and their stages; None without a pipeline."""
     size, line = plan.mesh.of("pipeline"), plan.pipeline
     if size == 1:
         return None
@@ -300,11 +295,9 @@ def predict_memory(plan: Plan, model: nn.Module, sizes: list[TensorSize]) -> Mem
     kept = sum(sum(moments) for moments in state.moments)
     events = list(ordinary_step(state.chunks, state.order)) if zero.stage == 3 else None
     found = held_bytes(state.chunks, zero.stage, state.parts, state.ahead, kept, events)
-    if plan.mesh.of("pipeline") > 1:
-        found = after_micro_batches(found, state.chunks, zero.stage, state.parts, state.ahead)
-    if zero.unequal:
-        limited = zero.tiers is not None
-        found = in_unequal_step(found, state.chunks, zero.stage, state.parts, limited)
+    if plan.mesh.of("pipeline") > 1 or zero.unequal:
+        gathered = len(state.chunks) if zero.unequal else state.ahead + 2
+        found = reduced_at_end(found, state.chunks, zero.stage, state.parts, gathered)
     outside = 0
     if zero.stage < 3:
         # Outside of chunks: frozen parameters, and those of another optimizer.
@@ -320,7 +313,7 @@ RESULTS = ("model", "predicted", "reasons")
 
 
 def differences(given: Plan, found: Plan) -> str | None:
-    """Describes where results stored in a file differ from the computed ones; None if nowhere."""
+    """Describes where results stored in a file differ from computed ones; None if they agree."""
     if not given.lines:
         return None
     names = [name for name in RESULTS if _says(given, name) and _differ(given, found, name)]
@@ -341,7 +334,7 @@ def _says(plan: Plan, name: str) -> bool:
 def _differ(given: Plan, found: Plan, name: str) -> bool:
     one, other = getattr(given, name), getattr(found, name)
     if name == "predicted":
-        # Seconds depend on the machines at hand.
+        # Seconds are not compared, as they depend on the machines at hand.
         return one.bytes != other.bytes
     if isinstance(one, dict):
         return one != other
@@ -349,7 +342,7 @@ def _differ(given: Plan, found: Plan, name: str) -> bool:
 
 
 def recomputable(plan: Plan, model: nn.Module, stages: Stages | None) -> tuple[str, ...]:
-    # Those of a pipeline, else of `recomputable_blocks`.
+    # Blocks of the pipeline if there is one, otherwise those of `recomputable_blocks`.
     if stages is not None:
         return stages[0].blocks
     # In a sharded model, recomputation must repeat the ranks' communication and dropout.

@@ -21,7 +21,7 @@ Passes = tuple[tuple[str, tuple[str, ...]], ...]
 class StateObject:
     """A part of the state that moves between tiers as a unit."""
 
-    # What it is, and of which chunk.
+    # Identifies the object: what it is, and its chunk.
     key: Key
     # Kind of state.
     kind: str
@@ -37,25 +37,25 @@ class StateBytes:
 
     # Chunks in the order of use.
     chunks: tuple[ChunkBytes, ...]
-    # Bytes of each tensor that the optimizer keeps of a chunk, by chunk.
+    # Bytes of each optimizer state tensor, by chunk.
     moments: tuple[tuple[int, ...], ...]
     # Number of shards of a chunk.
     parts: int
     # Number of chunks that are gathered from other ranks ahead of use.
     ahead: int
-    # Names of the parameters in the order of use; a tied one is there at each use.
+    # Names of the parameters in the order of use; a tied one occurs once per use.
     order: tuple[str, ...] = ()
-    # Whether the first step of a chunk holds its moments twice: new ones and placed ones.
+    # Whether the first step of a chunk needs its moments twice: as created and as stored.
     moments_twice: bool = False
-    # Bytes of each activation that leaves, by the chunk that is used before it.
+    # Bytes of each offloaded activation, by the chunk used before it.
     activations: tuple[tuple[int, ...], ...] = ()
-    # Additional bytes if all parameters of the optimizer were unfrozen.
+    # Additional bytes if all of the optimizer's parameters were unfrozen.
     later: int = 0
-    # Forwards and backwards of a step, where a pipeline has several of each.
+    # Forward and backward passes of a step, if a pipeline has several of each.
     passes: Passes = ()
     # Paths of the blocks that backward recomputes.
     blocks: tuple[str, ...] = ()
-    # Whether ranks run unequal work: inside a step each has copies of whole chunks.
+    # Whether ranks run unequal work, so that each keeps full copies of chunks during a step.
     unequal: bool = False
 
     @property
@@ -68,7 +68,7 @@ class StateBytes:
         """Bytes to reserve in slower tiers: all objects, full gradients, and `later`."""
         waiting = sum(whole_pages(c.whole) for c in self.chunks if c.trained and not self.unequal)
         found = self.total + waiting + self.later
-        # Micro-batches move all of it, and space of one size class does not serve another.
+        # Micro-batches move all of it, and freed space of one size class cannot serve another.
         return found + found // 4 if self.passes else found
 
     def objects(self) -> Iterator[StateObject]:
@@ -83,7 +83,7 @@ class StateBytes:
             if self.has_copies:
                 yield StateObject(("copy", number), PARAMETERS, chunk.whole, number)
             if chunk.trained and self.passes and self.is_gathered(number):
-                # Micro-batches add up in it, until all of them are reduced at once.
+                # Accumulates the gradients of micro-batches until all of them are reduced at once.
                 yield StateObject(("collected", number), GRADIENTS, chunk.whole, number)
         for number, sizes in enumerate(self.activations):
             for part, size in enumerate(sizes):
@@ -99,7 +99,7 @@ class StateBytes:
         return self.parts > 1 or self.chunks[number].copied
 
     def together(self) -> list[tuple[int, int]]:
-        """Returns, for each chunk, the first and last chunk in use at the same time.
+        """Returns, for each chunk, the first and the last chunk that are in use at the same time.
 
         A recomputed block uses its parameters until its gradients are complete.
         """
@@ -126,7 +126,7 @@ class StateBytes:
 
 
 class Shares:
-    """The ``static`` policy: keeps a fixed share of each kind, in object order."""
+    """The ``static`` policy: keeps a fixed share of each kind on the device, in object order."""
 
     def __init__(self, leaving: Mapping[str, float]) -> None:
         self._leaving = leaving

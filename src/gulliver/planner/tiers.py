@@ -61,7 +61,7 @@ class MemoryTiers:
     def tiers(self, device: str) -> Tiers:
         if self.host_limit is not None and device == "cpu":
             raise GulliverError(
-                f"host_limit={self.host_limit!r}does not apply to ranks on the CPU, where "
+                f"host_limit={self.host_limit!r} does not apply to ranks on the CPU, where "
                 "memory_limit covers host memory; use a disk instead"
             )
         whole = memory_bytes(device) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -133,7 +133,7 @@ def plan_tiers(
         seconds = None if rates is None else found.seconds(work, rates).step
         told = f"{len(found.state.chunks)} chunks move {size_text(moves)} in a step"
         told += "" if seconds is None else f", {seconds_text(seconds)}"
-        # Of equals the larger size: fewer chunks.
+        # Among equals, prefer the larger size, which yields fewer chunks.
         tried.append((moves if seconds is None else seconds, -size, told))
     if not tried:
         raise errors[min(errors)]
@@ -153,9 +153,9 @@ class OffloadTiers:
 
     # Bytes of page-locked host memory of a rank; 0 for none.
     host: int = 0
-    # Folder on the disk of a rank; None for none.
+    # Folder on the disk of a rank; None without a disk.
     disk: str | None = None
-    # Bytes of a rank that may be there.
+    # Bytes that a rank may store on the disk.
     disk_bytes: int = 0
 
     def __bool__(self) -> bool:
@@ -182,8 +182,8 @@ class OffloadTiers:
         """Rejects tiers that the machines lack, or whose speed is unknown."""
         if self.host and host_rates(cluster.device) is None:
             raise GulliverError(
-                f"host={size_text(self.host)}: ranks of {cluster.name} compute in host memory, "
-                "which the limit covers; use a disk"
+                f"host={size_text(self.host)} does not apply: ranks of {cluster.name} run in host "
+                "memory, which the memory limit covers; use a disk instead"
             )
         if self.disk is not None and cluster.disk is None:
             raise GulliverError(

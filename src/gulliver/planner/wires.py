@@ -1,7 +1,7 @@
 """Chooses wire formats: drops requested ones that are not predicted to be faster.
 
 Packing costs compute and saves communication. `decide` drops formats that are predicted to be
-slower, and records it in the plan. The formats in a plan file are used as they are.
+slower, and records why in the plan. The formats in a plan file are used as they are.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SAMPLE_BYTES = 1 << 20  # message size assumed if the sizes of a step are unknow
 
 @dataclass(frozen=True)
 class WireOptions(Options):
-    """Wire formats requested of a plugin.
+    """Wire formats that a plugin's options request.
 
     Attributes:
         formats: format of each named kind.
@@ -88,7 +88,7 @@ class WireOptions(Options):
         return self.force, self.feedback, self.gate
 
     def asked(self, plan: Plan) -> Plan:
-        """The plan with the requested formats; unchanged if none were requested."""
+        """Returns the plan with the requested formats; unchanged if none were requested."""
         if not self.formats and self.every is None:
             return plan
         formats = dict(self.formats)
@@ -171,7 +171,7 @@ def _compared(
     cluster: Cluster | None,
     item: int,
 ) -> tuple[float, float, float]:
-    """Seconds of the plain messages, of the packed ones including packing, and of packing alone."""
+    """Returns seconds of plain messages, of packed ones including packing, and of packing alone."""
     if not messages:
         messages = [Message("reduce_scatter", SAMPLE_BYTES, axes)]
     plain = sum(message.seconds for message in messages)

@@ -1,4 +1,4 @@
-"""GPTQ: quantizes each linear layer based on its inputs for calibration data."""
+"""GPTQ: quantizes each linear layer based on its inputs during calibration."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def load_quantized(model: nn.Module, path: Path | str) -> nn.Module:
 
 
 def quantize_like(model: nn.Module, path: Path | str) -> nn.Module:
-    """Replaces a float model's layers by quantized ones on meta, with the modes of a folder."""
+    """Replaces a float model's layers by quantized ones on meta, in the modes of a folder."""
     path = Path(path)
     about = _about(path)
     known = dict(model.named_modules(remove_duplicate=False))
@@ -271,7 +271,7 @@ class _Reading:
 def _rest(
     model: nn.Module, path: Path | str, prefix: str, names: Mapping[int, list[str]]
 ) -> tuple[Any, ...]:
-    """Returns arguments of `load_huggingface` for tensors that are not quantized."""
+    """Returns the arguments for `load_huggingface` to load the tensors that are not quantized."""
     quantised = {
         f"{at}.{name}": layer
         for at, layer in model.named_modules(remove_duplicate=False)

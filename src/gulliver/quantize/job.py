@@ -47,7 +47,7 @@ STEPS, SEED = 20, 0
 class Quantized:
     """A quantized folder."""
 
-    # Model, or pipeline.
+    # Model or pipeline.
     model: Any
     # Layer reports by network; a single model has the name of its class.
     reports: dict[str, Report]
@@ -205,7 +205,7 @@ def _save(folder: Path, out: Path, networks: dict[str, nn.Module]) -> None:
 
 @torch.no_grad()
 def _made(pipeline: Any, prompts: tuple[str, ...], steps: int) -> tuple[list[Tensor], float]:
-    """Generates images ``[3, H, W]`` in [0, 1] from a fixed seed; returns seconds per image too."""
+    """Generates images ``[3, H, W]`` in [0, 1] with a fixed seed; measures seconds per image."""
     found = list[Tensor]()
     begun = time.perf_counter()
     for prompt in prompts:

@@ -18,7 +18,7 @@ LEAST_SPEEDUP = 0.05  # speedup that Pollux assigns to a job without slots
 
 
 def packed(view: View, order: Sequence[JobState], blocking: bool = False) -> Decision:
-    """Allocates the requested slots in order; with `blocking`, stops at the first misfit."""
+    """Allocates requested slots in order; `blocking` stops at the first job that does not fit."""
     room, given, why = FreeSlots(view), {}, {}
     for place, state in enumerate(order):
         job = state.job
@@ -144,7 +144,7 @@ class Pollux(Policy):
 
 
 def shared(view: View, values: np.ndarray) -> np.ndarray:
-    """Allocates slots optimally under the tenants' limits; `values` as in `allocate`."""
+    """Allocates slots optimally under the tenants' limits; `values` are those of `allocate`."""
     return shares(view)(values)[0]
 
 

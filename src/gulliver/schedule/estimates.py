@@ -11,10 +11,11 @@ from gulliver.errors import GulliverError, nearest
 from gulliver.schedule.state import JobState
 
 # curves: posterior from losses. Finished jobs show how far losses had fallen at the end; a job's
-# own loss shows which of these it has not reached yet. Falls back to `lengths` until `LEAST` jobs
-# are done and before a job's first epoch. lengths: posterior from durations only: seconds, on the
-# requested slots, of jobs that lasted longer, with a tail that halves with every doubling for
-# unseen lengths. perfect: the truth, to show the potential of a better estimate.
+#   own loss shows which of these it has not reached yet. Falls back to `lengths` until `LEAST` jobs
+#   are done, and before a job's first epoch.
+# lengths: posterior from durations only: the seconds, on the requested slots, of jobs that ran
+#   longer, and a tail for unseen lengths that halves with every doubling.
+# perfect: the true value, which shows the potential of a better estimate.
 Way = Literal["curves", "lengths", "perfect"]
 LEAST = 3  # minimum number of finished jobs before their loss curves are used
 FLAT = 1e-6  # smaller decreases of the loss are ignored (the script may report none)
@@ -50,7 +51,7 @@ class Estimator:
         return float(self._quantiles(state, QUANTILES).mean())
 
     def draws(self, state: JobState, count: int, draw: np.random.Generator) -> np.ndarray:
-        """Draws a job's remaining samples from its posterior `count` times, in shuffled strata."""
+        """Draws `count` posterior values of a job's remaining samples, stratified and shuffled."""
         if state.job.announced or self.way == "perfect":
             return np.full(count, self.remaining(state))
         return self._quantiles(state, draw.permutation((np.arange(count) + 0.5) / count))

@@ -19,7 +19,7 @@ Parts = tuple[int, ...]  # number of slots on each node
 
 
 def place(counts: Sequence[int], free: Sequence[int]) -> list[Parts]:
-    """Places jobs on nodes, largest first: on the node with the best fit, or on few nodes."""
+    """Places jobs on nodes, largest first: on the best-fitting node, or on as few as possible."""
     # Best-fit decreasing (Johnson 1973, "Near-optimal bin packing algorithms").
     assert sum(counts) <= sum(free), "the slots fit into the cluster"
     left = list(free)
@@ -155,7 +155,7 @@ class Modes(NamedTuple):
     batches: tuple[int, ...]
     # Samples per second, [slots + 1]; 0 beyond the slots that it can use.
     goodputs: np.ndarray
-    # Number of slots beyond which it is not faster.
+    # Number of slots beyond which the job is no faster.
     useful: int
 
 
@@ -195,7 +195,7 @@ class JobCluster:
         quotas: guaranteed slots by tenant. A tenant may borrow idle slots of others until they need
             them; then its jobs shrink or pause.
         node_slots: slots per node; None for a single node.
-        across: cost of sending a byte between nodes, relative to within a node.
+        across: cost of sending a byte between nodes, relative to sending it within a node.
     """
 
     slots: Annotated[int, AT_LEAST_1]

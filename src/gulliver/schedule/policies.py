@@ -5,7 +5,7 @@ phase, `gulliver.solve.allocation.allocate` allocates the slots exactly for the 
 
     maximize sum_j weight_j x (seconds of j on one slot now) / (seconds of j on n_j slots from now)
 
-where the seconds on another number of slots include the resize.
+where the seconds on a number of slots other than the current one include the resize.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from gulliver.schedule.state import Allotment, Decision, JobState, Policy, View
 from gulliver.solve.allocation import fluid_bound
 
 HORIZON = 40
-"""Maximum number of jobs, those with the least remaining work, that share slots in a phase."""
+"""Maximum number of jobs that share slots in a phase; those with the least work are preferred."""
 NEVER = 1e30  # seconds per sample if a job cannot run
 LATE = 1e9  # penalty in seconds for a missed deadline
 
@@ -77,9 +77,9 @@ class Jobs(NamedTuple):
     # Samples per second by number of slots, [jobs, slots + 1].
     goodputs: np.ndarray
     held: np.ndarray
-    # Seconds until it makes progress on these, [jobs].
+    # Seconds until it makes progress on its slots, [jobs].
     ready: np.ndarray
-    # Seconds for changing its slots, [jobs], or for its start.
+    # Seconds to change its slots or to start, [jobs].
     resize: np.ndarray
     # Seconds of a resize after its start, [jobs].
     resume: np.ndarray
@@ -172,8 +172,8 @@ class Worlds:
             if not (self.alive.any() or self.coming.any()):
                 break
             counts = self.shared()
-        # Nothing runs in the first phase if a lazy rule cannot keep all: tenants need their slots
-        # back.
+        # Nothing runs in the first phase if a lazy rule cannot keep all jobs, because tenants need
+        # their slots back.
         self.ends[self.alive | (firsts.sum(axis=1) == 0)[:, None]] = np.inf
         late = (self.ends > self.slack).sum(axis=1)
         cost = (self.ends - self.comes * self.there).sum(axis=1) + LATE * late
@@ -468,7 +468,7 @@ class Rollout(Policy):
         return alone, float(alone.cost[0]) + gain
 
     def _best(self, jobs: Jobs, view: View) -> tuple[WorldsOutcome, float]:
-        """Finds the best world without arrivals, and the lowest cost if slots are only added."""
+        """Finds the best world without arrivals, and the lowest cost under lazy rules."""
         share, limited = shares(view), bool(view.cluster.quotas)
         rules = self._rules(jobs)
         found = Worlds(jobs, rules, share, None, limited).follow()
@@ -476,7 +476,7 @@ class Rollout(Policy):
         best, rule = _world(found, place), rules[place]
         lazy = np.array([rule.lazy for rule in rules])
         quiet = np.flatnonzero(lazy)[found.cost[lazy].argmin()] if lazy.any() else place
-        # The quiet world's first step, combined with the better future.
+        # The first step of the lazy world, continued with the better rule.
         stays = found.counts[quiet]
         if not self._allowed(stays, view):
             stays = best.counts[0]
@@ -504,7 +504,7 @@ class Rollout(Policy):
         return fits and int(counts.sum()) <= view.cluster.slots
 
     def _moved(self, counts: np.ndarray, jobs: Jobs, view: View) -> list[np.ndarray]:
-        """Returns first steps that move one, half or all of a job's slots to another job."""
+        """Returns allocations that move one, half or all of a job's slots to another job."""
         possible = jobs.goodputs > 0
         idle = view.cluster.slots - int(counts.sum())
         found: dict[bytes, np.ndarray] = {}

@@ -26,7 +26,7 @@ def on_nodes(
     chosen: Mapping[str, tuple[tuple[int, ...], int]],
     cluster: JobCluster,
 ) -> dict[str, tuple[tuple[int, ...], int]]:
-    """Packs jobs that start or resize on few nodes; the others keep their placement."""
+    """Packs jobs that start or resize onto few nodes; the others keep their placement."""
     moving = [s for s in states if len(chosen.get(s.job.name, ((), 0))[0]) not in (0, s.count)]
     names = {state.job.name for state in moving}
     taken = {slot for name, (slots, _) in chosen.items() if name not in names for slot in slots}
@@ -38,7 +38,7 @@ def on_nodes(
         own: list[int] = []
         for node, part in enumerate(parts):
             here = [slot for slot in free if slot // size == node]
-            # Its own slots first, so that charts show only real moves.
+            # Prefer the job's own slots, so that charts show only real moves.
             own += sorted(here, key=lambda slot: slot not in state.slots)[:part]
         found[state.job.name] = tuple(own), chosen[state.job.name][1]
         free = [slot for slot in free if slot not in own]
@@ -57,7 +57,7 @@ class Segment:
     end: float
     slots: tuple[int, ...]
     batch: int
-    # Effective samples per second; 0 while it resized.
+    # Effective samples per second; 0 during a resize.
     rate: float
 
 
@@ -76,7 +76,7 @@ class Round(NamedTuple):
     cause: str
     changes: tuple[Change, ...]
     why: dict[str, str]
-    # Sum of completion times expected by the policy; None if unknown.
+    # Sum of completion times that the policy expects; None if unknown.
     predicted: float | None
     # Lower bound of that sum; None if unknown.
     bound: float | None
@@ -92,9 +92,9 @@ class Summary(NamedTuple):
         wait: mean seconds during which a job held no slot.
         makespan: seconds from the first arrival to the last end.
         gpu_hours: slot-hours held.
-        used: mean fraction of the slots held until the makespan.
+        used: mean fraction of the cluster's slots that were held, over the makespan.
         resizes: number of resizes that cost time.
-        missed: jobs that ended after their deadline.
+        missed: number of jobs that ended after their deadline.
         to_bound: mean divided by its lower bound; 1 is optimal.
     """
 
@@ -204,8 +204,8 @@ def simulate(
             which predicts the ends expected at that time.
 
     Raises:
-        GulliverError: the cluster cannot run a job, the policy does not support quotas, or it
-            starves jobs.
+        GulliverError: the cluster cannot run a job, the policy does not support quotas, or the
+            policy starves jobs.
     """
     jobs = tuple(sorted(trace, key=lambda job: job.arrival))
     check_trace(jobs, cluster)
@@ -232,7 +232,7 @@ def follow(
     cluster: JobCluster,
     policy: Policy,
 ) -> Result:
-    """Simulates from a given time on, with the present jobs and no further arrivals."""
+    """Simulates from a given time, with the present jobs and no further arrivals."""
     run = _Simulation((), cluster, policy)
     run.now, run.present, run.finished = now, [replace(s) for s in states], list(finished)
     run.result.states = {state.job.name: state for state in run.present}
@@ -297,7 +297,7 @@ class _Simulation:
     def _end(self, ends: dict[str, float]) -> str:
         happened = ""
         for state in [s for s in self.present if ends.get(s.job.name, math.inf) <= self.now]:
-            # By definition the last sample is done: rounding must not leave a remainder.
+            # The last sample is done by definition; rounding must not leave a remainder.
             left = state.job.samples - state.done
             state.drawn += left * _drawn_per_sample(state)
             state.done = state.job.samples

@@ -112,7 +112,7 @@ class Policy(ABC):
     name: ClassVar[str]
     what: ClassVar[str]
     preempts: ClassVar[bool] = True
-    """Whether the policy takes slots back, so that tenants can lend them."""
+    """Whether the policy takes slots back from jobs, so that tenants can lend theirs."""
 
     def begin(self, cluster: JobCluster) -> None:
         """Resets the policy for a new simulation."""
@@ -134,7 +134,7 @@ def limits_of(states: Sequence[JobState], cluster: JobCluster, policy: Policy) -
 def placed(
     states: Sequence[JobState], decision: Decision, slots: Sequence[int]
 ) -> dict[str, tuple[tuple[int, ...], int]]:
-    """Assigns slot numbers: a job keeps its slots, and gets the lowest free ones in addition."""
+    """Assigns slot numbers: a job keeps its slots; further ones are the lowest that are free."""
     free, chosen = set(slots), dict[str, tuple[tuple[int, ...], int]]()
     growing = []
     for state in states:

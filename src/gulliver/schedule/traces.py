@@ -111,7 +111,7 @@ def _job(label: str, row: Mapping[str, Any]) -> Job:
         elif "sample_seconds" in costs:
             scaling = Scaling(**costs)
         else:
-            raise GulliverError("sample_seconds is missing; it gives the speed of a slot")
+            raise GulliverError("sample_seconds is missing; set the seconds per sample on one slot")
         return Job(scaling=scaling, **values)
     except GulliverError as error:
         raise GulliverError(f"{label}: {error}") from None
@@ -132,7 +132,7 @@ class ModelKind(NamedTuple):
         step_ms: constant milliseconds per step.
         exchange_ms: milliseconds to send all gradients once.
         batch: batch size per slot.
-        noise: gradient noise scale relative to its batch size.
+        noise: gradient noise scale relative to the batch size.
         grows: largest batch size relative to `batch` that its learning rate allows.
         epoch: samples per epoch.
     """
@@ -168,7 +168,7 @@ class TraceShape(NamedTuple):
     Attributes:
         jobs: number of jobs.
         slots: slots of the intended cluster.
-        load: fraction of the slots in use if every job runs on its requested slots.
+        load: mean fraction of the slots in use if every job runs on its requested slots.
         median: median seconds of a job on its requested slots.
         spread: standard deviation of the log of these seconds.
         burst: number of jobs that arrive together.
@@ -190,11 +190,13 @@ class TraceShape(NamedTuple):
     noise: float = 1.0
 
 
-# steady: jobs of similar size, one by one. heavy-tail: a few jobs have most of the work. bursts:
-# many arrive at once, then none for a while. fixed-batch: slots only change accumulation. artifact:
-# similar to the trace published with ONES, which is not available: 50 jobs of ten kinds on 64
-# slots, unannounced lengths, at a load at which Tiresias runs and waits about as long as in its
-# logs.
+# steady: jobs of similar size, one by one.
+# heavy-tail: a few jobs have most of the work.
+# bursts: many jobs arrive at once, then none for a while.
+# fixed-batch: the number of slots only changes gradient accumulation.
+# artifact: similar to the trace published with ONES, which is not available: 50 jobs of ten kinds
+#   on 64 slots, unannounced lengths, and a load at which Tiresias' jobs run and wait about as long
+#   as in the published logs.
 SHAPES = {
     "steady": TraceShape(60, 16, 0.8, 300, 0.8),
     "heavy-tail": TraceShape(60, 16, 0.8, 120, 1.6),

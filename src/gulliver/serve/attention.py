@@ -22,18 +22,18 @@ from gulliver.serve.batch import Batch, Span
 
 @dataclass(frozen=True)
 class PagedSpan:
-    """A span as seen by the layers."""
+    """A span as the attention layers need it."""
 
     # Index of its first token among the packed ones.
     first: int
     count: int
-    # Keys in the cache before them.
+    # Number of its keys that are already cached.
     start: int
     # Block table [blocks], up to its last token.
     blocks: Tensor
     # Mask of a tree [count, count]: the new tokens that each sees; None for a chain.
     mask: Tensor | None
-    # Positions of its tokens [count], in a tree not one after another.
+    # Positions of its tokens [count]; not consecutive in a tree.
     positions: Tensor
 
 
@@ -115,7 +115,7 @@ class Pages:
         out = query.new_empty(query.shape[1], query.shape[0], query.shape[2])
         for piece in self._pieces:
             at = slice(piece.first, piece.first + piece.count)
-            # From the first token on, what is attended to is what has just been computed.
+            # A span that starts at the first token attends only to keys that were just computed.
             whole = piece.start == 0 and piece.mask is None
             near = (key[:, at], value[:, at]) if whole else self._gathered(piece, keys, values)
             out[at] = attend_gathered(query[:, at], *near, piece, scale, window, slopes)
@@ -139,7 +139,7 @@ def attend_gathered(
     window: int | None,
     slopes: Tensor | None,
 ) -> Tensor:
-    """Computes a sequence's attention [T, H, D]: new tokens [H, T, D] to all keys [H', L, D]."""
+    """Computes attention [T, H, D] of a sequence's new tokens [H, T, D] to all keys [H', L, D]."""
     plain = piece.mask is None and slopes is None and (window is None or window >= key.shape[1])
     causal = plain and piece.start == 0
     bias = (
@@ -177,7 +177,7 @@ def attention_bias(
 
 
 def tree_of(span: Span) -> tuple[list[int], Tensor | None]:
-    """Depth of each new token, and the tokens that each attends to; None for a chain."""
+    """Returns the depth of each new token, and the mask of a tree (None for a chain)."""
     if span.parents is None:
         return [], None
     count = len(span.tokens)
@@ -191,14 +191,14 @@ def tree_of(span: Span) -> tuple[list[int], Tensor | None]:
 
 # Attention of transformers' models over `Pages`, without copies of their code.
 #
-# `attach` enters one function under transformers' attention interface and gives every attention
-# layer the pages that it reads. What an architecture hands to its attention beside q, k and v is
-# either understood here or refused. BLOOM's attention does not know the interface: its module gets
-# a forward of a few lines that does.
+# `attach` registers one function in transformers' attention interface and gives every attention
+# layer its pages. Further arguments that an architecture passes to its attention are supported here
+# or rejected. BLOOM's attention does not use the interface; its module gets a short forward that
+# calls `attend`.
 
 
 NAME = "gulliver_pages"
-"""Name under transformers' attention interface."""
+"""Name in transformers' attention interface."""
 
 
 def paged_attention(
@@ -215,7 +215,7 @@ def paged_attention(
     known: Any = module
     odd = next((name for name in REFUSED if more.get(name) is not None), None)
     if odd is not None:
-        raise GulliverError(f"attention with {odd} ({type(module).__name__}) is not served")
+        raise GulliverError(f"attention with {odd} ({type(module).__name__}) is not supported")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     out = known.gulliver_pages.attend(
         known.layer_idx, query[0], key[0], value[0], scale, sliding_window
@@ -229,7 +229,7 @@ REFUSED = ("softcap", "s_aux", "position_bias", "head_mask")
 
 @contextmanager
 def attached(model: Any, pages: Any) -> Iterator[None]:
-    """Attaches a model to pages within the context."""
+    """Makes a model's attention use the paged cache inside the context."""
     detach = attach(model, pages)
     try:
         yield
@@ -238,7 +238,7 @@ def attached(model: Any, pages: Any) -> Iterator[None]:
 
 
 def attach(model: Any, pages: Any) -> Callable[[], None]:
-    """Makes a model attend over pages until the returned function is called."""
+    """Makes a model's attention use the paged cache until the returned function is called."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, paged_attention)
@@ -268,7 +268,7 @@ def attach(model: Any, pages: Any) -> Callable[[], None]:
 def _bloom_attention(
     self: Any, hidden_states: Tensor, residual: Tensor, alibi: Tensor, *args: Any, **more: Any
 ) -> tuple[Tensor, None]:
-    """Runs BLOOM's attention over pages, with its own projections."""
+    """Runs BLOOM's attention with the paged cache, using its own projections."""
     del args, more
     query, key, value = self._reshape(self.query_key_value(hidden_states))
     slopes = _slopes(self, alibi)
@@ -292,12 +292,12 @@ OWN_FORWARD: dict[str, Callable[..., Any]] = {"BloomAttention": _bloom_attention
 """Attention layers without transformers' attention interface, and their replacements."""
 
 
-# A packed batch through a model: its inputs, and logits of the rows that are wanted.
+# Runs a packed batch through a model: prepares inputs, returns logits of the wanted rows.
 
 
 def inputs_of(batch: Batch, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
     """Returns the packed tokens [T] of a batch, and the rows [R] that need logits."""
-    # Of parts of prompts none are: one row is computed since none cannot be asked for.
+    # Parts of a prompt need no logits, but a forward computes at least one row.
     tokens = torch.tensor([t for span in batch.spans for t in span.tokens], device=device)
     rows, end = [], 0
     for span in batch.spans:
@@ -309,7 +309,7 @@ def inputs_of(batch: Batch, device: torch.device | None = None) -> tuple[Tensor,
 def arguments_of(model: Any, positions: Tensor, wanted: Tensor) -> dict[str, Any]:
     """Returns the arguments of a model's forward other than its packed tokens."""
     known: dict[str, Any] = {"use_cache": False, "logits_to_keep": wanted}
-    # BLOOM has no positions: its slopes are in its attention.
+    # BLOOM takes no positions, because its attention has slopes.
     return (
         known if model.config.model_type == "bloom" else known | {"position_ids": positions[None]}
     )
@@ -320,7 +320,7 @@ def forward(model: Any, tokens: Tensor, positions: Tensor, wanted: Tensor) -> Te
     return model(tokens[None], **arguments_of(model, positions, wanted)).logits[0].float()
 
 
-# Shapes of a model's keys and values, and its vocabulary, by a forward of one token.
+# Measures the shapes of a model's keys and values, and its vocabulary, with one token.
 
 
 @dataclass(frozen=True)
@@ -360,8 +360,8 @@ class Recorder:
         del slopes
         if key.shape != value.shape:
             raise GulliverError(
-                f"layer {layer} has keys of {key.shape[-1]} and values of {value.shape[-1]} "
-                "numbers a head: models of unequal ones are not served"
+                f"layer {layer} has a head dim of {key.shape[-1]} for keys and {value.shape[-1]} "
+                "for values; models in which these differ are not supported"
             )
         self.shapes[layer] = LayerShape(key.shape[0], key.shape[2], scale, window)
         self.dtype = key.dtype
@@ -377,8 +377,8 @@ def measure(
         out = run()
     if sorted(recorder.shapes) != list(layers):
         raise GulliverError(
-            f"{type(model).__name__} attends over pages in layers {sorted(recorder.shapes)}, not "
-            f"in all of {layers.start} to {layers.stop - 1}: it is not served"
+            f"{type(model).__name__} cannot be served: only layers {sorted(recorder.shapes)} use "
+            f"the paged key-value cache, but layers {layers.start} to {layers.stop - 1} must"
         )
     # A layer keeps its number on every stage.
     none = LayerShape(0, 0)

@@ -53,7 +53,7 @@ class Batch:
         copies: pairs of blocks, source and target, copied in every layer before the forward: a
             shared block is copied before one of its sequences writes to it.
         moves: pairs of slots (block x block size + offset), source and target, moved after the
-            copies and before the forward: an accepted path that is not at the front of its tree.
+            copies and before the forward, for accepted paths within their tree.
     """
 
     ticket: int
@@ -105,8 +105,8 @@ class RunnerLost(GulliverError):
 class Runner(Protocol):
     """Runs batches of one model, with the keys and values of all sequences.
 
-    `LocalRunner` runs them in this process. Runners with ranks or stages forward each batch and
-    have several in flight; results return in the order of submission.
+    `LocalRunner` runs them in this process. Runners with several ranks send each batch to them, and
+    may have several in flight; results return in the order of submission.
     """
 
     @property
@@ -130,7 +130,7 @@ class Runner(Protocol):
             Logits [batch.outputs, vocabulary] in float32, rows in the order of the spans.
 
         Raises:
-            GulliverError: a process that ran it failed; the engine can `replay` on another runner.
+            GulliverError: a process failed; the engine can `replay` on another runner.
         """
         ...
 
@@ -139,7 +139,7 @@ class Runner(Protocol):
         ...
 
 
-# The seam of speculation: what a drafter gives, and how drafts are verified exactly.
+# Interface of speculation: drafts, drafters, and how drafts are verified exactly.
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,9 +163,9 @@ class Wanted:
     Attributes:
         sequence: sequence number, as in `Span`.
         tokens: prompt and completion so far.
-        cached: number of first tokens whose keys and values are in the cache, in order.
+        cached: number of leading tokens whose keys and values are in the cache, in order.
         blocks: block table.
-        most: maximum draft tokens under context, cache and `max_tokens`.
+        most: maximum number of draft tokens that context, cache and `max_tokens` allow.
         sampling: sampling parameters.
         seed: seed of its sampling.
         sample: index of the completion in the request.
@@ -186,7 +186,7 @@ class Wanted:
 class Drafter(Protocol):
     """Proposes draft tokens, which the model then verifies in one forward.
 
-    Subclasses may leave out the methods that only observe.
+    Subclasses may omit the methods that only observe.
     """
 
     def begin(self, runner: Runner) -> None:
@@ -194,7 +194,7 @@ class Drafter(Protocol):
         ...
 
     def rests(self, sequences: int) -> bool:
-        """Whether drafting is off for this many sequences, so that none need be gathered."""
+        """Whether drafting is off for this many sequences, so that `draft` need not be called."""
         return False
 
     def draft(self, wanted: Sequence[Wanted], budget: int) -> Mapping[int, Draft]:
@@ -240,7 +240,7 @@ class Drafter(Protocol):
 
 
 def children(draft: Draft) -> dict[tuple[int, int], int]:
-    """Maps parent and token to the child's index; of equal children, to the first."""
+    """Maps each parent and token to the index of the child, the first one of equal children."""
     parents = draft.parents if draft.parents is not None else range(-1, len(draft.tokens) - 1)
     found: dict[tuple[int, int], int] = {}
     for index, (parent, token) in enumerate(zip(parents, draft.tokens, strict=True)):
@@ -249,17 +249,16 @@ def children(draft: Draft) -> dict[tuple[int, int], int]:
 
 
 def walk(draft: Draft | None, drawn: Callable[[int, int], int]) -> tuple[list[int], list[int]]:
-    """Walks down a draft along the sampled tokens; returns them and the path.
+    """Walks down a draft along the sampled tokens; returns these tokens and the accepted path.
 
     `drawn` is called with a row of the span's logits (0 is the last token before the draft, `i + 1`
     the draft's token i) and the depth.
     """
-    # At each node the next token is drawn from the model's own distribution, as if nothing had been
-    # drafted. If it is a child of the node, the model has run that child already and the walk
-    # continues with its logits. So the tokens are those of a run without drafts, draw for draw, for
-    # any drafts: a draw is a function of logits, seed and place. Also for drafts that are drawn
-    # with the same noise, which are right more often than the likeliest tokens at high
-    # temperatures.
+    # At each node the next token is sampled from the model's own distribution, as without drafts.
+    # If it is a child of the node, the model has already run that child, and the walk continues
+    # with its logits. A sample is a function of logits, seed and position, so the tokens equal
+    # those of a run without drafts, for any drafts. This includes drafts sampled with the same
+    # noise, which at high temperatures are accepted more often than the likeliest tokens.
     tokens, path = [drawn(0, 0)], []
     known = children(draft) if draft else {}
     node = -1

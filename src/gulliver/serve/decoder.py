@@ -1,8 +1,8 @@
 """`NativeDecoder`: runs a step of a dense decoder in native code, without Python per layer.
 
-The extension `gulliver.serve._decoder` reads the tensors of a `DenseModel` where they lie. It is
-made from a transformers model by `dense_of`, or from files by `read_dense`, without importing
-transformers. Models with anything unknown run their own forward instead.
+The extension `gulliver.serve._decoder` reads the tensors of a `DenseModel` in place. That is made
+from a transformers model by `dense_of`, or from files by `read_dense`, without importing
+transformers. Models with unsupported modules or settings run their own forward instead.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ INTERFACE = 2
 EXTENSION = "gulliver.serve._decoder"
 VARIABLE = "GULLIVER_DECODER"
 INSTRUCTIONS = ("avx512", "avx2", "none")
-"""Values of the variable; the default is the first that the processor has."""
+"""Values of `VARIABLE`; the default is the first that the processor supports."""
 KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 """Numbers of the floating-point dtypes in native code."""
 INT8, INT4 = 3, 4
@@ -73,22 +73,22 @@ def native_problem() -> str | None:
 class DenseModel:
     """A dense decoder as native code reads it."""
 
-    # By transformers' names of parameters; quantized weights have a `weight_scale` next to them.
+    # By transformers' parameter names; a quantized weight has a `weight_scale` next to it.
     tensors: Mapping[str, Tensor]
-    # Of keys, values and logits.
+    # Sizes of keys, values and logits.
     shape: ModelShape
-    # Of queries.
+    # Number of query heads.
     heads: int
     activation: str
     epsilon: float
-    # Inverse frequencies and a factor, of each kind of layer.
+    # Inverse frequencies and scaling factor of the rotary positions, by kind of layer.
     frequencies: list[tuple[list[float], float]]
-    # Index in `frequencies` of each layer; -1 for no positions.
+    # Index of each layer in `frequencies`; -1 for no positions.
     rotary: list[int]
-    # The name of the output layer; that of the embedding if they are tied.
+    # Name of the output layer; the embedding's name if they are tied.
     head: str = "lm_head"
     embedding_scale: float = 1.0
-    # Added to the weights of norms: 1 in Gemma's.
+    # Added to the weights of norms; 1 for Gemma.
     norm_offset: float = 0.0
 
 
@@ -133,11 +133,14 @@ class NativeDecoder:
         model, shapes, kind = self._model, self._model.shape.layers, pages.keys[0].dtype
         first = shapes[0]
         if any((s.heads, s.dim, s.scale) != (first.heads, first.dim, first.scale) for s in shapes):
-            raise Unfit("its layers have attention of several sizes")
+            raise Unfit("its attention layers differ in size")
         if model.activation not in ACTIVATIONS:
             raise Unfit(f"its activation is {model.activation}")
         if kind not in KINDS or first.dim % 16:
-            raise Unfit(f"its keys are of {kind}, {first.dim} a head")
+            raise Unfit(
+                f"its keys have dtype {kind} and head dim {first.dim}; the native decoder needs "
+                "float32, float16 or bfloat16, and a multiple of 16"
+            )
         embedding = self._matrix("model.embed_tokens")
         layers = [self._layer(number) for number in range(len(shapes))]
         inner = layers[0][0][4][3]
@@ -159,7 +162,7 @@ class NativeDecoder:
         return decoder
 
     def _layer(self, number: int) -> tuple[list[list[int]], list[int]]:
-        """Matrices of a layer; norms before attention and feed-forward, after them, of heads."""
+        """Returns a layer's matrices, and its norms: before and after sublayers, and of heads."""
         front, first = f"model.layers.{number}.", self._model.shape.layers[0]
         attention, mlp = f"{front}self_attn.", f"{front}mlp."
         if f"{attention}qkv_proj.weight" in self._model.tensors:
@@ -191,7 +194,7 @@ class NativeDecoder:
         return self._address(weight.detach().float() + self._model.norm_offset)
 
     def _matrix(self, name: str, first: int = 0, count: int | None = None) -> list[int]:
-        """A linear layer, or some of its outputs, in the format of native code."""
+        """Describes a linear layer, or some of its outputs, in the format of native code."""
         weight = self._model.tensors.get(f"{name}.weight")
         if weight is None:
             raise Unfit(f"it has no {name}")
@@ -201,7 +204,7 @@ class NativeDecoder:
         if scale is not None:
             kind, inputs = (INT4, 2 * inputs) if scale.dim() == 2 else (INT8, inputs)
         if kind is None or inputs % 16:
-            raise Unfit(f"{name} is {[outputs, inputs]} of {weight.dtype}")
+            raise Unfit(f"{name} has unsupported shape {[outputs, inputs]} or dtype {weight.dtype}")
         return [
             self._address(weight) + first * weight.stride(0) * weight.element_size(),
             0 if scale is None else self._address(scale) + first * scale.stride(0) * 4,
@@ -211,13 +214,13 @@ class NativeDecoder:
 
     def _address(self, tensor: Tensor) -> int:
         if tensor.device.type != "cpu" or not tensor.is_contiguous():
-            raise Unfit("its weights are not in order on the CPU")
+            raise Unfit("its weights are not contiguous tensors on the CPU")
         self._kept.append(tensor)
         return tensor.data_ptr()
 
 
 def decoder_of(model: Any, shape: ModelShape, pages: Pages) -> NativeDecoder | None:
-    """Creates a transformers model's native decoder; None if the model runs its own forward."""
+    """Creates the native decoder of a transformers model; None if the model is not supported."""
     try:
         made = NativeDecoder(dense_of(model, shape), pages)
     except Unfit as reason:
@@ -235,15 +238,15 @@ def dense_of(model: Any, shape: ModelShape) -> DenseModel:
     for name, module in model.named_modules():
         own = dict(module.named_parameters(name, recurse=False))
         if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
-            raise Unfit(f"{name} has hooks or a forward of its own")
+            raise Unfit(f"{name} has hooks or an overridden forward")
         if type(module) is QuantizedLinear:
             own |= dict(module.named_buffers(name, recurse=False))
         elif type(module).__name__.endswith("RMSNorm"):
             epsilon = getattr(module, "variance_epsilon", None)
             if (module.eps if epsilon is None else epsilon) != config.rms_norm_eps:
-                raise Unfit("its norms are not alike")
+                raise Unfit("its norms have different epsilons")
         elif own and type(module) is not nn.Linear and not isinstance(module, nn.Embedding):
-            raise Unfit(f"{name}, a {type(module).__name__}, is not known")
+            raise Unfit(f"{name} is a {type(module).__name__}, which is not supported")
         tensors |= own
     body = model.model
     rotary, scale = body.rotary_emb, getattr(body.embed_tokens, "embed_scale", None)
@@ -262,7 +265,7 @@ def dense_of(model: Any, shape: ModelShape) -> DenseModel:
             -1 if not getattr(a, "use_rope", True) else kinds.index(a.layer_type) if kinds else 0
             for a in attention
         ],
-        # As the module has it: rounded to the dtype of the weights.
+        # Like in the module, rounded to the dtype of the weights.
         embedding_scale=1.0 if scale is None else float(scale.to(body.embed_tokens.weight.dtype)),
         norm_offset=float(type(body.norm).__name__.startswith("Gemma")),
     )
@@ -272,8 +275,8 @@ def dense_of(model: Any, shape: ModelShape) -> DenseModel:
 #
 # Importing transformers and building a module with it takes longer than everything else before the
 # first token. Common families need neither: sizes come from ``config.json``, and weights are mapped
-# into memory, read by native code where the operating system keeps the file. Whatever is not
-# plainly one of these families raises `Unfit`, and is loaded by `gulliver.serve.weights`.
+# into memory, read by native code where the operating system keeps the file. Any other model raises
+# `Unfit`, and is loaded by `gulliver.serve.weights`.
 
 
 MAPPED = ("llama", "mistral", "qwen2", "qwen3")
@@ -288,7 +291,7 @@ NORMS = ("input_layernorm", "post_attention_layernorm")
 def read_dense(
     folder: Path, options: ModelOptions, dtype: torch.dtype
 ) -> tuple[DenseModel, int, list[int]]:
-    """Reads a folder's model, its context and the tokens that end a text."""
+    """Reads a folder's model; also returns its context and the tokens that end a text."""
     if problem := native_problem():
         raise Unfit(problem)
     config = read_json(folder / "config.json")
@@ -297,7 +300,7 @@ def read_dense(
         kind == "mistral" and config.get("sliding_window", 0) is not None
     )
     if kind not in MAPPED or windowed or "quantization_config" in config:
-        raise Unfit(f"{folder.name} is loaded by transformers")
+        raise Unfit(f"{folder.name} needs transformers")
     try:
         heads, count = config["num_attention_heads"], config["num_hidden_layers"]
         hidden, inner = config["hidden_size"], config["intermediate_size"]
@@ -330,9 +333,9 @@ def read_dense(
         tensors.pop("lm_head.weight", None)
     tensors = {n: t for n, t in tensors.items() if not n.endswith("rotary_emb.inv_freq")}
     if {name: tuple(t.shape) for name, t in tensors.items()} != shapes:
-        raise Unfit("its tensors are not those of its configuration")
+        raise Unfit("its tensors do not match its configuration")
     if any(tensor.dtype not in KINDS for tensor in tensors.values()):
-        raise Unfit("its files have other dtypes")
+        raise Unfit("its files have unsupported dtypes")
     tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
     if options.quantize is not None:
         head = _quantize(tensors, head, options.quantize)
@@ -345,7 +348,7 @@ def read_dense(
 
 
 def _mapped(folder: Path) -> dict[str, Tensor]:
-    """A folder's tensors, in memory that is mapped to its files."""
+    """Maps the files of a folder's tensors into memory."""
     from safetensors import safe_open
 
     index = folder / "model.safetensors.index.json"
@@ -380,7 +383,7 @@ def _quantize(tensors: dict[str, Tensor], head: str, mode: str) -> str:
 
 
 def rotary_frequencies(config: Mapping[str, Any], dim: int) -> tuple[list[float], float]:
-    """Inverse frequencies of rotary positions, and the factor of their cosines and sines."""
+    """Returns inverse frequencies of rotary positions, and the factor for cosines and sines."""
     rope = config.get("rope_parameters") or {
         "rope_theta": config["rope_theta"],
         **(config.get("rope_scaling") or {}),

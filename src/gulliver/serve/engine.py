@@ -104,7 +104,7 @@ class Engine:
         check_request(tokens, sampling, facts)
         if sampling.n > self.options.sequences:
             raise GulliverError(
-                f"n={sampling.n} completions at a time exceed sequences={self.options.sequences}"
+                f"n={sampling.n} exceeds sequences={self.options.sequences}; use a smaller n"
             )
         if sampling.stop and self.tokenizer is None:
             raise GulliverError("stop texts need a tokenizer; without one, use stop_token_ids")
@@ -128,7 +128,7 @@ class Engine:
         """Encodes a prompt with the tokenizer; tokens are returned as they are.
 
         Raises:
-            GulliverError: it is not a valid prompt, or text and there is no tokenizer.
+            GulliverError: the prompt is invalid, or is text and there is no tokenizer.
         """
         return tokens_of(prompt, self.tokenizer)
 
@@ -201,7 +201,7 @@ class Engine:
         if any(answer.longest > facts.longest for answer in running):
             raise GulliverError(
                 f"a request may have up to {max(answer.longest for answer in running)} tokens, and "
-                f"this runner takes {facts.longest}"
+                f"this runner takes {facts.longest} at most"
             )
         self.runner = runner
         self._in_flight.clear()
@@ -279,7 +279,7 @@ class Engine:
             self._events.append(Event(answer.request, answer.sample, tuple(accepted_tokens), text))
 
     def _keep(self, answer: AnswerState, span: Span, path: Sequence[int]) -> None:
-        """Keeps keys and values of accepted drafts; rejected ones are beyond the length."""
+        """Keeps keys and values of accepted drafts; rejected ones lie beyond the cached length."""
         size = self._pool.size
 
         def slot(place: int) -> int:
@@ -320,7 +320,7 @@ class Engine:
             answer.request, answer.sample, tokens, text, finish, error, answer.prefix_cached
         )
         self._events.append(ended)
-        # Completions that never started end with the one they would have forked from.
+        # Completions that have not started end with the one that they would have forked from.
         for sample in range(1, answer.forks + 1):
             self._events.append(Event(answer.request, sample, (), "", finish, error))
         if all(other.status is Status.ENDED for other in self._answers[answer.request]):
@@ -340,7 +340,7 @@ _NOT_FINITE = (
 
 
 def _rows(span: Span, answer: AnswerState) -> list[DrawRow]:
-    """Describes each row of a span's logits: its last token, and each draft token."""
+    """Describes how to sample from each row of a span's logits: last token, and draft tokens."""
     made: list[DrawRow] = []
     for row in range(span.outputs):
         if row == 0:

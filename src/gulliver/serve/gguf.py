@@ -103,7 +103,7 @@ class BlockFormat(NamedTuple):
     """A tensor format: block size, bytes per block, and the function that decodes blocks."""
 
     name: str
-    # Weights of a block, and its bytes.
+    # Number of weights in a block, and bytes of a block.
     weights: int
     bytes: int
     dequantize: Callable[[Tensor], Tensor]
@@ -141,13 +141,13 @@ class Stored(NamedTuple):
 
 
 class GgufFile:
-    """Metadata of a file, and its tensors by llama.cpp's names."""
+    """Metadata of a GGUF file, and its tensors by llama.cpp's names."""
 
     def __init__(self, path: Path) -> None:
         self.path, self._at = path, 0
         try:
             with path.open("rb") as file:
-                # Copy on write: torch takes no memory that it may not write to.
+                # Copy on write, because torch does not accept read-only memory.
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         except (OSError, ValueError) as error:
             raise GulliverError(f"{path} cannot be read: {error}") from None
@@ -223,7 +223,7 @@ class GgufFile:
         return one.format.dequantize(blocks).view(one.shape)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Returns a value of the architecture, such as ``block_count``."""
+        """Returns a metadata value of the architecture, such as ``block_count``."""
         return self.metadata.get(f"{self.architecture}.{key}", default)
 
     @property
@@ -301,7 +301,7 @@ def build_config(path: Path) -> Any:
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": file.get("rope.freq_base", 1e4)}
     scaling = file.get("rope.scaling.type", "none")
     if scaling not in ("none", "linear"):
-        raise GulliverError(f"{file.path}: rotary scaling of type {scaling!r} is not served")
+        raise GulliverError(f"{file.path}: rotary scaling of type {scaling!r} is not supported")
     if scaling == "linear":
         rope |= {"rope_type": "linear", "factor": file.get("rope.scaling.factor", 1.0)}
     values = {
@@ -322,7 +322,7 @@ def build_config(path: Path) -> Any:
         local = {"rope_type": "default", "rope_theta": file.get("rope.freq_base_swa", 1e4)}
         values["rope_parameters"] = {"full_attention": rope, "sliding_attention": local}
         values["sliding_window"] = file.get("attention.sliding_window")
-        # The largest one alone scales its queries by another size than that of a head.
+        # Only the largest model scales its queries by a size other than the head dim.
         largest = file.get("block_count") == 62
         values["query_pre_attn_scalar"] = hidden // heads if largest else values["head_dim"]
     return AutoConfig.for_model(TYPES[file.architecture], **values)
@@ -350,7 +350,7 @@ def open_file(path: Path) -> GgufFile:
 
 
 class GgufWeights(ModelWeights):
-    """Tensors of a file, by the names and in the layout of transformers' parameters."""
+    """Tensors of a GGUF file, with the names and layouts of transformers' parameters."""
 
     def __init__(self, path: Path) -> None:
         file = open_file(path)
@@ -376,7 +376,7 @@ class GgufWeights(ModelWeights):
             "attn_k": file.get("attention.head_count_kv", file.get("attention.head_count")),
         }.get(kept.split(".")[-2])
         if file.architecture == "llama" and heads is not None:
-            # Rows of a head are in pairs there: transformers rotates halves.
+            # llama.cpp stores the rows of a head in pairs; transformers rotates halves.
             return value.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
         return value
 
@@ -400,8 +400,8 @@ def _frequencies(file: GgufFile) -> Tensor:
     return 1.0 / file.get("rope.freq_base", 1e4) ** exponents
 
 
-# Tokenizers: byte-level BPE with merges in the file ("gpt2"), and SentencePiece's ("llama"), whose
-# merges are made of its pieces.
+# Tokenizers: byte-level BPE with merges in the file ("gpt2"), and SentencePiece ("llama"), whose
+# merges are derived from its pieces.
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _WORDS = (
@@ -447,7 +447,7 @@ def read_tokenizer(path: Path) -> Any:
         for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
         if f"{key}_token_id" in about
     }
-    # Files of SentencePiece's that do not say have a token that begins a text.
+    # SentencePiece files without this key do have a token that begins a text.
     if about.get("add_bos_token", kind == "llama") and "bos_token" in named:
         begin = named["bos_token"]
         built.post_processor = tokenizers.processors.TemplateProcessing(
@@ -477,8 +477,8 @@ def _byte_level(path: Path, about: Mapping[str, Any]) -> Any:
     split = about.get("pre", "default")
     if split not in SPLITS:
         raise GulliverError(
-            f"{path}: texts are split as {split!r} has it, which is unknown: it is one of "
-            f"{', '.join(SPLITS)} that is read"
+            f"{path}: the pre-tokenizer {split!r} is not supported; use a file with one of "
+            f"{', '.join(SPLITS)}"
         )
     vocabulary = {token: number for number, token in enumerate(about["tokens"])}
     merges = [tuple(merge.split(" ", 1)) for merge in about["merges"]]
@@ -512,7 +512,7 @@ def _sentence_pieces(path: Path, about: Mapping[str, Any]) -> Any:
 
 
 def _merges(about: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Pairs of tokens that merge into a token, best score first."""
+    """Returns pairs of tokens that merge into one token, best score first."""
     types, scores = about["token_type"], about["scores"]
     pieces = [t for t, type_ in zip(about["tokens"], types, strict=True) if type_ == NORMAL]
     known = set(pieces)

@@ -79,7 +79,7 @@ def open_runner(
 
 
 class LLM:
-    """A language model that serves many prompts at a time, also from several threads.
+    """A language model that completes many prompts at a time, also from several threads.
 
     Attributes:
         engine: the underlying engine.
@@ -161,7 +161,7 @@ class LLM:
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params or SamplingParams()] * len(several)
         if (given := len(sampling_params)) != len(several):
-            raise GulliverError(f"{len(several)} prompts and {given} sampling parameters")
+            raise GulliverError(f"{given} sampling parameters do not match {len(several)} prompts")
         outputs: dict[int, RequestOutput] = {}
         try:
             for prompt, one in zip(several, sampling_params, strict=True):
@@ -226,8 +226,8 @@ class LLM:
 
     def _events(self, numbers: Sequence[int], answers: int) -> Generator[Event, None, None]:
         """Yields events of requests until all of their completions have ended."""
-        # A batch has tokens of other threads and streams too: the thread that steps the engine puts
-        # their events into their inboxes.
+        # A batch also has tokens of other threads and streams; the thread that steps the engine
+        # puts their events into their inboxes.
         boxes = [self._inboxes[number] for number in numbers]
         while answers:
             with self._lock:
@@ -278,7 +278,7 @@ def _drafter(
     if given.speculation is None:
         return drafter
     if drafter is not None:
-        raise GulliverError("speculation creates a drafter: pass only one of them")
+        raise GulliverError("speculation= creates its own drafter: pass it or drafter=, not both")
     from gulliver.serve.speculative.speculator import make_speculator
 
     return make_speculator(given.speculation, None, tokenizer, options.sequences)
@@ -293,8 +293,8 @@ def _refuse_for_models(given: ModelOptions) -> None:
         )
     if given.memory_limit is not None or given.ranks > 1:
         raise GulliverError(
-            "memory_limit, tp_size and pp_size need a folder, to read slices of its weights: save "
-            "the model with save_pretrained and pass the folder"
+            "memory_limit, tp_size and pp_size need a folder, whose weights are read in slices: "
+            "save the model with save_pretrained and pass the folder"
         )
 
 

@@ -34,9 +34,9 @@ class PagedModel:
         self.decoder: NativeDecoder | None = None
 
     def take_cache(self, blocks: int, block_size: int, native: bool = False) -> Pages:
-        """Allocates the cache; afterwards the model attends over pages.
+        """Allocates the cache, which the model's attention uses from then on.
 
-        With `native`, `decoder` runs the model if native code supports it.
+        With `native`, the native decoder runs the model if it is supported.
         """
         shape = self.shape
         if self.streamed is not None:
@@ -50,7 +50,7 @@ class PagedModel:
 
     @property
     def budget(self) -> int | None:
-        """Bytes for streamed weights and the cache together."""
+        """Bytes for streamed weights and the cache together; None if weights are not streamed."""
         return None if self.streamed is None else self.streamed.manager.budget
 
     def end_step(self) -> None:
@@ -74,7 +74,7 @@ class LocalRunner:
 
     Dense decoders run in native code (`gulliver.serve.decoder`). Others run their own forward:
     packed tokens form one row, `position_ids` count per sequence, and logits are computed only for
-    the wanted rows. Until `close`, the model attends over pages.
+    the wanted rows. Until `close`, the model's attention uses the cache.
 
     Attributes:
         pages: keys and values of all layers.
@@ -99,15 +99,15 @@ class LocalRunner:
             context: maximum tokens of a sequence; None for the model's own.
             cache_bytes: bytes of the cache, such as ``"2GiB"``; None chooses based on memory and
                 context.
-            cache_tokens: the same in tokens.
+            cache_tokens: size of the cache in tokens, instead of `cache_bytes`.
             block_size: tokens per block.
-            sequences: concurrent sequences, for choosing the size.
+            sequences: number of concurrent sequences, from which the size is chosen.
             streamed: the model's weights, if they are streamed from a disk.
             decoder: ``"torch"`` always runs the model's own forward; see `ModelOptions`.
 
         Raises:
-            GulliverError: the model is not supported, its context is smaller, or the cache does not
-                fit.
+            GulliverError: the model is not supported, its own context is smaller than `context`, or
+                the cache does not fit.
         """
         check_served(model)
         self._model = model.eval()
@@ -143,7 +143,7 @@ class LocalRunner:
 
     @property
     def max_in_flight(self) -> int:
-        """One batch at a time."""
+        """Number of batches in flight, always 1."""
         return 1
 
     @torch.inference_mode()
@@ -160,7 +160,6 @@ class LocalRunner:
         self._paged.end_step()
 
     def collect(self) -> Tensor:
-        """Returns the logits of the oldest batch."""
         return self._results.popleft()
 
     def close(self) -> None:
@@ -189,12 +188,10 @@ class DenseRunner:
         self._results: deque[Tensor] = deque()
 
     def submit(self, batch: Batch) -> None:
-        """Runs a batch."""
         self.pages.copy(batch)
         self._results.append(self._decoder.run(batch))
 
     def collect(self) -> Tensor:
-        """Returns the logits of the oldest batch."""
         return self._results.popleft()
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
 """`StreamedWeights`: a model whose weights exceed the memory limit.
 
 The memory engine (`gulliver.memory.manager.Manager`) keeps as many layers as fit, and prefetches
-the others from a disk. Every forward has the same order, so residency and prefetching are planned
-for the cycle (`gulliver.solve`).
+the others from a disk. Every forward uses the layers in the same order, so residency and
+prefetching are planned for the cycle (`gulliver.solve`).
 
 A *unit* is a block, or a module around the blocks. Its tensors form one object of the manager;
 tensors shared by several units, such as tied embeddings, are separate objects. Hooks of a unit use
@@ -93,7 +93,7 @@ class WeightUnit:
 
 
 class StreamedWeights:
-    """The weights of a model under a memory limit, the rest on a disk."""
+    """Weights of a model under a memory limit; those that exceed it are on a disk."""
 
     def __init__(
         self,
@@ -110,12 +110,12 @@ class StreamedWeights:
             largest = max(units, key=lambda unit: sum(o.nbytes for o in unit.objects))
             raise GulliverError(
                 f"{size_text(max(budget, 0))} of memory are left for weights, but {largest.path} "
-                f"alone takes {size_text(self.least)}: give "
-                f"{size_text(self.least - budget)} more, or quantize="
+                f"alone takes {size_text(self.least)}: raise memory_limit by "
+                f"{size_text(self.least - budget)}, or use quantize="
             )
         given, most = disk_limit(disk)
         if most is not None and most < self.whole:
-            raise GulliverError(f"disk={str(disk)!r}: weights take {size_text(self.whole)} there")
+            raise GulliverError(f"disk={str(disk)!r}: the weights take {size_text(self.whole)}")
         folder = disk_folder(given)
         self._sizes = [sum(o.nbytes for o in u.objects) for u in units]
         ahead, self._why = look_ahead(self._sizes, budget)
@@ -171,7 +171,7 @@ class StreamedWeights:
         self._moved(unit)
         for one in unit.objects:
             self.manager.done(_placed(one))
-        # Most bytes that were held at any use so far, with those.
+        # Peak bytes over all uses so far, including keys and values.
         self.peak = max(self.peak, self.manager.held + self.beside)
 
     @staticmethod
@@ -183,12 +183,12 @@ class StreamedWeights:
         """Assigns part of the memory to weights and the rest to the cache."""
         if nbytes < self.least:
             raise GulliverError(
-                f"{size_text(max(nbytes, 0))} of memory are left for weights besides the KV "
-                f"cache, but the largest layer takes {size_text(self.least)}: give "
-                f"{size_text(self.least - nbytes)} more, a smaller cache or quantize="
+                f"{size_text(max(nbytes, 0))} of memory are left for weights besides the KV cache, "
+                f"but the largest layer takes {size_text(self.least)}: raise memory_limit by "
+                f"{size_text(self.least - nbytes)}, or use a smaller cache or quantize="
             )
         ahead, self._why = look_ahead(self._sizes, nbytes)
-        # Bytes that keys and values took of the first budget.
+        # Bytes of the initial budget that keys and values take.
         self.beside = self.manager.budget - nbytes
         self.manager.set_budget(nbytes, ahead * self.least)
 
@@ -274,9 +274,9 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
 
 
 def look_ahead(sizes: Sequence[int], budget: int) -> tuple[int, str]:
-    """Whether (1 or 0) a layer is read while the previous one computes, and a line about it."""
-    # Reading ahead overlaps with computing, and takes the room of a layer that could stay. Deeper
-    # would take more room and overlap no more.
+    """Returns how many layers to prefetch (0 or 1), and a line that describes the streaming."""
+    # Prefetching overlaps with compute, but takes the memory of a layer that could stay. More than
+    # one layer would take more memory without more overlap.
     whole, largest = sum(sizes), max(sizes)
     if whole <= budget:
         return 0, "all of them stay in memory"
@@ -306,7 +306,7 @@ def disk_folder(given: Path | str | None) -> Path:
 
 
 def _absent(shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """A tensor without memory: NaN, or zeros for integers, whose scales are NaN."""
+    """Returns a tensor without memory: NaN, or zeros for integers, whose scales are NaN."""
     # If a model reads a weight outside of its unit's forward, its logits are NaN, which ends
     # requests with an error, never a wrong result.
     value = torch.zeros((), dtype=dtype)

@@ -1,6 +1,6 @@
 """Options of a served model and its engine, for `LLM`, the command line and files.
 
-Nothing here imports torch at its top: ``gulliver serve --help`` reads this module.
+This module does not import torch, so that ``gulliver serve --help`` is fast.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class ModelOptions(Options):
         tp_size: Ranks that shard each layer.
         pp_size: Pipeline stages, each with `tp_size` ranks.
         speeds: Relative speeds of the stages; by default equal.
-        timeout_s: Seconds after which a silent rank is lost; 60, or 600 with a limit.
+        timeout_s: Seconds after which a silent rank counts as lost; 60, or 600 with memory_limit.
         decoder: native runs the steps of dense decoders without Python, if the extension supports
             the processor; torch runs the model's own forward.
         speculation: Source of draft tokens: ngram, suffix, or a draft model's folder; does not
@@ -61,7 +61,7 @@ class ModelOptions(Options):
                 f"disk={str(self.disk)!r} needs memory_limit=, which determines the weights on disk"
             )
         if self.speeds and self.pp_size == 1:
-            raise GulliverError(f"speeds={self.speeds} are those of stages: also set pp_size")
+            raise GulliverError(f"speeds={self.speeds} need pipeline stages: also set pp_size")
 
     @property
     def ranks(self) -> int:
@@ -78,7 +78,7 @@ class ModelOptions(Options):
 
     @property
     def limit(self) -> int | None:
-        """Bytes of weights, keys and values in each process."""
+        """Maximum bytes of weights, keys and values in each process."""
         if self.memory_limit is None:
             return None
         import torch
@@ -89,7 +89,7 @@ class ModelOptions(Options):
 
 
 def disk_limit(disk: Path | str | None) -> tuple[Path | None, int | None]:
-    """Folder and bytes of ``/scratch:100GiB``, as in planner options; the size is optional."""
+    """Splits ``/scratch:100GiB`` into folder and bytes, as in planner options; size is optional."""
     folder, _, size = str(disk).rpartition(":")
     if disk is None or not folder or not size[:1].isdigit() or Path(disk).is_dir():
         return Path(disk) if disk else None, None

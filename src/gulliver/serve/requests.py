@@ -26,9 +26,9 @@ class AnswerText:
     """Text of one completion."""
 
     # [Note: text of a token] Tokenizers write a token differently after others (a space in front,
-    # one character of several tokens), so that texts of single tokens do not add up. What the last
-    # tokens add is the text of a few tokens before them and of them, without the text of those
-    # before alone.
+    # one character of several tokens), so texts of single tokens cannot be concatenated. The text
+    # of new tokens is that of a few earlier tokens and the new ones, without the text of the
+    # earlier ones alone.
 
     def __init__(self, tokenizer: Any | None, stop: Sequence[str], prompt: Sequence[int]) -> None:
         self._tokenizer, self._stop = tokenizer, stop
@@ -36,7 +36,7 @@ class AnswerText:
         self._before, self._read = 0, len(self._tokens)
         self._held = ""
         self.count = 0
-        """Characters so far, those that are held back as well."""
+        """Number of characters so far, including those held back."""
 
     def forked(self) -> AnswerText:
         """Returns the initial state for another completion of the same prompt."""
@@ -94,7 +94,7 @@ def _overlap(text: str, stop: str) -> int:
     return 0
 
 
-# Prompts as users give them: texts, tokens or conversations, turned into tokens or refused.
+# Converts prompts (texts, tokens or conversations) to tokens, or rejects them.
 
 
 Prompt = str | Sequence[int]
@@ -158,7 +158,7 @@ def check_request(tokens: Sequence[int], sampling: SamplingParams, facts: Facts)
         if wrong is not None:
             place = "" if field == "prompt" else f"{field}: "
             raise RequestError(
-                f"{place}token {wrong} is not in the vocabulary of {facts.vocabulary}", field
+                f"{place}token {wrong} is not in the vocabulary of {facts.vocabulary} tokens", field
             )
     if count >= longest:
         raise RequestError(

@@ -69,7 +69,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
-        # Without a prefix: the server says a field's name as its clients know it.
+        # No prefix, because the server reports fields by the names that clients know.
         check_options(self, "")
         if not all(self.stop):
             raise GulliverError("stop has an empty text: use at least one character")
@@ -89,7 +89,7 @@ class SamplingParams:
         )
 
 
-# What an engine reports of its requests: `Event` by step, `RequestOutput` at the end.
+# Results of requests: `Event` for each step, `RequestOutput` at the end.
 
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
@@ -114,7 +114,7 @@ class Token:
         id: token id.
         logprob: log-probability under the model; None if `logprobs` is None.
         likely: the `logprobs` likeliest tokens, likeliest first.
-        offset: characters of the completion before it, if `logprobs` is set.
+        offset: number of characters of the completion before it, if `logprobs` is set.
     """
 
     id: int
@@ -167,7 +167,7 @@ class CompletionOutput:
 
     @property
     def token_ids(self) -> list[int]:
-        """Ids of its tokens."""
+        """Token ids of the completion."""
         return [token.id for token in self.tokens]
 
     @property
@@ -209,10 +209,10 @@ class RequestOutput:
 SamplingParameters, Completion, Output = SamplingParams, CompletionOutput, RequestOutput
 
 
-# Drawing of tokens: from logits to numbers of tokens and their log-probabilities.
+# Samples tokens from logits, and computes their log-probabilities.
 #
-# A draw is a function of the request's seed, the sample's number and the token's place in the
-# answer, so that it does not depend on which requests share a batch, on preemption or on drafts.
+# A sample is a function of the request's seed, the index of the completion and the position of the
+# token, so it does not depend on other requests in the batch, on preemption or on drafts.
 
 
 HEAD = 64
@@ -228,7 +228,7 @@ class DrawRow:
     sampling: SamplingParams
     seed: int
     sample: int
-    # Tokens of the completion before the sampled one.
+    # Number of completion tokens before the sampled one.
     place: int
     # Prompt and completion so far, for penalties only, and the prompt's length.
     history: Sequence[int] = ()
@@ -244,7 +244,7 @@ def noise(
         for shift, factor in _MIX:
             mixed = (mixed ^ (mixed >> shift)) * factor
         mixed ^= mixed >> np.uint64(31)
-    # In (0, 1): neither end has a finite logarithm that is not 0.
+    # In (0, 1): the logarithm of 0 is infinite, that of 1 is 0.
     return -np.log(((mixed >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53)
 
 
@@ -296,15 +296,14 @@ def _draw_alike(logits: Tensor, sampling: SamplingParams, rows: Sequence[DrawRow
 
 
 def _race(chances: Tensor, order: Tensor | None, keys: NDArray[np.uint64]) -> list[int]:
-    """Samples by weights [R, K] of tokens [R, K], `HEAD` tokens separately from the rest."""
-    # [Note: drawing with noise that belongs to the token] Of exponential numbers divided by weights
-    # the least is that of a token with its probability (the Gumbel trick). The noise is a function
-    # of the token, so that two similar distributions mostly yield the same token: one of a
-    # draft and the model's meet with a probability of (1 - d) / (1 + d) at least, where d is their
-    # distance in total variation (Daliri, Musco and Suresh, arXiv 2408.07978), and not one draw of
-    # the model's own is another than without drafts. The least of all tokens outside the `HEAD`
-    # likeliest is one exponential number of their weights' sum; only where it wins is one of them
-    # drawn, by their sums.
+    """Samples by weights [R, K] of tokens [R, K]; only `HEAD` tokens have individual noise."""
+    # [Note: noise per token] If exponential noise is divided by the weights, the minimum is at each
+    # token with its probability (the Gumbel trick). The noise is a function of the token, so two
+    # similar distributions mostly yield the same token: samples of a draft and of the model agree
+    # with a probability of at least (1 - d) / (1 + d), where d is their total variation distance
+    # (Daliri, Musco and Suresh, arXiv 2408.07978), and the model's own samples are those without
+    # drafts. The minimum over all tokens outside the `HEAD` likeliest is one exponential number for
+    # the sum of their weights; only if it wins, one of them is sampled, by cumulative sums.
     if chances.shape[-1] <= HEAD:
         head, at, rest = chances, None, None
     elif order is None:
@@ -327,7 +326,7 @@ def _race(chances: Tensor, order: Tensor | None, keys: NDArray[np.uint64]) -> li
     if rest is None:
         return drawn.tolist()
     for row in np.flatnonzero(drawn < 0).tolist():
-        # Of a token's noise e, exp(-e) is a number in (0, 1).
+        # For exponential noise e, exp(-e) is uniform in (0, 1).
         height = math.exp(-float(noise(keys[row], np.array([-2]))[0]))
         place = _below(rest[row], height)
         drawn[row] = place if order is None else int(order[row, HEAD + place])
@@ -352,7 +351,7 @@ def _cut(logits: Tensor, sampling: SamplingParams) -> tuple[Tensor, Tensor | Non
         scaled, order = scaled.sort(dim=-1, descending=True, stable=True)
     chances = scaled.softmax(-1)
     if sampling.top_p < 1:
-        # The likeliest always stays: nothing is before it.
+        # The likeliest always stays, because nothing is before it.
         before = chances.cumsum(-1) - chances
         before[:, 0] = 0
         chances = chances.masked_fill(before >= sampling.top_p, 0)
@@ -363,7 +362,7 @@ def _cut(logits: Tensor, sampling: SamplingParams) -> tuple[Tensor, Tensor | Non
 
 
 def penalised(logits: Tensor, sampling: SamplingParams, rows: Sequence[DrawRow]) -> Tensor:
-    """Applies penalties for earlier tokens, to a copy of the logits if there are any."""
+    """Applies penalties for earlier tokens; copies the logits if any apply."""
     if not sampling.penalised:
         return logits
     logits = logits.clone()
@@ -384,7 +383,7 @@ def _tokens(tokens: Any, like: Tensor) -> Tensor:
 
 
 def _logprobs(logits: Tensor, ids: Sequence[int]) -> list[Token]:
-    """Log-probabilities of tokens, and of the 20 likeliest."""
+    """Returns the log-probabilities of tokens, and of the 20 likeliest ones of each row."""
     if not ids:
         return []
     known = logits.log_softmax(-1)

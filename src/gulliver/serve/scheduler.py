@@ -18,8 +18,8 @@ from gulliver.serve.sampling import SamplingParams
 class Status(enum.Enum):
     """States of a sequence."""
 
-    # WAITING -> RUNNING when it is given blocks; RUNNING -> WAITING when they are taken from it;
-    # both -> ENDED. A sequence in a batch whose logits have not come is RUNNING and `in_flight`.
+    # WAITING -> RUNNING when it gets blocks; RUNNING -> WAITING when it is preempted; both ->
+    # ENDED. A sequence in a batch whose logits have not arrived is RUNNING and `in_flight`.
 
     WAITING = enum.auto()
     RUNNING = enum.auto()
@@ -43,13 +43,13 @@ class AnswerState:
     # Seed of its sampling.
     seed: int
     ends: Collection[int]
-    # Most tokens that it may have.
+    # Maximum number of its tokens.
     longest: int
     text: AnswerText
     # Number of other completions that wait for its prompt to be computed.
     forks: int = 0
     status: Status = Status.WAITING
-    # Keys and values of so many of its first tokens lie in `blocks`.
+    # Number of leading tokens whose keys and values are in `blocks`.
     cached: int = 0
     blocks: list[int] = field(default_factory=list)
     # Digests of its full blocks; the first `published` of them are published.
@@ -59,9 +59,9 @@ class AnswerState:
     moves: list[tuple[int, int]] = field(default_factory=list)
     # Draft in the batch that it is part of.
     draft: Draft | None = None
-    # Whether it is in a batch whose logits have not come.
+    # Whether it is in a batch whose logits have not arrived.
     in_flight: bool = False
-    # Whether it was cancelled while it was in_flight.
+    # Whether it was cancelled while in flight.
     cancelled: bool = False
     # Tokens of the prompt that were found in the cache.
     prefix_cached: int = 0
@@ -80,8 +80,8 @@ class AnswerState:
 #
 # A block is held by any number of sequences. A full one may be *published* under the digest of all
 # tokens up to its end; it then outlives its holders, and a sequence that begins with the same
-# tokens takes it as it is. Free blocks are taken in this order: those that say nothing, then the
-# published one whose last holder left first. No torch here: a block is a number.
+# tokens reuses it. Unpublished free blocks are allocated first, then the published one that was
+# released first. A block is only a number here, without torch.
 
 
 class BlockPool:
@@ -174,10 +174,9 @@ def extend_digests(digests: list[bytes], tokens: Sequence[int], size: int) -> No
 
 # `Scheduler`: which tokens of which sequences are in the next batch.
 #
-# Age decides: a sequence is older the earlier its request came. Read `next_batch`, which goes
-# through the running sequences from the oldest on and then admits waiting ones. A token of every
-# sequence that is being continued comes first; drafts and chunks of prompts fill what is left of
-# the budget.
+# Older sequences, whose requests arrived earlier, have priority. Read `next_batch`, which visits
+# the running sequences, oldest first, and then admits waiting ones. One token of each decoding
+# sequence comes first; drafts and prompt chunks fill the rest of the budget.
 
 
 def _age(sequence: AnswerState) -> tuple[int, int]:
@@ -232,7 +231,7 @@ class Scheduler:
         limit = self._limit(parts)
         going = [s for s in ready if s.new == 1][:limit]
         single = len(going)
-        # Guesses come on top of an equal part: of several batches none would have room for any.
+        # Drafts are added to an equal share, which alone would have no room for them.
         room = self.step_tokens - single
         drafts = self._drafts(going, room)
         budget = min(limit - single, room - sum(len(draft.tokens) for draft in drafts.values()))
@@ -253,7 +252,7 @@ class Scheduler:
             if not self._admit(sequence):
                 break
             count = min(sequence.new, budget)
-            # It holds blocks for all of its tokens, and writes to none that is shared.
+            # It holds blocks for all of its tokens, and does not write to shared ones.
             budget -= count
             spans.append(self._span(sequence, count, None, moves))
         if not spans:
@@ -263,7 +262,7 @@ class Scheduler:
 
     def _limit(self, parts: int) -> int:
         """Returns the maximum tokens of a batch: an equal part of the tokens that could run now."""
-        # Tokens are dealt, not sequences: a chunk of a prompt weighs as much as many that go on.
+        # Balances tokens, not sequences: a prompt chunk costs as much as many decoding sequences.
         if parts == 1:
             return self.step_tokens
         going = sum(max(1, sequence.new) for sequence in self.running)
@@ -271,7 +270,7 @@ class Scheduler:
         return max(1, min(self.step_tokens, -(-wanted // parts)))
 
     def _drafts(self, ready: Collection[AnswerState], budget: int) -> dict[int, Draft]:
-        """Requests drafts, and drops those without room."""
+        """Requests drafts for sequences, and drops those that exceed the budget."""
         if self.drafter is None or budget <= 0 or not ready or self.drafter.rests(len(ready)):
             return {}
         wanted = {
@@ -280,7 +279,7 @@ class Scheduler:
                 *(s.seed, s.sample, s.prompt),
             )
             for s in ready
-            # Forks take the prompt's blocks as they are, without drafts behind it.
+            # Forks share the prompt's blocks, which must not contain drafts.
             if s.new == 1
             and not s.forks
             and s.sampling.speculate
@@ -335,8 +334,8 @@ class Scheduler:
 
     def _preempt_younger(self, sequence: AnswerState) -> bool:
         """Preempts the youngest running sequence younger than this one; False if there is none."""
-        # The victim is computed again from its tokens later, and finds its old blocks as far as no
-        # other sequence has taken them.
+        # The victim is recomputed from its tokens later, and reuses its old blocks unless other
+        # sequences have taken them.
         for victim in reversed(self.running):
             if _age(victim) <= _age(sequence):
                 return False
@@ -355,9 +354,9 @@ class Scheduler:
         sequence.moves, sequence.draft = [], None
 
     def _admit(self, sequence: AnswerState) -> bool:
-        """Admits the oldest waiting sequence if all its tokens' blocks are cached or free.
+        """Admits the oldest waiting sequence if the blocks of all its tokens are cached or free.
 
-        This includes the sequences that fork from it.
+        Blocks for the sequences that fork from it must be free, too.
         """
         # A sequence is admitted when blocks for all tokens that it has are free, and one for each
         # running sequence. Any sequence that is admitted fits the cache alone, and the oldest never
@@ -368,11 +367,11 @@ class Scheduler:
         found: list[int] = []
         if self.share:
             extend_digests(sequence.digests, sequence.tokens, size)
-            # The last token is computed in any case: it has the logits.
+            # The last token is always computed, because its logits are needed.
             found = self.pool.find(sequence.digests[: (len(sequence.tokens) - 1) // size])
         self.pool.share(found)
         lacking = -(-len(sequence.tokens) // size) - len(found)
-        # With nothing running all blocks are free: forks that find none then wait for each other.
+        # If nothing runs, all blocks are free; forks that find none wait for each other.
         spare = len(self.running) + sequence.forks if self.running else 0
         taken = self.pool.take(lacking) if lacking + spare <= self.pool.free else None
         if taken is None:

@@ -1,7 +1,7 @@
 """`FileTokenizer`: a ``tokenizer.json`` and a chat template, without transformers.
 
-It has what serving uses of transformers' tokenizers, with the same results. Folders whose files
-transformers would read otherwise are left to transformers (`read_tokenizer`).
+It supports the calls of transformers' tokenizers that serving needs, with the same results. Folders
+that transformers would read differently are left to it (`read_tokenizer`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from gulliver.checkpoint.files import read_json
 
 PLAIN = ("PreTrainedTokenizer", "PreTrainedTokenizerFast", "TokenizersBackend")
-"""Values of ``tokenizer_class`` that mean the file as it is."""
+"""Values of ``tokenizer_class`` for which the file is used unchanged."""
 SPECIAL = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 """Names of special tokens that templates can use."""
 
@@ -49,7 +49,6 @@ class FileTokenizer:
         return self._backend.get_vocab_size(with_added_tokens=True)
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = False, **_: Any) -> str:
-        """Decodes tokens."""
         return self._backend.decode(list(tokens), skip_special_tokens=skip_special_tokens)
 
     def get_vocab(self) -> dict[str, int]:

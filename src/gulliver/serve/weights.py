@@ -61,7 +61,7 @@ def context_of(own: Any, wanted: int | None) -> int | None:
     """Maximum tokens of a sequence: as requested, or the model's own; None if unlimited."""
     own = int(own) if isinstance(own, int) and own > 0 else None
     if wanted is not None and (wanted < 2 or (own is not None and wanted > own)):
-        raise GulliverError(f"seq_length={wanted}: give 2 to {own or 'any number'}")
+        raise GulliverError(f"seq_length={wanted}: use 2 to {own or 'any number'}")
     return own if wanted is None else wanted
 
 
@@ -92,9 +92,10 @@ def cache_blocks(
         alone = ranks == 1 and budget is None
         if alone and blocks < whole and context is not None:
             raise GulliverError(
-                f"{size_text(free)} of memory are free, and keys and values of one sequence of "
-                f"{context} tokens take {size_text(whole * block_bytes)}, at most half of it: "
-                f"give a context of at most {blocks * size}, bfloat16, or a quantised model"
+                f"{size_text(free)} of memory are free, of which the cache may take half, but keys "
+                f"and values of one sequence of {context} tokens take "
+                f"{size_text(whole * block_bytes)}: give a context of at most {blocks * size}, "
+                "bfloat16, or a quantized model"
             )
     if blocks < 1:
         raise GulliverError(
@@ -102,13 +103,13 @@ def cache_blocks(
         )
     if blocks * block_bytes > free:
         raise GulliverError(
-            f"a cache of {size_text(blocks * block_bytes)} exceeds the {size_text(free)} of "
-            f"memory that are free: give cache_tokens of at most {free // block_bytes * size}"
+            f"a cache of {size_text(blocks * block_bytes)} exceeds the {size_text(free)} of memory "
+            f"that are free: give cache_tokens of at most {free // block_bytes * size}"
         )
     return blocks
 
 
-# Models that are served: those whose logits are tested against transformers' own.
+# Supported models: those whose logits are tested against transformers.
 
 
 SERVED = (
@@ -155,7 +156,7 @@ def check_served(model: Any) -> None:
     if growing & set(GROWING):
         raise GulliverError(
             f"rotary positions of type {min(growing & set(GROWING))} depend on the longest "
-            "sequence of a batch, so that requests would change each other's answers: not served"
+            "sequence of a batch, so requests would change each other's completions: not supported"
         )
 
 
@@ -164,10 +165,10 @@ def check_type(kind: str) -> None:
         raise GulliverError(f"models of type {kind!r} are not served: {nearest(kind, SERVED)}")
 
 
-# `Source`: parameters of a model read from the folder that transformers wrote, slice by slice.
+# `Source`: reads parameters of a model, slice by slice, from a folder that transformers wrote.
 #
-# A model is built on meta (`build_on_meta`), cut over ranks and stages there, and filled with what
-# is left of it. A slice of a tensor is read without the rest.
+# A model is built on meta (`build_on_meta`), sharded over ranks and stages there, and then only its
+# shard is filled. A slice of a tensor is read without the rest.
 
 
 def build_on_meta(folder: Path | str, dtype: torch.dtype) -> Any:
@@ -282,9 +283,9 @@ class Source:
 # `QuantizedExperts`: a mixture of experts with quantized weights.
 #
 # transformers keeps the weights of a layer's experts in one tensor, which `replace_module` leaves
-# as it is. Here each expert gets quantized linear layers of its own, and the layer multiplies by
-# those of the experts that its tokens go to. Over tensor ranks each expert is cut by inner
-# features: as in `gulliver.parallel.tensor.quantized.QuantizedRow`, scales are those of one rank.
+# as it is. Here each expert has its own quantized linear layers, and a forward runs those of the
+# experts that its tokens are routed to. Tensor ranks shard the inner features of each expert: as in
+# `gulliver.parallel.tensor.quantized.QuantizedRow`, scales are those of one rank.
 
 
 THRESHOLD = 6.0
@@ -328,7 +329,7 @@ class QuantizedExperts(nn.Module):
         """Sums the outputs of each token's experts, weighted by the router."""
         total = torch.zeros_like(hidden_states)
         like = self._like[0]
-        # The experts in their order: ranks that share them join scales in each.
+        # In ascending order, because ranks that share experts reduce the scales of each.
         for expert in top_k_index.unique().tolist():
             if expert >= self.num_experts:
                 continue
@@ -356,7 +357,7 @@ def quantize_experts(model: nn.Module, mode: str, rank_group: RankGroup = ALONE)
 
 def settle_experts(model: Any) -> None:
     """Replaces the implementation of experts with unsupported sizes by a loop."""
-    # torch's grouped product takes rows of whole 16 bytes only.
+    # torch's grouped matmul needs rows of a multiple of 16 bytes.
     for module in model.modules():
         if is_experts(module):
             weights = [module._parameters[name] for name in JOINED]
@@ -393,13 +394,11 @@ def _on_meta(weight: Any, path: str, mode: str) -> QuantizedLinear:
 # `Filling`: fills a model on meta from a folder, module by module, quantized or not.
 #
 # Names, regions and layouts of the float weights are noted before their layers are replaced, so
-# that a layer can be filled wherever its memory lies by then.
+# that a layer can be filled wherever its memory is by then.
 
 
 @dataclass(frozen=True)
 class _Weight:
-    """A float weight to be quantized."""
-
     name: str
     shape: tuple[int, ...]
     region: Region | None
@@ -511,7 +510,7 @@ def is_quantised(folder: Path) -> bool:
     return file.is_file() and "gulliver_quantization" in read_metadata(file)
 
 
-# Loading of a model and its tokenizer from a folder that transformers wrote.
+# Loads a model and its tokenizer from a folder that transformers wrote.
 
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -539,7 +538,7 @@ def load(
 
     folder, dtype = fetch(Path(folder)), dtype_name(dtype)
     check_options(folder, dtype, quantize)
-    # Before the model: it is the quickest to be found missing.
+    # Before the model, because a missing tokenizer is detected fastest.
     tokenizer = tokenizer_of(folder)
     return load_model(folder, ModelOptions(dtype=dtype, quantize=quantize))[0], tokenizer  # type: ignore[arg-type]
 
@@ -577,7 +576,7 @@ def dtype_name(dtype: str | torch.dtype | None) -> str | None:
 
 
 def check_options(folder: Path, dtype: str | None, quantize: str | None) -> None:
-    """Rejects folders without a supported model, and formats that it does not support."""
+    """Rejects folders without a supported model, and unsupported values of the other options."""
     check_folder(folder)
     for name, value, known in (("dtype", dtype, DTYPES), ("quantize", quantize, MODES)):
         if value is not None and value not in known:
@@ -640,7 +639,7 @@ def _sizes(folder: Path) -> tuple[int, torch.dtype]:
 
 
 def check_memory(folder: Path, dtype: str | None, quantize: str | None) -> None:
-    """Rejects weights that do not fit in memory, and says which would."""
+    """Rejects weights that do not fit in memory; the error names formats that would."""
     if is_quantised(folder):
         return
     size, kept = _sizes(folder)
@@ -653,6 +652,6 @@ def check_memory(folder: Path, dtype: str | None, quantize: str | None) -> None:
     fit = [name for name in bits if size * bits[name] // 8 <= free]
     fit = [f'dtype="{name}"' if name in DTYPES else f'quantize="{name}"' for name in fit]
     raise GulliverError(
-        f"{folder}: {size:,} weights in {mine} take {size_text(needs)}, and {size_text(free)} of "
+        f"{folder}: {size:,} weights in {mine} take {size_text(needs)}, but {size_text(free)} of "
         "memory are free: " + (f"{fit[-1]} would fit" if fit else "no supported format would fit")
     )

@@ -51,7 +51,7 @@ def groups_of(kinds: Ints) -> list[Ints]:
 
 
 def undominated(values: Floats) -> Ints:
-    """Indices of the rows that no other row dominates; one of several equal rows."""
+    """Returns the indices of rows that no other row dominates; equal rows count once."""
     # Small sets are compared pairwise. Large ones are visited in order of the sum of their
     # normalized columns: a row can only be dominated by one before it. O(rows x rows that are
     # left).
@@ -79,7 +79,7 @@ def undominated(values: Floats) -> Ints:
 
 
 def boxed(kinds: Ints, peak: Floats, priced: Floats, bins: int) -> Ints:
-    """Indices of the rows that are the best of their kind and peak bin at one of several prices."""
+    """Indices of the rows that are best in their kind and peak bin, at one of several prices."""
     if not len(kinds):
         return np.zeros(0, dtype=np.intp)
     order, starts, sizes = _sorted(kinds)
@@ -209,7 +209,7 @@ def choose_activations(
     """Chooses which activations to keep, recompute or offload, minimizing the predicted time.
 
     Raises:
-        GulliverError: no choice fits into `room`; names the minimum, and the block that needs it.
+        GulliverError: no choice fits into `room`; the error names the minimum and the block.
     """
     least = costs.seconds(0, 0.0)
     best, exact = _search(blocks, room, costs, allowed, QUICK, math.inf)
@@ -282,7 +282,7 @@ def _leave(state: _State, block: BlockActivations, choice: Choice) -> _State:
 
 
 def _undominated(states: list[_State]) -> list[_State]:
-    """Drops states dominated in current and later bytes, bytes moved, and seconds."""
+    """Drops states that others dominate in current and later bytes, bytes moved, and seconds."""
     # Bytes later are `left`, bytes for the next block are `left + coming`: the order covers both.
     kept: list[_State] = []
     # By coming: 0, and each size in flight.

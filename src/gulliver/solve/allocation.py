@@ -38,7 +38,7 @@ def fluid_bound(
 def _one_machine(
     lengths: np.ndarray, releases: Sequence[float], remaining: bool
 ) -> tuple[float, float]:
-    """Runs jobs on one machine, shortest first by remaining or by total length."""
+    """Simulates one machine that runs the shortest job first, by remaining or by total length."""
     left = lengths.astype(float).copy()
     times = sorted({float(release) for release in releases})
     now, ends, middles = times[0], 0.0, 0.0

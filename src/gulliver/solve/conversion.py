@@ -123,7 +123,9 @@ def convert_least(
     for layout in (before, after):
         axes = [*itertools.chain(*layout.cuts), *layout.terms]
         if len(layout.cuts) != len(shape) or not set(axes) <= set(range(len(mesh))):
-            raise GulliverError(f"{layout} does not fit {len(shape)} dims and {len(mesh)} axes")
+            raise GulliverError(
+                f"{layout} does not fit a {len(shape)}-dim tensor on {len(mesh)} axes"
+            )
         if len(set(axes)) < len(axes):
             raise GulliverError(
                 f"{layout} uses an axis twice; each axis can shard one dim or be partial"
@@ -199,7 +201,7 @@ def moves_from(
 def _swaps(
     shape: Sequence[int], mesh: Sequence[int], state: Sharding, free: Sequence[int]
 ) -> Iterator[tuple[tuple[int, ...], Sharding]]:
-    """Layouts with the same boxes on other ranks, if all boxes have equal size."""
+    """Yields layouts with the same boxes on other ranks, if all boxes have equal size."""
     for axis, other in itertools.product(state.terms, free):
         if mesh[other] == mesh[axis]:
             yield (axis, other), _replaced(state, {axis: other})

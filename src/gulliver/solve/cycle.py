@@ -325,7 +325,7 @@ class Event(NamedTuple):
 
     Attributes:
         what: kind of event.
-        key: the object; or the bytes of a buffer; or the new budget.
+        key: the object, the bytes of a buffer, or the new budget.
         write: whether the use modifies the object.
         fresh: whether the use overwrites the whole object.
     """
@@ -488,7 +488,7 @@ class Cycle:
     def _margins(
         self, gaps: Sequence[Gap], writes: Sequence[float], room: Sequence[int], margin: int
     ) -> tuple[list[tuple[int, int]], list[int]]:
-        """The widest margins that fit, and the memory left next to them."""
+        """Returns the widest margins that fit, and the memory left next to them."""
         used = [0] * self.length
         for key, positions in self._uses.items():
             for position in positions:
@@ -550,7 +550,7 @@ class Cycle:
         length = gap.end - gap.begin
         lag = bisect_right(traffic, traffic[gap.begin + 1] + margin) - 1 - gap.begin
         last = gap.end + self.length  # of the second repetition, so that there is one before
-        # With itself, no more than the margin is in flight, but at least one object is.
+        # At most the margin is in flight, including this object, but at least one object.
         lead = last - bisect_left(traffic, traffic[last] - max(margin - gap.nbytes, 0))
         return (min(lag, length) if changes else 0), (min(lead, length) if gap.read else 0)
 

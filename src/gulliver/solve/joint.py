@@ -105,7 +105,7 @@ class Block:
     operators: tuple[Operator, ...]
 
     def used_until(self, number: int, strategy: int) -> int:
-        """Last operator that needs `number`'s saved tensors; the count if in a later block."""
+        """Last user of `number`'s saved tensors; `len(operators)` if it is in a later block."""
         operator = self.operators[number]
         last = max(number, operator.last_use or 0)
         if operator.strategies[strategy].output:

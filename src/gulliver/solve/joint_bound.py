@@ -141,7 +141,7 @@ class Relaxation:
         return _Cost(block, here, later, last, price, self.choices)
 
     def guides(self, bound: Bound) -> dict[tuple[Block, int, bool], Guide]:
-        """Returns guides: minimum priced seconds of the network, given a prefix of a block."""
+        """Returns a `Guide` per block: minimum priced seconds of the network, given its prefix."""
         at = len(self.blocks) - 1
         around: dict[tuple[Block, int, bool], tuple[_Cost, Floats]] = {}
         known: dict[tuple[Block, int, bool], Floats] = {}

@@ -320,8 +320,8 @@ def solve_joint(
     `tolerance`; the first starts close to the lower bound.
 
     Raises:
-        GulliverError: no picks fit into the budget; names the smallest feasible budget and the
-            operator that needs it.
+        GulliverError: no picks fit into the budget; the error names the smallest feasible budget
+            and the operator that needs it.
     """
     chosen = _in_order(allowed)
     lean, _ = _BlockChain(blocks, Rules(chosen, max(states, STATES), timed=False)).best(math.inf)
@@ -457,7 +457,7 @@ class _BlockChain:
     def _grown(
         self, number: int, state: _States, budget: float, bound: Bound | None, known: float
     ) -> _States:
-        """States after one more block that may still improve on the best solution."""
+        """Returns the states after one more block that may still improve on the best solution."""
         plans, parts = self._plans[number], list[_States]()
         slack = 1.0 if number == len(self._plans) - 1 else 1 + SAME
         for entry in np.unique(plans.entry):

@@ -231,7 +231,7 @@ class Replacement:
             self.budget = before
             raise
         cycle = self.cycle
-        # Between steps it applies to the whole next step; within one it may recur in every step.
+        # A change between steps applies to the whole next step; one within a step may recur.
         expected = cycle is not None and any(event.what == "budget" for event in cycle.events)
         if self._record:
             self._note(Event("budget", nbytes))

@@ -37,11 +37,11 @@ class DenseIndex:
         return self._slots[keys].astype(np.int64)
 
     def insert(self, keys: Keys, values: Values) -> None:
-        """Adds distinct, absent keys."""
+        """Adds keys, which must be distinct and absent."""
         self._slots[keys] = values
 
     def remove(self, keys: Keys) -> None:
-        """Removes distinct, present keys."""
+        """Removes keys, which must be distinct and present."""
         self._slots[keys] = EMPTY
 
     def grow(self, rows: int) -> None:
@@ -288,7 +288,7 @@ class RowCounts:
     batches: int = 0
     # Sum over batches of the number of distinct rows.
     rows: int = 0
-    # Number of those that were loaded.
+    # Number of these rows that were loaded.
     misses: int = 0
     # Uses of rows.
     uses: int = 0

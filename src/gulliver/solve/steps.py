@@ -41,7 +41,7 @@ def split_batches(seconds: np.ndarray, count: int) -> tuple[int, ...]:
 
 
 def covering(rank_seconds: Mapping[int, np.ndarray], most: int) -> tuple[np.ndarray, float]:
-    """Fewest rank-seconds of 0, 1, ... samples in micro-batches on groups of any size."""
+    """Minimum rank-seconds of 0, 1, ... samples, in micro-batches on groups of any size."""
     # Exact: least(n) = min over b of least(n - b) + w(b), where w(b) is the minimum over degrees. A
     # lower bound for any assignment of samples to groups in a step.
     size = max(map(len, rank_seconds.values()))

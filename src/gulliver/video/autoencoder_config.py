@@ -37,9 +37,9 @@ class AutoencoderDataConfig(DataConfig):
     batch_size: Annotated[int, AT_LEAST_1] = 16
     """Global batch size in clips."""
     image_share: Annotated[float, SHARE] = 0.0
-    """Fraction of the samples that are single frames, as pictures among the videos."""
+    """Fraction of the samples that are single frames, like images mixed with videos."""
     repeats: Annotated[int, Range(1, 1_000_000)] = 1
-    """Uses of a clip per epoch, each with another window of its frames."""
+    """Number of times that an epoch uses a clip, each with another window of its frames."""
     held_out_frames: Annotated[float, Range(0, 0.9)] = 0.2
     """Fraction of each video's frames, at its end, held out from training (tables only)."""
     held_out_clips: Annotated[float, Range(0, 0.9)] = 0.0
@@ -53,11 +53,11 @@ class AutoencoderModelConfig(Options):
     """The autoencoder to train."""
 
     size: str = "tiny"
-    """A name of `gulliver.models.autoencoder.AUTOENCODER_SIZES`."""
+    """Name in `gulliver.models.autoencoder.AUTOENCODER_SIZES`."""
     latent_channels: Annotated[int, Range(1, 4096)] = 8
     """Channels of the latent."""
     posterior: bool = False
-    """Encode to a Gaussian with a KL term; otherwise to points with some noise."""
+    """Encode to a Gaussian with a KL term; otherwise to points with added noise."""
     init: Path | None = None
     """Trained autoencoder (.safetensors) to start from; determines size, channels and posterior."""
 

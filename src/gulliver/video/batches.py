@@ -79,7 +79,7 @@ def _identity(frames: int, draw: Draw) -> Tensor:
 
 
 def _random(frames: int, draw: Draw) -> Tensor:
-    """Selects each frame with a random probability from 0.1 to 0.9."""
+    """Selects each frame with the same probability, drawn from 0.1 to 0.9."""
     chance = 0.1 + 0.8 * float(torch.rand((), generator=draw))
     return torch.rand(frames, generator=draw) <= chance
 
@@ -212,7 +212,7 @@ class SkippedClips:
     """Consecutive batches without a single clip."""
 
     def count(self, epoch: int, read: int, skipped: int) -> None:
-        """Adds a batch: the numbers of readable and unreadable clips on all ranks."""
+        """Adds a batch's numbers of readable and unreadable clips, summed over all ranks."""
         if epoch != self.epoch:
             self.epoch, self.skipped = epoch, 0
         self.skipped += skipped
@@ -220,7 +220,7 @@ class SkippedClips:
 
     @property
     def problem(self) -> str | None:
-        """Reason why a run cannot continue; None if it can."""
+        """Reason why the run cannot continue; None if it can."""
         if self.skipped > self.limit * self.samples:
             return (
                 f"{self.skipped} of the {self.samples} clips of epoch {self.epoch} could not be "
@@ -370,7 +370,7 @@ class BatchMaker:
         """Builds the batch of a step from the clips that all ranks of a model could read."""
         videos, captions, fps, kept, _ = clips
         if self.agree is not None:
-            # A file may disappear between reads by two ranks.
+            # A file may disappear after one rank has read it, and before another does.
             common = self.agree(kept)
             rows = [row for row, position in enumerate(kept) if position in common]
             if len(rows) < len(kept):
@@ -413,7 +413,7 @@ class BatchMaker:
     def shown(
         self, bucket: Bucket, videos: Tensor | None, captions: list[str], fps: Tensor
     ) -> tuple[Tensor, list[str], Tensor]:
-        """Returns latents, captions and frame rates; of a zero sample if there are no clips."""
+        """Returns latents, captions and frame rates; without clips, those of a zero sample."""
         if videos is None:
             shape = self.autoencoder.latent_shape(bucket.frames, bucket.height, bucket.width)
             none = torch.zeros(1, *shape, device=self.device)

@@ -89,7 +89,7 @@ Strategy = Broadcast | FirstBlock
 
 
 def read_strategy(text: str) -> Strategy | None:
-    """Parses a strategy such as ``broadcast:2,4,6@450-930``; None for none."""
+    """Parses a strategy such as ``broadcast:2,4,6@450-930``; None for ``none``."""
     name, _, rest = text.partition(":")
     try:
         if name == "none" and not rest:
@@ -168,7 +168,7 @@ def cache_blocks(
 
     Args:
         model: STDiT, STDiT2, STDiT3 or MMDiT, possibly sharing clips between ranks.
-        strategy: strategy, or its text (`read_strategy`); none leaves the model unchanged.
+        strategy: strategy, or its text (`read_strategy`); None leaves the model unchanged.
         whole: function that sums over ranks, if ranks share a clip (`VideoModel.share`); None for
             one rank.
 
@@ -199,7 +199,7 @@ def cache_blocks(
 # Calls must have decreasing noise levels; a level that does not decrease starts another sampling.
 # Each input shape has its own memory.
 class BlockCache:
-    """A caching model, while the context is active; see `cache_blocks`."""
+    """The cache of a model while the context is active; see `cache_blocks`."""
 
     def __init__(self, model: nn.Module, strategy: Strategy | None, whole: Whole | None) -> None:
         self.model, self.strategy, self.whole = model, strategy, whole

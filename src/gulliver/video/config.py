@@ -71,7 +71,7 @@ class PlannerConfig(Options):
     pac: bool = True
     """Keep activations in spare memory; --planner.no-pac recomputes every block."""
     unfit: Literal["refuse", "skip"] = "refuse"
-    """How to handle clips that fit at no degree."""
+    """Whether to refuse or to skip clips that do not fit in memory at any degree."""
     costs: Path | None = None
     """Cost file of a run on the same hardware; default: measured at the start of the run, and saved
     in its folder as costs.json.
@@ -119,7 +119,8 @@ def check_planner(config: Any) -> None:
         )
     if planner.intra and planner.degree is not None:
         raise GulliverError(
-            f"--planner.degree {planner.degree} applies to all groups; add --planner.no-intra"
+            f"--planner.degree {planner.degree} fixes the degree of all groups; add "
+            "--planner.no-intra"
         )
     if not planner.intra and planner.degree is None:
         raise GulliverError("--planner.no-intra needs --planner.degree, the degree of all groups")
@@ -171,7 +172,7 @@ class DataConfig(Options):
     unreadable_limit: Annotated[float, SHARE] = 0.1
     """Stop if a larger fraction of an epoch's clips is unreadable (tables only)."""
     windows: Annotated[int, Range(0, 10_000)] = 0
-    """Evenly spaced windows of a longer clip, one per epoch; 0: any window (tables only)."""
+    """Number of evenly spaced windows of a longer clip, one per epoch; 0: any (tables only)."""
     encoded: Path | None = None
     """Folder of latents from `gulliver data encode`, with or without a table."""
 
@@ -202,7 +203,7 @@ class ModelConfig(Options):
     """The diffusion transformer."""
 
     size: str = "tiny"
-    """Name in `STDIT3_SIZES`, or an STDiT2 or STDiT3 in `gulliver models`."""
+    """Name in `STDIT3_SIZES`, or of an STDiT2 or STDiT3 listed by `gulliver models`."""
     weights: Path | None = None
     """Public STDiT2 or STDiT3 to start from, a folder or a file; determines the size."""
     text_encoder: Path | None = None
@@ -212,9 +213,9 @@ class ModelConfig(Options):
     text_length: Annotated[int, Range(1, 4096)] = 8
     """Maximum caption length in words or tokens; --model.weights define their own."""
     zero_init_temporal: bool = False
-    """Initialize the temporal blocks as identities: for weights of a picture model."""
+    """Initialize the temporal blocks as identities, for weights of an image model."""
     temporal_positions: bool = True
-    """Add a code to each frame: from scratch, directions are learned much sooner."""
+    """Add a position code to each frame, so that training from scratch learns motion sooner."""
 
     @property
     def public(self) -> bool:
@@ -241,7 +242,7 @@ class SamplesConfig(Options):
     """Clips sampled from the averaged weights during training, in the run's folder samples."""
 
     every: Annotated[int, AT_LEAST_0] = 0
-    """Steps between samples, each with a checkpoint; also at the end; 0: none."""
+    """Steps between samples, with some at the end, each with a checkpoint; 0: none."""
     prompt_file: Path | None = None
     """Text file with a prompt per line; default: captions of (held-out) clips."""
     clips: Annotated[int, Range(1, 64)] = 4
@@ -346,7 +347,7 @@ class SamplingConfig(Options):
     """Sampling options."""
 
     steps: Annotated[int, Range(1, 100_000)] = 24
-    """Euler steps from noise to clip."""
+    """Number of Euler steps from noise to clip."""
     guidance: Annotated[float, GUIDANCE] = 2.0
     """Guidance scale of the prompt; 1 disables guidance."""
     guidance_oscillation: Annotated[int | None, AT_LEAST_0] = None
@@ -360,7 +361,7 @@ class SamplingConfig(Options):
     guidance_rescale: Annotated[float, SHARE] = 0.0
     """Weight of restoring the velocity's standard deviation after guidance; published: 0.7."""
     batch_size: Annotated[int, AT_LEAST_1] = 40
-    """Clips sampled together."""
+    """Number of clips sampled together."""
     step_cache: str = "none"
     """Cache between steps: broadcast or first-block, see `cache_blocks`."""
 
@@ -565,15 +566,15 @@ class EncodeConfig(Options):
     shapes: tuple[str, ...] = ()
     """Clip shapes as frames x height x width, such as 17x64x64; instead of --buckets."""
     buckets: Path | None = None
-    """Bucket configuration of a public trainer: all possible buckets of a clip are stored."""
+    """Bucket configuration of a public trainer; a clip is stored for each bucket that it fits."""
     frame_interval: Annotated[int, Range(1, 10_000)] = 1
     """Use every n-th frame of a video."""
     windows: Annotated[int, Range(1, 10_000)] = 1
-    """Evenly spaced windows of each longer clip; an epoch uses one."""
+    """Number of evenly spaced windows of a longer clip, of which an epoch uses one."""
     scores: Literal["none", "1.2", "1.3", "2.0"] = "none"
     """Append the table's scores to captions, as `gulliver train --data.scores`."""
     dtype: Literal["float32", "float16", "bfloat16"] = "float32"
-    """Dtype of the stored latents; float32 trains like pixels, the others use half the disk."""
+    """Dtype of the stored latents; float32 trains as on pixels, the others take half the space."""
     shard_clips: Annotated[int, AT_LEAST_1] = 32
     """Windows per file; an interruption loses at most one file per rank."""
     ranks: Annotated[int, RANKS] = 0
@@ -602,7 +603,7 @@ class CutSettings(Options):
     least_change: Annotated[float, Range(0, 255)] = 15.0
     """Minimum mean pixel change of a cut, in levels of 255 (adaptive)."""
     window: Annotated[int, Range(1, 100)] = 2
-    """Frames before and after that a frame is compared with (adaptive)."""
+    """Number of frames before and after a frame to compare it with (adaptive)."""
     min_seconds: Annotated[float, Range(0, 1e6)] = 0.5
     """Minimum length of a clip; shorter scenes are skipped and listed."""
     max_seconds: Annotated[float, Range(0, 1e6, open_below=True)] = 20.0

@@ -60,7 +60,7 @@ class Guidance(Options):
         return _oscillating(self.text, step, self.text_oscillation)
 
     def image_scale(self, step: int, steps: int, frames: int) -> float | Tensor:
-        """Returns the image scale at a step: for all frames, or float64 [frames]."""
+        """Returns the image scale at a step: a number for all frames, or float64 [frames]."""
         scale = _oscillating(self.image, step, self.image_oscillation)
         if not self.image_decay or scale <= 1:
             return scale
@@ -200,8 +200,8 @@ class Diffusion(ABC):
             model_inputs: conditioning, by keyword of the model.
             noise: noise of x0's shape.
             timesteps: levels [B].
-            mask: mask [B, T], True for frames to generate. Given frames are shown without noise and
-                do not count; pass the same as x_mask in `model_inputs`.
+            mask: mask [B, T], True for frames to generate. Given frames are passed without noise
+                and do not count; pass the same mask as x_mask in `model_inputs`.
 
         Returns:
             The losses [B].
@@ -227,7 +227,7 @@ class Diffusion(ABC):
         preview: Preview | None,
         hide_given: bool = False,
     ) -> Tensor:
-        """Samples from noise to data; `hide_given` noises given frames for the last branch."""
+        """Samples from noise to data; `hide_given` adds noise to the last branch's given frames."""
         inputs, x = stacked(branches), noise if frames is None else frames.begin()
         for done, step in enumerate(steps, 1):
             shown = [x] * len(branches)
@@ -246,7 +246,7 @@ class Diffusion(ABC):
 
 
 class GivenFrames:
-    """Given frames during sampling, including those that are regenerated from a level on."""
+    """Given frames during sampling, including those that are kept only down to a noise level."""
 
     # [Note: edit ratios] A given frame with mask value r is kept without noise down to level r.
     # There it is mixed with its part of `noise`, which has not been used before, and is generated
@@ -304,7 +304,7 @@ def conditions(
     null: Mapping[str, Any] | None,
     imageless: Mapping[str, Any] | None = None,
 ) -> list[dict[str, Any]]:
-    """Returns the conditioning of each branch: overrides applied to the previous branch's."""
+    """Returns the conditioning of each branch: that of the previous one, with overrides."""
     if guidance.branches > 1 and not null:
         raise GulliverError(
             f"cfg_scale {guidance.text:g} needs null_inputs, the conditioning without caption"

@@ -115,7 +115,7 @@ class RectifiedFlow(Diffusion):
         token_area: number of pixels per token of a frame, for the rule of 2.0.
 
     Raises:
-        GulliverError: an unknown method, or a shift that is not positive.
+        GulliverError: the method is unknown, or the shift is not positive.
     """
 
     def __init__(
@@ -211,13 +211,13 @@ class RectifiedFlow(Diffusion):
             null_inputs: overrides of `model_inputs` without caption, such as y and mask; needed
                 for guidance.
             imageless_inputs: further overrides without given frames, such as zeros for cond. None:
-                the given frames of `mask` are noised for that branch.
+                that branch gets the given frames of `mask` with noise.
             steps: number of Euler steps.
             cfg_scale: guidance scale of the caption, or `Guidance`.
             timesteps: levels [steps + 1] from `num_timesteps` to 0; None: `timesteps` of this flow.
             given: latents of the given frames, with noise's shape; other frames are ignored.
             mask: mask [B, T], bool or from 0 to 1: True or 1 for frames to generate, False or 0 for
-                given ones. A value in between: generated from level mask * num_timesteps down.
+                given ones. Values in between generate from level mask * num_timesteps.
             progress: function called with (steps done, steps).
             preview: function called with (steps done, steps, estimate): the predicted data at this
                 step, with given frames inserted.
@@ -226,8 +226,8 @@ class RectifiedFlow(Diffusion):
             Latents; given frames are unchanged.
 
         Raises:
-            GulliverError: guidance without null_inputs; only one of given and mask; image guidance
-                without given frames.
+            GulliverError: guidance has no null_inputs, only one of given and mask is passed, or
+                image guidance has no given frames.
         """
         guidance = cfg_scale if isinstance(cfg_scale, Guidance) else Guidance(cfg_scale)
         branches = conditions(guidance, model_inputs, null_inputs, imageless_inputs)
@@ -315,11 +315,11 @@ class Process(NamedTuple):
     kept: Tensor
     # Factor of x0 in the mean of the reverse step.
     of_data: Tensor
-    # Factor of x_t in it.
+    # Factor of x_t in that mean.
     of_point: Tensor
-    # Lower bound of its log variance.
+    # Lower bound of the reverse step's log variance.
     least: Tensor
-    # Upper bound of its log variance.
+    # Upper bound of the reverse step's log variance.
     most: Tensor
 
 
@@ -451,7 +451,7 @@ class IDDPM(Diffusion):
 
 
 def _at(values: Tensor, steps: Tensor, like: Tensor) -> Tensor:
-    """Gathers values at steps [B], for tensors [B, C, T, H, W]."""
+    """Gathers values at steps [B], in a shape that broadcasts over [B, C, T, H, W]."""
     picked = values.to(steps.device)[steps.long()]
     return picked.to(torch.promote_types(like.dtype, torch.float32)).view(-1, 1, 1, 1, 1)
 

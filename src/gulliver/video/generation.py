@@ -105,7 +105,7 @@ class SharedModel:
                 )
 
     def whole(self, sums: Tensor) -> Tensor:
-        """Sums [rows, 2] over a sequence; gathers the rows of both branches on all ranks."""
+        """Sums [rows, 2] over a sequence's ranks; gathers both branches' rows on all ranks."""
         if self.ranks == 1:
             return sums
         parts = sums.new_empty(self.ranks, *sums.shape)
@@ -193,7 +193,7 @@ def _plan(sequence: int, heads: int) -> SequencePlan:
 
 T = TypeVar("T")
 CALM = 0.8
-"""Fraction of the free memory that a prediction may use."""
+"""Fraction of the free memory that a predicted peak may use."""
 
 
 class SharedDevice:
@@ -289,7 +289,7 @@ class PartAutoencoder:
             return autoencoder.decode(latents, num_frames)
         length = max(1, int(latents.shape[2] * room / need))
         stretches = stream_decode(autoencoder, latents.split(length, dim=2))
-        # Finished pieces of the clip wait in host memory.
+        # Finished pieces of the clip are kept in host memory.
         return torch.cat([stretch.cpu() for stretch in stretches], dim=2)
 
     def _peak(self, autoencoder: Any, latents: Tensor) -> int:
@@ -312,13 +312,13 @@ class _Decoding(nn.Module):
 
 
 def free_memory(device: torch.device) -> int:
-    """Returns the bytes of a device that a prediction may use."""
+    """Returns the largest predicted peak, in bytes, that is safe on a device."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0] * CALM)
     return int(memory_bytes("cpu") * CALM / 2)
 
 
-# Continuing a clip, and connecting two clips: requests of one piece.
+# Continues a clip, or connects two clips, with requests of one piece.
 
 
 def extend(

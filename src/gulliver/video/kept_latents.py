@@ -65,7 +65,7 @@ class ClipWindow(NamedTuple):
 
 @dataclass(frozen=True)
 class Settings(Options):
-    """Settings that latents depend on, in addition to the clip."""
+    """Settings on which latents depend, in addition to the clip."""
 
     autoencoder: str
     frame_interval: int = 1
@@ -108,7 +108,7 @@ def folder_digest(folder: Path) -> str:
 
 
 def weights_digest(autoencoder: Any) -> str:
-    """Returns class and digest of an autoencoder: all weights and constants."""
+    """Returns an autoencoder's class, and a digest of its weights and constants."""
     # Weights count as float32, which is used for encoding, whatever their dtype in the file.
     total = hashlib.blake2b(digest_size=16)
     constants = {n: v for n, v in vars(autoencoder).items() if n[0] != "_" and _is_plain(v)}

@@ -26,7 +26,7 @@ from gulliver.options import Range
 SCALE = Range(1, 64)
 FPS = Range(0, 1000, open_below=True)
 GIF_FPS, GIF_S = 50, 655
-"""Maximum seconds of a GIF frame, and so of a GIF without changes."""
+"""Maximum frames per second of a GIF, and seconds of a frame (so of a GIF without changes)."""
 MP4_FPS = 0.001
 BEYOND = 1.5
 """Tolerance for pixels outside [-1, 1]."""

@@ -256,8 +256,8 @@ class VideoPipeline:
         sizes = split_ranks(world, sequence, guidance_ranks, guided, image_guided)
         if sizes[0] > 1 and self.release.name != "Open-Sora 1.2":
             raise GulliverError(
-                f"the tokens of this {self._name} of {self.release.name} cannot be split; use "
-                "--sp-size 1, and at most 2 ranks for --guidance-ranks"
+                f"the tokens of {self.release.name}'s {self._name} cannot be split; use --sp-size "
+                "1, and at most 2 ranks for --guidance-ranks"
             )
         self._ranks, self._show = sizes, show or (lambda _: None)
         rank = dist.get_rank() if world > 1 else 0
@@ -310,13 +310,13 @@ class VideoPipeline:
         edited = request.condition_edit or any(rule.edit_ratio for rule in rules)
         if given and self.release.given == "nowhere":
             raise GulliverError(
-                f"this {self._name} of {self.release.name} does not support given frames; omit "
-                "them, or use a model of Open-Sora 1.1 or later"
+                f"{self.release.name}'s {self._name} does not support given frames; omit them, or "
+                "use a model of Open-Sora 1.1 or later"
             )
         if edited and self.release.name != "Open-Sora 1.2":
             raise GulliverError(
-                f"edit ratios need a model of Open-Sora 1.2; with this {self._name} of "
-                f"{self.release.name} use ratio 0"
+                f"edit ratios need a model of Open-Sora 1.2; with {self.release.name}'s "
+                f"{self._name}, use ratio 0"
             )
         check_frames(request, self.autoencoder)
 
@@ -382,7 +382,7 @@ class VideoPipeline:
             )
 
     def _guidance(self, sampling: SamplingConfig) -> Guidance:
-        """Returns the guidance of a call; a distilled model takes its scale as an input."""
+        """Returns the guidance of a call; disabled for distilled models, which take it as input."""
         distilled = getattr(self.outline, "guidance_in", None) is not None
         return Guidance() if distilled else guidance_of(sampling)
 
@@ -408,7 +408,7 @@ class VideoPipeline:
     def _batches(
         self, pieces: Sequence[ClipPiece], mask: Tensor | None, size: int
     ) -> Iterator[list[int]]:
-        """Yields indices of pieces to sample together; some models need equal given frames."""
+        """Yields indices of pieces to sample together, with equal given frames for some models."""
         run = list[int]()
         for row in range(len(pieces)):
             apart = (
@@ -536,14 +536,14 @@ class VideoModel(VideoPipeline):
         model = open_run(folder, device)
         if not isinstance(model, cls):
             raise GulliverError(
-                f"{folder} trained public parts; open it with gulliver.video.pipeline.open_run, "
-                "as `gulliver generate` does"
+                f"{folder} is a run of public parts; open it with "
+                "gulliver.video.pipeline.open_run, as `gulliver generate` does"
             )
         return model
 
     @property
     def _whole_patches(self) -> bool:
-        """Whether the model only accepts clips without padding: none occurred in training."""
+        """Whether the model only accepts clips without padding, which did not occur in training."""
         return True
 
     def fps_of(self, bucket: Bucket) -> float:

@@ -88,7 +88,7 @@ class ClipOrder:
 
     @property
     def digest(self) -> str:
-        """Digest of everything that determines the samples; equal on all ranks and on resume."""
+        """Digest of everything that determines the samples; the same on all ranks and on resume."""
         told = [self._seed, *map(repr, self._probes()), *map(repr, self._dataset.buckets.rules)]
         return hashlib.blake2b(repr(told).encode(), digest_size=8).hexdigest()
 
@@ -338,7 +338,7 @@ def _input_bytes(model: Any) -> int:
 def _saved_bytes(
     model: Any, shapes: ClipShapes, losses: Callable[[Bucket, int], Any]
 ) -> tuple[dict[str, float], float]:
-    """Returns the bytes per token that a kept block adds, by kind, and the maximum."""
+    """Returns the bytes per token that a kept block adds, by kind, and the maximum over kinds."""
     shape = min(shapes.buckets, key=lambda shape: shape.tokens)
 
     def saved(kinds: tuple[str, ...]) -> int:

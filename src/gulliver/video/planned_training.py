@@ -56,7 +56,7 @@ from gulliver.video.training import Trainer, check_ranks, stage_inputs, stage_lo
 
 
 class PlannedTrainer(Trainer):
-    """A model, its optimizer and its data, and the loop over planned steps."""
+    """Training loop over planned steps, with the model, its optimizer and data."""
 
     sampler: PlannedOrder
     loader: DataCentricLoader

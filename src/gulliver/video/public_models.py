@@ -64,7 +64,7 @@ class Release:
     # Published guidance scale.
     guidance: float
     fps: float
-    # How it receives given frames: not at all, among the latents, or as separate inputs.
+    # How the model receives given frames: not at all, among the latents, or as inputs.
     given: str = "among"
     # Whether texts are padded to full length and attend to the padding.
     whole: bool = False
@@ -140,11 +140,11 @@ class Denoiser:
 
     @property
     def nothing(self) -> Tensor | None:
-        """Embedding of no caption, [L, D]; None if the empty caption is encoded instead."""
+        """Embedding for no caption, [L, D]; None if the empty caption is encoded instead."""
         return self.model.y_embedder.y_embedding  # type: ignore[union-attr, return-value]
 
     def __call__(self, x: Tensor, timestep: Tensor, **inputs: Tensor | None) -> Tensor:
-        """Predicts for latents x [B, C, T, H, W] at noise levels [B]."""
+        """Returns the model's prediction for latents x [B, C, T, H, W] at noise levels [B]."""
         known = {name: value for name, value in inputs.items() if name in self._takes}
         return self.model(x, timestep, **known, **self._condition_inputs(x, inputs))
 
@@ -153,7 +153,7 @@ class Denoiser:
         if held is None or latents is None or not bool(held.any()):
             return {}
         mask = held[:, None, :, None, None].to(x.dtype).expand_as(x)
-        # A branch without given frames has the same inputs, without frames.
+        # A branch without given frames has the same inputs, except for the frames.
         frames = held.any(dim=0).nonzero().flatten().tolist()
         return {"cond": latents.to(x) * mask, "cond_mask": mask, "mask_index": frames}
 
@@ -313,7 +313,7 @@ def load_model(
     dtype: torch.dtype | None = None,
     **overrides: Any,
 ) -> nn.Module:
-    """Builds and loads the model in some files.
+    """Builds the model in a folder or file, and loads its weights.
 
     Args:
         path: Hugging Face folder, safetensors file or index.
@@ -483,7 +483,7 @@ def load_autoencoder(
     dtype: torch.dtype | None = None,
     **overrides: Any,
 ) -> Autoencoder:
-    """Builds and loads the autoencoder in some files.
+    """Builds the autoencoder in a folder or file, and loads its weights.
 
     Args:
         path: Hugging Face folder, safetensors file or index.
@@ -534,7 +534,7 @@ def _config(path: Path) -> dict[str, Any]:
 
 def _check_scaling(path: Path, kind: str, fields: dict[str, Any]) -> None:
     """Raises an error for an image autoencoder without a known latent scaling."""
-    # Those with 4 channels use Stable Diffusion's unless a configuration overrides it.
+    # Those with 4 channels use Stable Diffusion's scaling unless a configuration overrides it.
     if kind != "FrameAutoencoder" or "scaling_factor" in fields or fields["latent_channels"] == 4:
         return
     raise GulliverError(

@@ -6,7 +6,7 @@ Each rule copies `length` frames of a reference, from `reference_start`, into th
 `target_start`. Omitted values at the end of a rule default to 0,0,0,0,1,0: the first frame of the
 first reference becomes the first frame. Negative numbers count from the end. Frames are latent
 frames (`gulliver.models.Autoencoder.latent_shape`). An edit ratio of 0 keeps the frames unchanged;
-larger ones regenerate them from that noise level on. Later rules override earlier ones.
+larger ones regenerate them from that noise level. Later rules override earlier ones.
 
 Short forms are those of Open-Sora 2.0: `i2v_head`, `i2v_tail` and `i2v_loop` give the first frame,
 the last, or both, `v2v_head` and `v2v_tail` the beginning or the end of the clip.
@@ -137,8 +137,8 @@ def check_rules(rules: Sequence[MaskRule], references: int, loops: int) -> None:
         ):
             if not least <= number < count:
                 raise GulliverError(
-                    f"mask strategy '{rule}' uses {noun} {number}, but there are {count}, "
-                    "counted from 0"
+                    f"mask strategy '{rule}' uses {noun} {number}, but there are {count}, numbered "
+                    "from 0"
                 )
         used.add(rule.reference % references)
     if len(used) < references:
@@ -175,8 +175,8 @@ def _start_in(what: str, size: int, start: int, rule: MaskRule, align: int | Non
     if not 0 <= begin < begin + rule.length <= size:
         aligned = f" (aligned: {begin})" if begin not in (start, start + size) else ""
         raise GulliverError(
-            f"mask strategy '{rule}' needs {rule.length} latent frames of {what} from "
-            f"{start}{aligned} on, but it has {size}"
+            f"mask strategy '{rule}' needs {rule.length} latent frames of {what}, starting at "
+            f"{start}{aligned}, but it has {size}"
         )
     return begin
 
@@ -216,8 +216,8 @@ def cut_references(text: str, references: Sequence[Tensor], unit: int) -> list[T
 #     |0|the digit 3 moving left|2|the digit 3 moving up
 #     the digit 3 moving left {"reference_path": "three.png", "mask_strategy": "0"}
 #
-# A sentence applies from the loop before it on. The JSON holds references and their mask strategy
-# (`requests.py`).
+# A sentence applies from the loop whose number precedes it. The JSON holds references and their
+# mask strategy (`requests.py`).
 
 
 FIELDS = ("reference_path", "mask_strategy")
@@ -284,8 +284,8 @@ def loop_prompts(prompt: str, loops: int) -> list[str]:
         )
     if numbers[-1] >= loops:
         raise GulliverError(
-            f"the prompt {prompt[:60]!r} uses loop {numbers[-1]}, but there are {loops}, "
-            "counted from 0"
+            f"the prompt {prompt[:60]!r} uses loop {numbers[-1]}, but there are {loops}, numbered "
+            "from 0"
         )
     for sentence in sentences:
         _check_sentence(sentence)
@@ -353,7 +353,7 @@ class Request:
 class ClipPiece:
     """The part of a request that one loop samples."""
 
-    # Sentence to show.
+    # Sentence that describes the piece.
     prompt: str
     # Negative prompt; empty: no caption.
     negative_prompt: str

@@ -521,7 +521,7 @@ def ready_autoencoder(config: TrainConfig, run: Run, dataset: Any, world: World)
     if world.is_main and isinstance(autoencoder, VideoAutoencoder):
         save_autoencoder(run.autoencoder_path, autoencoder, figures)
     elif world.is_main:
-        # A public one is not copied.
+        # A public autoencoder is not copied.
         write_json(run.named_autoencoder_path, {"path": str(config.autoencoder.path)})
     barrier()
     return autoencoder

@@ -168,7 +168,7 @@ class T5TextEncoder(_FromFolder):
 
 
 class ClipTextEncoder(_FromFolder):
-    """The text half of a CLIP: a pooled vector for the whole caption, and one per token."""
+    """The text encoder of a CLIP: a pooled vector of the caption, and one vector per token."""
 
     name, kind = "CLIP", "CLIPTextModel"
 
@@ -355,7 +355,7 @@ PUNCTUATION = ".,;:!?\"'()"
 
 
 def words_of(prompt: str) -> list[str]:
-    """Returns lower-case words without leading and trailing punctuation."""
+    """Splits a prompt into lower-case words without leading and trailing punctuation."""
     words = [word.strip(PUNCTUATION) for word in prompt.lower().split()]
     words = [word for word in words if word]
     if not words:

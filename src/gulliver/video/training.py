@@ -135,7 +135,7 @@ def stage_loss(
 
 
 class Trainer(TrainingLoop):
-    """A model, its optimizer and its data, and the training loop."""
+    """Training loop of a text-to-video model, with its optimizer and data."""
 
     run: Run
 
@@ -208,7 +208,7 @@ class Trainer(TrainingLoop):
         self.average = ExponentialAverage(model, config.optimizer.ema)
 
     def _place(self, plugin: Plugin) -> tuple[tuple[int, int], int]:
-        """Returns this rank's data-parallel rank and size, and the number of ranks per sample."""
+        """Returns the data-parallel rank and size, and the number of ranks that share a sample."""
         return plugin.data_place(), self.config.ranks_of_a_model
 
     def _sampler(self, dataset: Any, model: nn.Module, autoencoder: Autoencoder) -> Any:

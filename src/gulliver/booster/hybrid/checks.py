@@ -42,10 +42,10 @@ from gulliver.planner.capability import check_family, check_sizes, family_of
 from gulliver.planner.model import NO_BLOCKS, check_uncompiled
 from gulliver.planner.resolve import Stages, recomputable
 
-# Libraries whose own hooks are not looked at: they work on a piece as on the whole.
+# Libraries whose own hooks are allowed, because they work on shards as on full tensors.
 LIBRARIES = ("torch", "transformers", "peft", "gulliver")
 
-# Kinds of which the module stays itself.
+# Kinds of sharding that keep the module object.
 STAYS = ("summed", "experts", "parameters", "latent")
 
 
@@ -79,9 +79,9 @@ def _check_replaced(model: nn.Module, plan: TensorPlan) -> None:
         if hooks or "forward" in vars(module):
             what = "hooks" if hooks else "a custom forward"
             raise GulliverError(
-                f"{path} has {what}, and tp_size={plan.size} replaces this module: "
-                f"{'register them' if hooks else 'set it'} after boost, where the module sees what "
-                "one rank has, or leave tp_size out"
+                f"{path} has {what}, but tp_size={plan.size} replaces this module: "
+                f"{'register them' if hooks else 'set it'} after boost, where the module sees only "
+                "this rank's shard, or omit tp_size"
             )
 
 
@@ -151,8 +151,8 @@ def check_embeddings(model: nn.Module, degree: int, pp_size: int) -> None:
         else:
             continue
         raise GulliverError(
-            f"{path} is an embedding with {option}, which would only see the part of the batch on "
-            f"one {'rank' if degree > 1 else 'micro-batch'}; use an embedding without this option"
+            f"{path} is an embedding with {option}, which would only see the part of the batch "
+            f"{'on one rank' if degree > 1 else 'in a micro-batch'}; use an embedding without it"
         )
 
 
@@ -169,17 +169,17 @@ def check_virtual_tokens(model: nn.Module) -> None:
             )
 
 
-# Compiled blocks of a model that is cut.
+# Compiled blocks of a sharded model.
 
 
 BLOCKS = "compile its blocks separately with block.compile(...)"
 
 
-# [Note: compiled first, cut later] ``block.compile()`` puts a compiled call in the place of the
-# block's own and traces nothing yet. A cut replaces what is inside of a block and keeps the block,
-# so what is traced, when it first runs, is the block as this rank has it. Column and row layers,
-# whose messages no compiler can move, run as they are, between what is compiled. A whole model
-# cannot be compiled so: a stage leaves its forward by an exception.
+# [Note: compiled first, sharded later] ``block.compile()`` replaces the block's call by a compiled
+# one and traces nothing yet. Sharding replaces modules inside the block but keeps the block, so the
+# first run traces the block as it is on this rank. Column and row layers, whose messages no
+# compiler can move, run eagerly between compiled parts. A full model cannot be compiled this way,
+# because a stage leaves its forward by an exception.
 def check_compiled(
     model: nn.Module, plan: TensorPlan | None, lists: Iterable[str], style: str, mode: str | None
 ) -> None:
@@ -199,8 +199,8 @@ def check_compiled(
             raise GulliverError(f"{path} is compiled, but sharding replaces it: {BLOCKS}")
         if mode in SHARED_BY_TENSOR:
             raise GulliverError(
-                f"{path} is compiled, and sequence_parallelism_mode={mode!r} passes it tensors "
-                "that are still in flight; omit one of them"
+                f"{path} is compiled, but sequence_parallelism_mode={mode!r} passes it tensors "
+                "whose communication is pending; do not compile it, or use another mode"
             )
         if style_of(style).splits:
             raise GulliverError(
@@ -210,11 +210,11 @@ def check_compiled(
 
 
 def refuse_whole(model: nn.Module) -> None:
-    """Rejects a sharded model that was compiled as one graph after boost."""
+    """Makes a sharded model raise if it is compiled as one graph after boost."""
     refuse: Callable[[bool], None] = torch.compiler.disable(_refuse)  # pyright: ignore
 
     def before(*_: Any) -> None:
-        # A constant in what is traced.
+        # Constant in traced code.
         refuse(torch.compiler.is_compiling())
 
     model.register_forward_pre_hook(before, prepend=True)
@@ -225,19 +225,19 @@ def _refuse(traced: bool) -> None:
         raise GulliverError(f"the sharded model was compiled as one graph: {BLOCKS}")
 
 
-# Models that are never whole: built without memory, filled with each rank's part.
+# Models that are never complete in memory: built on meta, and filled with each rank's part.
 #
-# Build the model under `lazy_parameters`, make its optimizer, and boost both with
+# Build the model under `lazy_parameters`, create its optimizer, and boost both with
 # ``HybridParallelPlugin(weights=folder)``.
 
 
 def check_lazy(model: nn.Module, weights: Path | None) -> None:
-    """Rejects a model on meta without weights to fill it."""
+    """Rejects meta buffers, and meta parameters if there is no folder to load them from."""
     for name, buffer in model.named_buffers():
         if buffer.is_meta:
             raise GulliverError(
                 f"buffer {name!r} is on meta, and no file has its values: build the model under "
-                "gulliver.booster.lazy_parameters(), which leaves buffers alone"
+                "gulliver.booster.lazy_parameters(), which puts only parameters on meta"
             )
     if weights is not None:
         return
@@ -258,10 +258,10 @@ def fill(model: nn.Module, weights: Path, aliases: Mapping[str, str], device: to
     )
 
 
-# Rejects models that cannot be cut as a plan says, while they are whole.
+# Rejects models that cannot be sharded as planned, while they are unsharded.
 
 
-# Least share of the parameters of the blocks that is cut without a warning.
+# Minimum share of the blocks' parameters that is sharded without a warning.
 LEAST_SHARE = 0.5
 
 
@@ -290,14 +290,14 @@ def check_cut(
     check_family(family, mode, max(sizes))
     check_batch_norms(model, plan.mesh.of("pipeline"), mode)
     check_embeddings(model, plan.sequence.degree, plan.mesh.of("pipeline"))
-    # State of whole parameters would have to be cut, too, which no optimizer says how to do.
+    # Optimizer state of full parameters would have to be sharded, and no optimizer describes how.
     if optimizer is not None and has_stepped(optimizer):
         raise GulliverError(
             "the optimizer has stepped before boost: boost shards the parameters, so it must come "
             "first"
         )
     if optimizer is not None:
-        named_trainables(model, optimizer)  # refuses an optimizer of another model
+        named_trainables(model, optimizer)  # rejects the optimizer of another model
     weights = None if plan.weights is None else Path(plan.weights)
     check_lazy(model, weights)
     if weights is not None and not weights.is_dir():

@@ -1,6 +1,6 @@
 """Draws dropout masks by position, so that a sharded model drops the same elements as one process.
 
-The part of an activation that this rank holds follows from the modules that ran before, and shapes:
+The part of an activation that this rank holds follows from its shape and preceding modules:
 
 - dim 0 is the batch dim: a micro-batch has some of its samples;
 - with a separate sequence axis, dim 1 is sharded in the plan's layout;
@@ -41,13 +41,13 @@ from gulliver.plan.plan import Plan
 class Forward:
     """State of one forward of the model."""
 
-    # Number drawn for the batch, the same on all ranks of the model.
+    # Seed drawn for the batch, equal on all ranks of the model.
     seed: int
-    # Number of the first sample in the batch.
+    # Index of the first sample in the batch.
     start: int = 0
-    # How many of them; 0 for all of the batch.
+    # Number of samples; 0 for the whole batch.
     samples: int = 0
-    # Tokens of the sequence that ranks share, once that is known; 0 for none.
+    # Tokens of the shared sequence, once known; 0 for none.
     length: int = 0
 
 
@@ -68,7 +68,7 @@ class ActivationParts:
             if found is not None:
                 assert isinstance(found, SharedSequence)
                 self.shared[path] = found
-            # A recomputation may end between columns and rows: the next block begins again.
+            # A recomputation may end between column and row layers: the next block resets.
             for block in stack.children():
                 block.register_forward_pre_hook(self._join)
         model.register_forward_pre_hook(self._join, prepend=True)
@@ -82,7 +82,7 @@ class ActivationParts:
         return self
 
     def _part(self, module: Any, *_: Any) -> None:
-        # The column layer whose outputs are still apart; None where features are whole.
+        # The column layer whose output is still sharded; None if features are complete.
         self.apart = None if module.gather_output else module
 
     def _join(self, *_: Any) -> None:
@@ -108,7 +108,7 @@ class ActivationParts:
         opened, groups = self.adapter.opened, self.adapter.groups  # type: ignore[union-attr]
         if opened is not None and opened.call.length:
             forward.length = opened.call.length
-        # Of a model that makes its tokens itself, none is cut before there is a length.
+        # If the model creates the tokens, they are unsharded until their length is known.
         if forward.length and x.dim() > 2:
             layout = groups.plan.lay(forward.length)
             dims[1] = _cut(path, x, layout.positions(groups.rank), forward.length)
@@ -130,7 +130,7 @@ class ActivationParts:
         rank_group, runs = self.mesh.tensor, getattr(self.apart, "runs", ())
         groups = next((n for p, n in self.attention.items() if f"{path}.".startswith(f"{p}.")), 0)
         if groups:
-            # Where key-value heads are copied, each rank has as many query heads as the others.
+            # If key-value heads are replicated, each rank has as many query heads as the others.
             dealt = split_evenly(max(groups, rank_group.size), rank_group.size)
             if x.dim() != 4 or x.shape[1] % dealt[rank_group.rank]:
                 raise _unknown_part(path, x, "[batch, heads, queries, keys]")
@@ -144,7 +144,7 @@ class ActivationParts:
             found = torch.cat([torch.arange(*run) for run in runs])
             dims[-1] = Along(found, self.apart.total)  # type: ignore[union-attr]
         elif len(runs) > 1 and x.shape[-1] == sizes[0]:
-            # A gate and what it gates, computed by one layer, are one product now.
+            # A gate and the features it multiplies, from one layer, have become one product.
             dims[-1] = Along(torch.arange(*runs[0]), self.apart.total // len(runs))  # type: ignore[union-attr]
         else:
             raise _unknown_part(
@@ -168,20 +168,20 @@ def _unknown_part(path: str, x: Tensor, wanted: str) -> GulliverError:
     )
 
 
-# Dropout of a model that several ranks share, the same as one process draws.
+# Dropout of a model that several ranks share, with the same masks as in one process.
 #
-# Which elements stay depends on the seed of the step, the site and the element's position in the
-# whole activation (`gulliver.parallel.dropout.drop`):
+# Which elements are kept depends on the seed of the step, the site and the element's position in
+# the full activation (`gulliver.parallel.dropout.drop`):
 #
-# 1. *The site.* A module that drops (`_Site`) intercepts the calls of torch's dropout while it
-# runs.    Its path and how often it ran in this forward name the site, as in one process.
-# 2. *The forward.* All ranks of a model take one seed for each batch. Blocks may be recomputed in
-#    backward, when other forwards are in flight: see the note at `PositionDropout`.
+# 1. *The site.* A module that drops (`_Site`) intercepts torch's dropout calls while it runs. Its
+#    path and the number of its earlier runs in this forward identify the site, as in one process.
+# 2. *The forward.* All ranks of a model use one seed per batch. Blocks may be recomputed in
+#    backward while other forwards are in flight: see the note at `PositionDropout`.
 # 3. *The part* of the activation that this rank has: `ActivationParts`.
 
 
 DROPS = (F.dropout, torch.dropout, torch.dropout_)
-# Calls that draw masks, and not by position.
+# Functions that draw masks, but not by position.
 OTHERS = (
     F.alpha_dropout,
     F.feature_alpha_dropout,
@@ -195,21 +195,21 @@ OTHERS = (
     Tensor.bernoulli_,
 )
 
-# Parts of names of attributes: such skip whole blocks or samples, or add noise of their own.
+# Substrings of attribute names: such modules skip whole blocks or samples, or add noise.
 SKIPS = ("layerdrop", "drop_path", "drop_prob", "path_drop", "jitter")
 
-# Implementations of transformers whose dropout can be seen.
+# Attention implementations of transformers whose dropout can be intercepted.
 ATTENTIONS = (None, "eager", "sdpa", "gulliver_sequence")
 
-# Forwards that may be recomputed: far more than micro-batches are in flight.
+# Maximum number of forwards that may be recomputed, far more than are in flight.
 REMEMBERED = 4096
 
 INSTEAD = "set it to 0 in the model's configuration, or use dropout='alike'"
 
 
 def drops_by_position(plan: Plan, model: nn.Module) -> bool:
-    """Whether dropout draws the same mask as in a single process."""
-    # Of a model that is cut into stages: on any of them, so ask while it is whole.
+    """Whether dropout draws the same masks as in a single process."""
+    # If the model will be split into stages, dropout on any of them counts; so call this before.
     by_position = plan.dropout == "exact" or (plan.dropout == "auto" and plan.mesh.cuts_model)
     return by_position and bool(dropouts_of(model))
 
@@ -221,12 +221,12 @@ def check_positions(
     for path, module in model.named_modules():
         for name in _drops(path, module):
             why = _unknown(model, path, module, name, plan)
-            # Others carry the switch, too, and are recomputed as a part of these.
+            # Other modules have this switch too, but are recomputed as part of these.
             layer = any(c.__name__ == "GradientCheckpointingLayer" for c in type(module).__mro__)
             if path in recomputed and layer:
                 why = "drops in a block whose forward alone is recomputed (checkpoint_activations)"
             if why:
-                raise GulliverError(f"{path}.{name} {why}: {INSTEAD}")
+                raise GulliverError(f"{path}.{name} {why}; {INSTEAD}")
 
 
 def _drops(path: str, module: nn.Module) -> list[str]:
@@ -266,13 +266,13 @@ def _unknown(
 class _Frame:
     """One running call of a dropout site."""
 
-    # Place in the model whose module runs.
+    # Dropout site whose module runs.
     site: _Site
-    # How often it ran before, in what called it.
+    # Number of earlier runs of the site within its caller.
     number: int
-    # How often the sites called by it ran.
+    # Number of runs of each site that it called.
     inner: Counter[str] = field(default_factory=Counter)
-    # Masks drawn so far.
+    # Number of masks drawn so far.
     draws: int = 0
 
 
@@ -281,13 +281,13 @@ class PositionDropout:
 
     # [Note: the forward that is recomputed]
     #
-    # A recomputation in backward must find the seed of its forward, and which samples it had, while
-    # with a pipeline other forwards have run since. What recomputes (`torch.utils.checkpoint`,
-    # however it was put in) restores the state of torch's generator, nothing else. So the generator
-    # is seeded, for the time of a forward, with a number that names the forward (`_forwards`), and
-    # its state is put back afterwards. Outside of a forward a site that runs is being recomputed.
-    # How often sites ran before, the recomputation does not see; one that runs more than once in a
-    # forward is rejected there, unless the site that calls it is recomputed with it.
+    # A recomputation in backward must find the seed and samples of its forward, although a pipeline
+    # has run other forwards since. Checkpointing (`torch.utils.checkpoint`, however it was added)
+    # only restores the state of torch's generator. So during a forward, the generator is seeded
+    # with a number that identifies the forward (`_forwards`), and its state is restored afterwards.
+    # A site that runs outside of a forward is being recomputed. A recomputation does not know how
+    # often sites ran before it: a site that runs several times in a forward is rejected, unless the
+    # site that calls it is recomputed with it.
 
     def __init__(self, model: nn.Module, mesh: HybridMesh, plan: TensorPlan | None) -> None:
         self.mesh, self.model = mesh, model
@@ -299,7 +299,7 @@ class PositionDropout:
         self._state: Tensor | None = None
         for path in _sites_of(model):
             _Site(path, self).watch(model.get_submodule(path))
-        # Around the others: the model itself may be a site.
+        # Outside all other hooks: the model itself may be a site.
         model.register_forward_pre_hook(self._enter, prepend=True)
         model.register_forward_hook(self._leave, always_call=True)
 
@@ -307,17 +307,17 @@ class PositionDropout:
         return self
 
     def begin(self, batch: Any = None) -> None:
-        """Sets the seed of a batch; it must agree on all ranks that read the batch."""
+        """Draws a batch's seed: equal on the ranks of one model, different between replicas."""
         if not self.model.training:
             return
         rank_group, device = self.mesh.model, next(self.model.parameters()).device
         drawn = torch.randint(2**62, (1,)).to(device)
         if rank_group.size > 1:
-            # A group numbers its ranks in ascending order, a rank group need not.
+            # A process group numbers its ranks in ascending order, unlike a rank group.
             broadcast(
                 drawn, sorted(rank_group.ranks).index(rank_group.ranks[0]), rank_group.process_group
             )
-        # Replicas read other samples, and drop other elements even where their users seed alike.
+        # Replicas read other samples, and drop other elements even if users seed them equally.
         self._next = Forward(mix(int(drawn), self.mesh.data.rank))
 
     def before(self, start: int, samples: int) -> None:
@@ -376,7 +376,7 @@ class PositionDropout:
         words = [word for pair in repeats for word in pair]
         key = mix(forward.seed, frame.site.word, frame.draws, *words)
         frame.draws += 1
-        # An input that is still being gathered is waited for.
+        # Waits for an input that is still being gathered.
         x = torch.positive(x)
         return drop(x, p, key, self.parts.of(frame.site.path, x, forward), inplace)
 
@@ -390,7 +390,7 @@ class _Site(TorchFunctionMode):
         self.module: nn.Module | None = None
 
     def __deepcopy__(self, memo: Any) -> _Site:
-        # A copy of the module is another: what runs it draws as torch does.
+        # Copies of the module are not watched, and draw as torch does.
         return self
 
     def watch(self, module: nn.Module) -> None:
@@ -418,7 +418,7 @@ class _Site(TorchFunctionMode):
             return self._drop(*args, func=func, **kwargs)
         if func is F.scaled_dot_product_attention and _given(kwargs, args, "dropout_p", 4, 0.0):
             return attention_with_dropout(*args, **kwargs, drop=self.drops.draw)
-        # A module in evaluation is no site, so these are asked to draw now.
+        # A module in evaluation mode is no site, so this call draws.
         asked = kwargs.get("training", True) and kwargs.get("p", kwargs.get("dropout_p", 1.0))
         single = func is torch.rand and args == ([],)  # for a layerdrop, which is 0 here
         if func in OTHERS and asked and not single:

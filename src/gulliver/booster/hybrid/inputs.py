@@ -1,8 +1,8 @@
 """Computes losses from logits sharded over vocabulary, sequence or both; gathers outputs.
 
-The loss and gathered tensors leave the sharded part of a model with ``gradient="alike"``: every
-rank of a sequence returns and counts them. [Note: gradients] of sequence parallelism explains why
-this is correct with the optimizer's mean over these ranks.
+The loss and gathered tensors leave the sharded part of a model with ``gradient="alike"``: all ranks
+of a sequence return and count the same values. [Note: gradients] of sequence parallelism explains
+why this is correct with the optimizer's mean over these ranks.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ HALVES = (torch.float16, torch.bfloat16)
 class Counting:
     """Rule for averaging token losses."""
 
-    # Label of tokens that do not count.
+    # Label of tokens that are not counted.
     ignore_index: int = -100
-    # What the sum is divided by; None for the tokens that count, of all ranks.
+    # Divisor of the sum; None for the number of counted tokens on all ranks.
     items: Tensor | int | None = None
 
 
@@ -66,7 +66,7 @@ def mean_over_ranks(
     count = (labels != counting.ignore_index).sum()
     if counting.items is not None:
         count = torch.as_tensor(counting.items, device=losses.device)
-    # In float64, so that the number shown is one process's to the last digit of its own dtype.
+    # In float64, so that the reported loss equals that of one process in all digits of its dtype.
     sums = torch.stack([total.detach().double(), count.double()])
     if groups.plan.degree > 1:
         own = sums[1].clone()
@@ -74,8 +74,8 @@ def mean_over_ranks(
         if counting.items is not None:
             sums[1] = own
     whole = (sums[0] / sums[1]).to(losses.dtype)
-    # A batch in which nothing counts shows nan, as torch does; its gradients must not be nan, or a
-    # step would spread them to all parameters.
+    # A batch without counted tokens has a loss of nan, as in torch; its gradients must not be nan,
+    # or a step would spread them to all parameters.
     share = total / sums[1].clamp(min=1).to(losses.dtype)
     return show(share, whole, alike=groups.plan.degree)
 
@@ -94,23 +94,23 @@ def leave_tail(x: Tensor, groups: SequenceGroups, tail: Tail) -> Tensor:
     return unshard_tail(x, groups, tail, gradient="alike")
 
 
-# Attention of Hugging Face models over shared sequences, and what it must know of a forward.
+# Attention of Hugging Face models over shared sequences, and the arguments it needs in a forward.
 #
-# A `SequenceCall` is made for each forward and passed with the keyword arguments that transformers
-# models pass on to their attention. So it belongs to that forward alone: micro-batches may be in
-# flight together, and a block that is recomputed in backward finds the call that it ran with.
+# A `SequenceCall` is created for each forward and passed in the keyword arguments that transformers
+# models forward to their attention. So micro-batches may be in flight together, and a block that is
+# recomputed in backward finds the call of its own forward.
 #
-# transformers makes no dense mask for an attention of this name; what the model asked for is in
-# the arguments of `attend`, and what the user asked for in the call.
+# transformers creates no dense mask for an attention with this name: the model's mask settings are
+# in the arguments of `attend`, and the user's in the call.
 
 
-# The name of this attention, in transformers.
+# Name under which transformers finds this attention.
 NAME = "gulliver_sequence"
 
-# The keyword argument that carries the call.
+# Keyword argument with the call.
 KEY = "gulliver_call"
 
-# Arguments that change scores in ways that a `Mask` cannot say.
+# Arguments that change scores in ways that a `Mask` cannot express.
 BIASES = ("position_bias", "softcap", "s_aux", "sinks", "block_mask", "head_mask")
 
 
@@ -120,11 +120,11 @@ class SequenceCall:
 
     # Ranks that share the sequence.
     groups: SequenceGroups
-    # Length of the whole sequence, in tokens.
+    # Length of the full sequence, in tokens.
     length: int = 0
-    # Tokens that may be seen, ``[batch, length]`` bool on the CPU; None for all.
+    # Unmasked tokens, ``[batch, length]`` bool on the CPU; None for all.
     keys: Tensor | None = None
-    # Document of each token, ``[batch or 1, length]`` on the CPU; None for one.
+    # Document of each token, ``[batch or 1, length]`` on the CPU; None for a single one.
     documents: Tensor | None = None
     _masks: dict[tuple[bool, int | None], Mask] = field(default_factory=dict)
 
@@ -182,8 +182,8 @@ def _check(
     name = type(module).__name__
     if call is None:
         raise GulliverError(
-            f"{name} was called outside the wired model's forward: call the model, not a part of "
-            "it; cross-attention does not run under sequence parallelism"
+            f"{name} was called outside the model's forward: call the full model, not a part of "
+            "it; cross-attention is not supported with sequence parallelism"
         )
     if attention_mask is not None:
         raise GulliverError(
@@ -205,16 +205,16 @@ def _check(
 
 # Splits the arguments of a forward: this rank's tokens for the model, the rest for the call.
 #
-# All ranks of a sequence are called with the whole batch, as one process would be. Arguments along
-# the tokens are cut; those that describe masks become part of the `SequenceCall`; those of the loss
-# are kept until the logits are there; plain values pass. Any other tensor is rejected.
+# All ranks of a sequence get the full batch, as a single process would. Arguments along the tokens
+# are sharded; those that describe masks become part of the `SequenceCall`; those of the loss are
+# kept until there are logits; plain values are passed on. Other tensors are rejected.
 
 
 ALONG_TOKENS = ("input_ids", "inputs_embeds", "position_ids", "token_type_ids")
 MASKS = ("attention_mask", "document_ids", "cu_seq_lens_q", "cu_seq_lens_k")
 MASK_SIZES = ("max_length_q", "max_length_k")
 TARGETS = ("labels", "shift_labels", "num_items_in_batch", "ignore_index")
-# Arguments that modules outside the sharded part read.
+# Arguments read by modules outside the sharded part.
 WHOLE = ("pixel_values", "bool_masked_pos")
 
 
@@ -224,7 +224,7 @@ class Targets:
 
     # Labels of this rank's tokens, aligned with its logits.
     labels: Tensor
-    # How the mean is made.
+    # How losses are averaged.
     counting: Counting
 
 
@@ -232,19 +232,19 @@ class Targets:
 class OpenedForward:
     """State of a forward in flight."""
 
-    # What its attention is given.
+    # Arguments for attention.
     call: SequenceCall
-    # What the loss needs; None where the model computes its loss itself, or none is asked for.
+    # Labels for the loss; None if the model computes its loss itself, or no loss is needed.
     targets: Targets | None = None
-    # Last tokens whose logits are asked for, where not all are.
+    # Last tokens whose logits are requested, if not all.
     tail: Tail | None = None
-    # Whether the logits stay where they are.
+    # Whether logits stay sharded.
     hold: bool = False
-    # Whether the user asked for a tuple.
+    # Whether the user requested a tuple.
     as_tuple: bool = False
-    # Whether the sequence is cut at all.
+    # Whether the sequence is sharded at all.
     shared: bool = True
-    # Whether the routers' loss of all tokens is added.
+    # Whether the router loss of all tokens is added.
     balances: bool = False
 
 
@@ -252,9 +252,9 @@ class OpenedForward:
 class CallArguments:
     """Arguments of a forward by name; readers pop the arguments they handle."""
 
-    # What is left.
+    # Arguments not handled yet.
     kwargs: dict[str, Any]
-    # Name of the model's class, for messages.
+    # Class name of the model, for messages.
     model: str
 
     @classmethod
@@ -331,7 +331,7 @@ def cut_tokens(batch: CallArguments, groups: SequenceGroups, known: Sequences) -
     batch.kwargs["position_ids"] = positions.to(device)
     for name in ("input_ids", "inputs_embeds", "token_type_ids"):
         if name in batch.kwargs:
-            # No one reduces the gradient of what a user gives: each rank gets it as one process.
+            # Gradients of inputs are not reduced later: each rank gets those of one process.
             batch.kwargs[name] = shard(batch.kwargs[name], groups, gradient="mean")
     return call
 

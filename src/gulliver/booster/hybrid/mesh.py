@@ -35,19 +35,19 @@ class HybridMesh:
 
     # Number of ranks along each axis, outer to inner.
     sizes: Mapping[str, int]
-    # Ranks that hold the stages of one model, first stage first.
+    # Ranks with the stages of one model, first stage first.
     pipeline: RankGroup
-    # Ranks that hold the same parameters and read different samples.
+    # Ranks with the same parameters that read different samples.
     data: RankGroup
     # Ranks that share the sequences of one batch.
     sequence: SequenceGroups
     # Ranks that share the tensors of a stage.
     tensor: RankGroup
-    # Data x sequence: all that hold the same parameters; gradients are averaged there.
+    # Data x sequence: all ranks with the same parameters; gradients are averaged over them.
     replicas: RankGroup
-    # Pipeline x tensor: all that together hold the model once.
+    # Pipeline x tensor: ranks that together hold the model once.
     shards: RankGroup
-    # Pipeline x sequence x tensor: all that read the same batch.
+    # Pipeline x sequence x tensor: all ranks that read the same batch.
     model: RankGroup
 
     @property
@@ -101,8 +101,8 @@ def make_mesh(
         data=rank_group("dp"),
         sequence=make_groups(sequence, _sequences(axes)),
         tensor=rank_group("tp").packed(tensor_wire),
-        # Ranks of one sequence, too: each counts the loss that it shows as one of its own, which
-        # [Note: gradients] of parallel/sequence/sharding.py explains.
+        # Includes the ranks of one sequence, each of which counts the loss that it returns; see
+        # [Note: gradients] of parallel/sequence/sharding.py.
         replicas=axes.flat(("dp", "sp")),
         shards=flat("pp", "tp"),
         model=flat("pp", "sp", "tp"),
@@ -120,33 +120,33 @@ def _divisors(number: int) -> str:
     return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
 
 
-# The degree of sequence parallelism may differ from forward to forward.
+# The degree of sequence parallelism may change from forward to forward.
 #
 #     for clip in clips:
 #         with sequence_degree(model, 4 if clip.long else 1) as (place, places):
 #             loss = model(**batch_of(clip, place, places)).loss
 #
-# A forward takes the present rank groups when it begins and passes them to whatever runs in it, so
-# forwards of several degrees may be in flight, and their backwards come in any order.
+# A forward reads the current rank groups when it begins and passes them on, so forwards of several
+# degrees may be in flight, and their backward passes may come in any order.
 
 
-# Attribute of a wired model; not of a module's own kind, so nothing of it is saved.
+# Attribute of a sequence-parallel model; set outside of the module's tables, so it is not saved.
 ATTRIBUTE = "gulliver_degree"
-# Ways to group the ranks whose groups are looked up and not made.
+# Maximum number of cached groupings of the ranks.
 REMEMBERED = 256
 
 
-# [Note: why gradients stay right] At degree d the R ranks that hold the same parameters work on R /
-# d sequences, and each rank counts the loss of its sequence. The sum over ranks counts every
-# sequence d times, and the optimizer divides by R: the mean over sequences, whatever d is. It need
-# not know the degree of any of the forwards that it steps for.
+# [Note: why gradients stay right] At degree d, the R ranks with the same parameters process R / d
+# sequences, and each rank counts the loss of its sequence. The sum over ranks counts every sequence
+# d times, and the optimizer divides by R: the result is the mean over sequences for any d. The
+# optimizer need not know the degree of the forwards.
 class Degree:
     """Rank groups over which the next forward shards its sequences."""
 
     def __init__(self, planned: SequenceGroups) -> None:
         self.planned = self.now = planned
         self.varied, self.fixed, self.lasting, self.staged = False, "", False, False
-        # Kept, because a group without users is given back at the next boost.
+        # Kept, because the next boost destroys groups without users.
         self._made = {planned.plan.degree: planned}
         self._mixed = dict[tuple[tuple[int, ...], ...], SequenceGroups]()
 
@@ -155,7 +155,7 @@ class Degree:
 
     def of(self, degree: int) -> SequenceGroups:
         """Returns groups of `degree` adjacent ranks on the sequence axis."""
-        # Every rank of the world calls it: the first time they are made.
+        # Collective over the world when a degree is first used, because its groups are created.
         whole = self.planned.plan
         if degree < 1 or whole.degree % degree:
             fits = [n for n in range(1, whole.degree + 1) if whole.degree % n == 0]
@@ -176,10 +176,10 @@ class Degree:
         return self._made[degree]
 
     def of_rows(self, rows: Sequence[Sequence[int]]) -> SequenceGroups:
-        """Returns adjacent groups of different sizes, if all ranks share sequences."""
-        # Every rank of the world calls it with the same rows; groups that are new are made. Where a
-        # sequence is on tensor ranks too, there are groups of the first ones, of the second ones,
-        # and so on.
+        """Returns adjacent groups of different sizes; one sequence axis must span all ranks."""
+        # Collective over the world with equal rows, because new groups are created. If a sequence
+        # is also on tensor ranks, there is a group of the first ranks, one of the second ranks, and
+        # so on.
         if self.fixed:
             raise GulliverError(f"groups cannot change between steps, because {self.fixed}")
         key = tuple(tuple(row) for row in rows)
@@ -190,7 +190,7 @@ class Degree:
                 f"the optimizer, but the axis is {self.planned.plan}; use DataCentricPlugin"
             )
         if key not in self._mixed:
-            if len(self._mixed) >= REMEMBERED:  # the process groups in it are kept elsewhere
+            if len(self._mixed) >= REMEMBERED:  # its process groups are kept elsewhere
                 del self._mixed[next(iter(self._mixed))]
             whole = self.planned.sequences or [[0]]
             found = [[ranks[place] for place in row] for ranks in whole for row in key]
@@ -222,7 +222,7 @@ def readers(
     model: nn.Module, planned: RankGroup, tensor: RankGroup, stages: RankGroup = ALONE
 ) -> list[RankGroup]:
     """Returns the groups of ranks that must read the same batch."""
-    # The first one has all ranks of a pipeline, which tell each other what state they are in.
+    # The first one has all ranks of a pipeline, which exchange the state that they are in.
     degree = degree_of(model)
     if degree is None or degree.now is degree.planned:
         return [planned]
@@ -232,8 +232,8 @@ def readers(
 @contextmanager
 def sequence_rows(degree: Degree, rows: Sequence[Sequence[int]]) -> Iterator[SequenceGroups]:
     """Context in which sequences are sharded over groups of different sizes."""
-    # Every rank of the world calls it with the same rows. What one rank runs inside is of one
-    # group, so that blocks that are recomputed in backward need not remember which.
+    # Collective over the world with equal rows. All that a rank runs in the block uses one group,
+    # so recomputed blocks need not remember theirs.
     before, lasting = degree.now, degree.lasting
     degree.now, degree.lasting = degree.of_rows(rows), True
     degree.varied = degree.varied or degree.now is not degree.planned
@@ -245,7 +245,7 @@ def sequence_rows(degree: Degree, rows: Sequence[Sequence[int]]) -> Iterator[Seq
 
 @contextmanager
 def sequence_degree(model: nn.Module, degree: int) -> Iterator[tuple[int, int]]:
-    """Context in which each sequence is sharded over `degree` ranks, not the plan's number.
+    """Context in which each sequence is sharded over `degree` ranks instead of the plan's number.
 
     Every rank of the world calls it with the same degree. Adjacent ranks on the sequence axis share
     a sequence and read the same batch; groups may read different batches. Gradients are averaged
@@ -259,7 +259,7 @@ def sequence_degree(model: nn.Module, degree: int) -> Iterator[tuple[int, int]]:
         The index of this rank's sequence among the sequences on its axis, and their number.
 
     Raises:
-        GulliverError: the model does not shard sequences, or cannot over that many ranks.
+        GulliverError: the model does not shard sequences, or not over that many ranks.
     """
     state = degree_of(model)
     if state is None or state.planned.plan.degree == 1:

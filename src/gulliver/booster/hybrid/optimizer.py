@@ -30,7 +30,7 @@ from gulliver.parallel.zero.step import UnevenStep
 if TYPE_CHECKING:
     from gulliver.booster.hybrid.mesh import HybridMesh
 
-# Tensors by name, with the region of the whole that each is.
+# Tensors by name, with the region of the full tensor that each one holds.
 Held = dict[str, tuple[Tensor, Region | None]]
 
 
@@ -53,7 +53,7 @@ class HybridOptimizer(ZeroOptimizer):
         self.mesh, self.pipeline_stage = mesh, pipeline_stage
         self.pipeline: Pipeline | None = None
         self.adds_micro_batches = pipeline_stage is not None
-        self._apart = False  # whether stages have made gradients that are not added up
+        self._apart = False  # whether stages have gradients that are not summed yet
         self._copies = pipeline_stage.copies() if pipeline_stage is not None else {}
         elsewhere = {n for n, rank_group in self._copies.items() if rank_group.rank > 0}
         if pipeline_stage is not None:
@@ -78,10 +78,10 @@ class HybridOptimizer(ZeroOptimizer):
         """Runs one batch through the pipeline; see `Booster.execute_pipeline`."""
         assert self.pipeline is not None, "the model is not cut into stages"
         for sharded in self.all_chunks:
-            sharded.chunk.check_parameters()  # here and not in mid-schedule: on all stages alike
+            sharded.chunk.check_parameters()  # before the schedule, so that all stages raise
         scale = 1.0 if self.scaler is None or not backward else self.scaler.scale
         self._apart = self._apart or backward
-        # Copies of tied weights are added up before anything is reduced.
+        # Gradients of tied weights are summed before anything is reduced.
         adding = self._reducer.backward(reduce=False, scale=scale) if backward else nullcontext()
         with gathered_logits(self.pipeline.model, return_outputs), adding:
             found = self.pipeline.run(
@@ -94,7 +94,7 @@ class HybridOptimizer(ZeroOptimizer):
                 scale=scale,
             )
         if backward and not self._deferred:
-            # As after any backward: else torch's clipping would see a stage's gradients as all.
+            # As after any backward, as torch's clipping would see only one stage's gradients.
             self.join_copies()
             with self._reducer.backward(reduce=True, scale=scale):
                 pass
@@ -124,16 +124,16 @@ class HybridOptimizer(ZeroOptimizer):
 
     def penalty(self, term: Callable[[nn.Parameter], Tensor]) -> Tensor:
         """Sums `term` over all trained parameters of the full model, to be added to a loss."""
-        # A sum over `model.parameters()` has right gradients too, but counts only what this rank
-        # has of them: ranks would show different losses.
+        # A sum over `model.parameters()` also has the right gradients, but only counts this rank's
+        # shards: its value would differ between ranks.
         if self.pipeline_stage is not None:
             raise GulliverError(
                 "a penalty on parameters would need those of all pipeline stages in one loss; use "
                 "the optimizer's weight_decay, or omit pp_size"
             )
         terms = {name: term(parameter) for parameter, name in self.names.items()}
-        # The value counts each element once; the gradient of the own terms is whole on every rank
-        # already, so nothing is multiplied here: the mean over replicas leaves it as it is.
+        # The value counts each element once. The gradient of this rank's terms is already complete,
+        # so it is not scaled: the mean over replicas does not change it.
         whole = sum(t.detach().double() * self._counted[name] for name, t in terms.items())
         share = torch.stack(list(terms.values())).sum()
         assert isinstance(whole, Tensor), "there is something to train"
@@ -167,7 +167,7 @@ class HybridOptimizer(ZeroOptimizer):
 
     def full_gradients(self) -> dict[str, Tensor]:
         """Returns the full averaged gradients by name (collective)."""
-        # They travel as objects: for looking at, not for training with.
+        # Sent as objects, which is slow: for inspection, not for training.
         held = super().full_gradients()
         regions = {name: region_of(p) for p, name in self.names.items()}
         return self._joined({name: (g.clone(), regions[name]) for name, g in held.items()})
@@ -224,7 +224,7 @@ def _weighted_norm(counted: Mapping[str, float], sharded: ShardedChunk, gradient
 def _buffers_before(stage: Stage) -> set[str]:
     """Names the buffers that an earlier stage also has (collective over the pipeline)."""
     found = gather_objects(list(persistent_buffers(stage.model)), stage.rank_group.process_group)
-    # A group numbers its ranks in ascending order, a rank group need not.
+    # A process group numbers its ranks in ascending order, unlike a rank group.
     by_rank = dict(zip(sorted(stage.rank_group.ranks), found, strict=True))
     earlier = stage.rank_group.ranks[: stage.rank_group.rank]
     return {name for rank in earlier for name in by_rank[rank]}

@@ -42,7 +42,7 @@ from gulliver.parallel.sequence.layout import SequenceGroups, SequencePlan
 from gulliver.parallel.sequence.sharding import shard, swap_sharded_dim, unshard
 
 By = Literal["swap", "heads", "ring"]
-# How attention may reach over the cut, by sequence_parallelism_mode.
+# How attention can run along the sharded dim, by sequence_parallelism_mode.
 WAYS: dict[str, tuple[By, ...]] = {"all_to_all": ("swap", "heads"), "ring_attn": ("ring",)}
 # Dims of the tokens [B, T, S, C].
 FRAMES, PLACES = 1, 2
@@ -52,7 +52,7 @@ FRAMES, PLACES = 1, 2
 class Scheme:
     """A way to shard a clip over ranks."""
 
-    # Dim of the tokens that is cut, `FRAMES` or `PLACES`.
+    # Sharded dim of the tokens, `FRAMES` or `PLACES`.
     cut: int
     # How attention along that dim runs.
     by: By
@@ -61,7 +61,7 @@ class Scheme:
         return f"{'frames' if self.cut == FRAMES else 'places'} cut, by {self.by}"
 
 
-# All of them by name.
+# All schemes by name.
 SCHEMES = {
     f"{n}-{by}": Scheme(d, by)
     for n, d in (("places", PLACES), ("frames", FRAMES))
@@ -74,13 +74,13 @@ class Width:
     """Model dimensions that determine the cost of a clip, on one tensor rank."""
 
     channels: int
-    # Number of heads of this rank.
+    # Number of heads on this rank.
     heads: int
-    # Dims of each head.
+    # Head dim.
     head_dim: int
     # This rank's hidden units of an MLP.
     hidden: int
-    # Pairs of blocks.
+    # Number of pairs of blocks.
     depth: int
     # Dtype of the parameters, as torch calls it.
     dtype: str = "float32"
@@ -113,9 +113,9 @@ class PredictedScheme:
     """A scheme with its predicted cost: one forward and backward of all blocks."""
 
     scheme: Scheme
-    # Seconds of the rank with most to do.
+    # Seconds of the rank with the most work.
     seconds: float
-    # Bytes of each rank, the mean of all.
+    # Bytes sent per rank, on average.
     sent: float
 
 
@@ -123,12 +123,12 @@ class PredictedScheme:
 class ChosenScheme:
     """The scheme with the lowest predicted time, and the alternatives."""
 
-    # Scheme to use.
+    # The chosen scheme.
     scheme: Scheme
-    # Clip that it is for.
+    # The clip that it was chosen for.
     clip: Clip
     degree: int
-    # All that were considered, the best first.
+    # All schemes considered, best first.
     predicted: tuple[PredictedScheme, ...]
 
     def __str__(self) -> str:
@@ -167,12 +167,12 @@ def choose_scheme(
 
 
 def _ways(width: Width, plan: SequencePlan, mode: str) -> list[By]:
-    """Returns the modes for which there are enough heads."""
+    """Returns the communication patterns of a mode for which there are enough heads."""
     ways: list[By] = [by for by in WAYS[mode] if by == "swap" or plan.ulysses <= width.heads]
     if not ways:
         raise GulliverError(
             f"{plan} exchanges heads between more ranks than the {width.heads} heads that each "
-            "tensor rank has: increase the ring instead"
+            "tensor rank has: use a larger ring instead"
         )
     return ways
 
@@ -182,7 +182,7 @@ def _predict(
 ) -> PredictedScheme:
     costs = _Costs(clip, width, plan, cluster)
     cut, other = scheme.cut, FRAMES + PLACES - scheme.cut
-    # The attention that stays on the rank, then the one along the cut.
+    # Attention along the unsharded dim first, then along the sharded one.
     seconds = costs.linears(cut) + costs.own(cut) + costs.attention(cut, other)
     if scheme.by == "swap":
         seconds += costs.own(other) + costs.attention(other, cut) + 4 * costs.swap()
@@ -223,7 +223,7 @@ class _Costs:
         return attention_seconds(device, rows, tokens, tokens, dims, self.dtype, backward=True)
 
     def swap_bytes(self) -> float:
-        """Mean bytes per rank that change owner in one swap."""
+        """Mean bytes that a rank sends in one swap."""
         frames, places = self.plan.lay(self.clip.frames), self.plan.lay(self.clip.places)
         token = self.clip.batch * self.width.channels * self._item()
         return resharding_bytes(frames.sizes(), places.sizes(), token)
@@ -251,26 +251,26 @@ class _Costs:
 # One clip of an STDiT on several ranks.
 #
 #     wire_stdit(model, make_groups(SequencePlan(ulysses=4)), "all_to_all")
-#     out = model(x, timestep, y, ...)                # on every rank the whole of x, and of out
+#     out = model(x, timestep, y, ...)    # full x and out on every rank
 #
-# Everything between the patches' embedding and their projection runs on a part of the tokens. The
-# first block cuts them, the final layer brings its patches together, and attention along the cut
-# reaches over it as `choose_scheme` finds for each shape of clip. Each token looks at the caption,
-# which all ranks have, by itself. Read `wire_stdit`, `ShardedBlock`, `ShardedFinalLayer`.
+# Between the patch embedding and the final projection, each rank processes part of the tokens. The
+# first block shards them, the final layer gathers the patches, and attention along the sharded dim
+# runs as `choose_scheme` chooses for the clip's shape. Each token attends to the caption, which all
+# ranks have, locally. Read `wire_stdit`, `ShardedBlock`, `ShardedFinalLayer`.
 
 
 Show = Callable[[str], None]
 Found = TypeVar("Found", bound=nn.Module)
 
 
-# [Note: inputs] Gradients of parameters, in the blocks and in everything before them, arrive
-# through own tokens only and are right once the optimizer has taken the mean over the ranks of a
-# clip (see `parallel/sequence/sharding.py`, [Note: gradients]). Inputs that want gradients, which
-# no optimizer looks at, get that mean where they enter.
+# [Note: inputs] Gradients of parameters, in the blocks and before them, come from a rank's own
+# tokens only, and are right after the optimizer's mean over the ranks of a clip (see
+# `parallel/sequence/sharding.py`, [Note: gradients]). Inputs that require gradients are not seen by
+# the optimizer, so they get this mean on entry.
 #
-# What it does not know: pipelines, tensor parallelism (heads may be fewer than the model's), ZeRO.
-# Nothing is kept from call to call, so shapes may change, and a block may run again for its
-# backward.
+# This module knows nothing of pipelines, tensor parallelism (a rank may have fewer heads than the
+# model) and ZeRO. Nothing is kept between calls, so shapes may change, and a block may be
+# recomputed in backward.
 def wire_stdit(
     model: nn.Module,
     groups: SequenceGroups,
@@ -282,8 +282,8 @@ def wire_stdit(
     show: Show | None = None,
 ) -> None:
     """Makes an STDiT shard each clip over the ranks of a sequence, in place."""
-    # Parameters stay as they are. All ranks of a sequence must call the model with the same inputs
-    # and get the same output; gradients of parameters are right once they are averaged over them.
+    # Parameters do not change. All ranks of a sequence must call the model with the same inputs,
+    # and get the same output; gradients of parameters are right after averaging over these ranks.
     if not isinstance(model, STDiT3):
         raise GulliverError(f"only an STDiT3 can shard clips, not {type(model).__name__}")
     if model.window is not None or model.x_embedder_cond is not None:
@@ -298,7 +298,7 @@ def wire_stdit(
         cluster = current_cluster(dist.get_world_size() if dist.is_initialized() else 1)
     degree = Degree(groups)
     adapter = ClipAdapter(degree, tensor, (width, mode, cluster, scheme), show)
-    # Asked for one shape now, so that what is not possible is rejected before anything runs.
+    # Computed for one shape now, so that impossible modes are rejected before anything runs.
     _ = adapter.chosen(Clip(1, groups.plan.degree, groups.plan.degree))
     put_degree(model, degree)
     if groups.all.size * tensor.size > 1:
@@ -333,11 +333,11 @@ class ClipAdapter:
         self._choice = choice
         self._show = show
         self._chosen: dict[tuple[int, Clip], ChosenScheme] = {}
-        # Those of the forward in flight.
+        # Groups of the forward in flight.
         self._opened: SequenceGroups | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        # A process group cannot be copied, and need not be.
+        # Process groups cannot be copied, and need not be.
         return self
 
     @property
@@ -368,7 +368,7 @@ class ClipAdapter:
         return self._chosen[key].scheme
 
     def part(self, x: Tensor, dim: int) -> Tensor:
-        """Returns this rank's shard of a replicated tensor; its gradient stays local."""
+        """Returns this rank's shard of a replicated tensor; its gradient is not reduced."""
         return shard(x, self.groups, dim, gradient="own")
 
     def swap(self, x: Tensor, cut: int, other: int, size: int) -> Tensor:
@@ -504,7 +504,7 @@ def working_dtype(x: Tensor) -> torch.dtype:
 
 @cache
 def _both(sharded: type[nn.Module], kind: type[nn.Module]) -> Any:
-    """Creates a class derived from both, named like the second (pipelines wrap blocks too)."""
+    """Derives a class named like `kind` from both; from `sharded` alone if it is a `kind`."""
     return type(kind.__name__, (sharded, kind) if kind not in sharded.__mro__ else (sharded,), {})
 
 

@@ -1,6 +1,6 @@
 """Steps of sharding a model, and the comparison of batches on ranks that share a model.
 
-All ranks compare first, so that all raise together and none waits for another.
+Batches are compared before the model runs, so that all ranks raise together and none waits.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ TOKENS = ("input_ids", "decoder_input_ids")
 class Vocabulary:
     """Valid ranges of a model's tokens and labels."""
 
-    # Rows of its embedding; 0: not known.
+    # Rows of the embedding; 0 if unknown.
     tokens: int = 0
-    # Outputs of its head, where its loss compares them; 0: not known.
+    # Outputs of the head, if the loss compares them; 0 if unknown.
     labels: int = 0
-    # The first label of a sample is not looked at.
+    # Whether the first label of a sample is ignored.
     shifted: bool = False
 
     @classmethod
@@ -96,7 +96,7 @@ class Vocabulary:
 def watch_batches(
     model: nn.Module, readers: Callable[[], Sequence[RankGroup]], vocabulary: Vocabulary
 ) -> None:
-    """Compares the inputs of every call across the ranks that share a model."""
+    """Makes every call check token ids, and compare inputs across the ranks that share a model."""
 
     def compare(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
@@ -105,18 +105,18 @@ def watch_batches(
         names = inspect.signature(module.forward).parameters
         vocabulary.check({**dict(zip(names, args, strict=False)), **kwargs})
 
-    # Before others change what is given.
+    # Before other hooks change the inputs.
     model.register_forward_pre_hook(compare, prepend=True, with_kwargs=True)
 
 
-# The steps that cut a model over pipeline, tensor and sequence axes, in place.
+# The steps that shard a model over pipeline, tensor and sequence axes, in place.
 #
-# `apply_plan` calls them in order. Parameters stay plain parameters with the model's own names;
-# each knows the region of the whole that it holds (`gulliver.memory.region_of`), which is all that
-# norms and checkpoints need.
+# `apply_plan` calls them in order. Parameters keep their names and stay plain parameters; each
+# knows its region of the full tensor (`gulliver.memory.region_of`), which norms and checkpoints
+# use.
 
 
-# Names of the grid's axes in the arguments of plugins.
+# Names of the grid's axes, by their names in plugin arguments.
 SHORT = {"pp": "pipeline", "dp": "data", "sp": "sequence", "tp": "tensor"}
 
 
@@ -152,7 +152,7 @@ def wire_sequences(
     if mesh is None or mesh.sequence.plan.degree * mesh.tensor.size == 1:
         return
     if family_of(model) == "STDiT3":
-        # Tensor ranks alone need it too: captions are dropped alike on all of them.
+        # Tensor ranks alone need it too, because they must all drop the same captions.
         mode = plan.sequence.mode
         known = mode if mode in ("all_to_all", "ring_attn") else "all_to_all"
         wire_stdit(model, mesh.sequence, known, mesh.tensor, show=say() if verbose else None)
@@ -200,9 +200,9 @@ class WholeModel:
         self.vocabulary = Vocabulary.of(model)
         # Paths of the blocks that backward can recompute.
         self.recomputable = recomputable(plan, model, stages)
-        # Whether its dropout is drawn by position.
+        # Whether dropout is drawn by position.
         self.drops = drops_by_position(plan, model)
-        # Names of its parameters in the order of use, where chunks are to be so.
+        # Names of the parameters in order of use, if chunks follow it.
         self.order = order_of_use(plan, model)
         # Names of the trainable parameters of each group.
         self.groups = named_groups(model, optimizer)
@@ -214,7 +214,7 @@ class WholeModel:
         named = dict(model.named_parameters())
         # Trainable parameters with their names.
         self.trained = {p: n for n, p in named.items() if p in stepped and p.requires_grad}
-        # Names of the parameters that the optimizer was given although they are frozen.
+        # Names of frozen parameters in the optimizer.
         self.frozen = {n for n, p in named.items() if p in stepped and not p.requires_grad}
 
 
@@ -259,7 +259,7 @@ def finish(
     elif whole.drops:
         drops = PositionDropout(model, mesh, tensor)
 
-    # Not all of `whole`, which has the parameters of other stages.
+    # Only this attribute is captured, because `whole` refers to other stages' parameters.
     vocabulary = whole.vocabulary
 
     def look(batch: Any) -> None:
@@ -299,7 +299,7 @@ def draw_alike(model: nn.Module, rank_groups: Sequence[RankGroup]) -> None:
             return
         drawn = torch.randint(2**62, (1,)).to(device)
         for rank_group in shared:
-            # A group numbers its ranks in ascending order, a rank group need not.
+            # A process group numbers its ranks in ascending order, unlike a rank group.
             broadcast(
                 drawn, sorted(rank_group.ranks).index(rank_group.ranks[0]), rank_group.process_group
             )

@@ -55,27 +55,27 @@ from gulliver.families.record import Sequences
 from gulliver.parallel.sequence.layout import SequenceGroups, Tail
 from gulliver.parallel.sequence.sharding import shard
 
-# Ends of the names of classes whose head works token by token.
+# Suffixes of class names whose head works token by token.
 TASKS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM")
 
-# Kinds of rotary embedding that look at the largest position of a call, which ranks differ in.
+# Kinds of rotary embedding that depend on the largest position in a call, which differs by rank.
 LOCAL_ROPE = ("dynamic", "longrope")
 
 
 def wire_sequence(model: nn.Module, groups: SequenceGroups, tensor: RankGroup = ALONE) -> None:
     """Makes a Hugging Face model shard its sequences over ranks, in place."""
-    # Parameters stay as they are, whole or cut by tensor parallelism; blocks may be missing. All
+    # Parameters do not change, and may be sharded by tensor parallelism; blocks may be missing. All
     # ranks of a sequence must call the model with the same batch. Gradients of parameters are right
-    # once they are averaged over the ranks of the sequence.
+    # after averaging over the ranks of the sequence.
     #
-    # In training with labels, logits are None, for no one has them whole; without labels, and in
-    # evaluation, they are whole.
+    # In training with labels, logits are None, because no rank has all of them; without labels, and
+    # in evaluation, they are gathered.
     task = type(model).__name__.endswith(TASKS)
     shared = groups.plan.degree > 1
     if not shared and (tensor.size == 1 or not task):
         return
     if not shared and not has_known_forward(model):
-        # Whatever it does with its logits, it has whole ones.
+        # A custom forward may do anything with its logits, so it gets all of them.
         head: Any = getattr(model, "get_output_embeddings", lambda: None)()
         if hasattr(head, "gather_output"):
             head.gather_output = True
@@ -90,7 +90,7 @@ def wire_sequence(model: nn.Module, groups: SequenceGroups, tensor: RankGroup = 
     region = model if task else _base_of(model)
     region.register_forward_pre_hook(adapter.enter, with_kwargs=True)
     region.register_forward_hook(adapter.leave, with_kwargs=True, always_call=True)
-    # Not an attribute of the module's own kind: nothing of it is saved or copied.
+    # Set outside of the module's tables, so that it is neither saved nor copied.
     object.__setattr__(model, "gulliver_adapter", adapter)
     if groups.plan.degree > 1:
         _use_attention(model)
@@ -154,7 +154,7 @@ class SequenceAdapter:
         self.degree, self.tensor, self.known, self.task = degree, tensor, known, task
         self.experts = experts
         self.keeps_logits = False
-        # Of the forward that runs now. Blocks, which may run again later, have theirs as argument.
+        # State of the current forward. Blocks, which may be recomputed, get it as an argument.
         self.opened: OpenedForward | None = None
 
     def __deepcopy__(self, memo: Any) -> SequenceAdapter:
@@ -233,7 +233,7 @@ class SequenceAdapter:
         """Computes the loss from shards; None if the model needs full logits for it."""
         if not self.task:
             return None
-        # It is asked at every call: a loss_function may be put in after boost.
+        # Checked at every call, because a loss_function may be set after boost.
         added = self.experts
         asked = asks_routers(module, batch.kwargs) and not added
         known = None if asked else own_loss(module, added)
@@ -255,7 +255,7 @@ class SequenceAdapter:
         return mean_over_ranks(losses, targets.labels, opened.call.groups, targets.counting)
 
     def _balance(self, module: Any, fields: dict[str, Any], opened: OpenedForward) -> None:
-        """Adds the router loss of all tokens, like a single process."""
+        """Adds the router loss over all tokens, as in a single process."""
         assert self.experts, "other routers are rejected before"
         count, call = len(fields["logits"]), opened.call
         pieces = [piece.unflatten(0, (count, -1)) for piece in fields["router_logits"]]
@@ -271,7 +271,7 @@ class SequenceAdapter:
         if self.known.exit is None and isinstance(last, Tensor):
             fields["last_hidden_state"] = leave(last, groups, length)
         if fields.get("hidden_states") is not None:
-            # The last may be the very tensor that was gathered already.
+            # The last one may be the tensor that was already gathered.
             fields["hidden_states"] = tuple(
                 fields["last_hidden_state"] if h is last else leave(h, groups, length)
                 for h in fields["hidden_states"]
@@ -284,7 +284,7 @@ class SequenceAdapter:
             fields["logits"] = leave_tail(fields["logits"], groups, opened.tail)
 
     def _keep_tail(self, batch: CallArguments, opened: OpenedForward) -> None:
-        """Selects the last tokens, whose logits each rank computes for its shard."""
+        """Makes each rank compute logits only for its share of the last `logits_to_keep` tokens."""
         keep = batch.kwargs.get("logits_to_keep", 0)
         if not isinstance(keep, int):
             raise GulliverError(
@@ -385,7 +385,7 @@ def _use_attention(model: nn.Module) -> None:
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, attend)
-    # Others may have been built from the same configuration.
+    # Other models may have been built from the same configuration.
     old: Any = model.config
     new = copy.deepcopy(old)
     new._attn_implementation = NAME

@@ -46,23 +46,23 @@ def overlap(a: Interval, b: Interval) -> Interval:
     return start, max(start, min(a[1], b[1]))
 
 
-# Convolutions computed in pieces, exactly, forward and backward.
+# Convolutions computed in chunks, exactly, with backward.
 #
 #     chunked = chunk_convolutions(autoencoder, budget="1GiB")
 #     autoencoder.decode(latents)
-#     print(chunked.explain())          # every convolution and how it was cut
+#     print(chunked.explain())          # every convolution and how it was split
 #     chunked.off()
 #
-# A piece is some samples and a box of output positions, halved along its longest dim until it fits;
-# neighbours read their common border twice. Each piece reads its part of the input, pads it as the
-# whole would be padded and writes its part of the output. The backward goes over the same pieces: a
-# convolution's gradients need its input, its weight and the gradient of its output only, so nothing
+# A chunk consists of some samples and a box of output positions, halved along its longest dim until
+# it fits; adjacent chunks both read their common border. Each chunk reads its part of the input,
+# pads it like the full input and writes its part of the output. Backward uses the same chunks: a
+# convolution's gradients only need its input, its weight and the gradient of its output, so nothing
 # is recomputed.
 
 
-# [Note: the index limit] Kernels that count elements in 32 bits compute nonsense, or crash, from
-# 2^31 elements on, on whichever side is the larger. So the limit holds for the input of a piece and
-# for its output, regardless of the budget.
+# [Note: the index limit] Kernels with 32-bit indices return wrong results or crash if their input
+# or output has 2^31 or more elements. So the limit applies to both the input and the output of a
+# chunk, regardless of the budget.
 INDEX_LIMIT = 2**31 - 1
 """Maximum number of elements that kernels with 32-bit indices support."""
 
@@ -79,7 +79,7 @@ class ConvPlan:
 
     windows: tuple[SlidingWindow, ...]  # Along the samples and each spatial dim
     extents: tuple[int, ...]  # Samples and input positions
-    boxes: tuple[Box, ...]  # Together they are the output, each element once
+    boxes: tuple[Box, ...]  # Chunks, which cover each output element once
     options: tuple[Any, ...]  # Stride, dilation and groups
 
     def read(self, x: Tensor, box: Box) -> Tensor:
@@ -146,7 +146,7 @@ class ChunkedConvolutions:
     """Convolutions of a module that are computed in chunks; `off` restores them."""
 
     def __init__(self, module: nn.Module, budget: int | None, limit: int) -> None:
-        # Sizes and number of pieces of each convolution's last call, by name.
+        # Sizes and number of chunks of each convolution's last call, by name.
         self.plans: dict[str, ConvPlan] = {}
         self._hooked: list[nn.Module] = []
         for name, part in module.named_modules():
@@ -271,7 +271,7 @@ class _InPieces(torch.autograd.Function):
         stride, dilation, groups = plan.options
         zeros = [0] * len(stride)
         of_x = torch.zeros_like(x) if wanted[0] else None
-        # Terms of many pieces: summed in single precision, rounded once.
+        # Sums over many chunks are accumulated in float32 and rounded once.
         wide = torch.float32 if x.element_size() == 2 else None
         of_weight = torch.zeros_like(weight, dtype=wide)
         for box in plan.boxes:

@@ -321,16 +321,16 @@ def _spread(value: int | Sequence[Any], count: int) -> tuple[Any, ...]:
     return (value,) * count
 
 
-# Group norms whose statistics are of all parts.
+# Group norms with statistics over all shards.
 
 
-# [Note: merging statistics] Mean and sum of squares would cancel: with a mean much larger than the
-# deviation no digit of the variance is left. Every part counts its own mean and its sum of squared
-# distances from it, and these are merged exactly (Chan, Golub, LeVeque, 1983): with the counts
-# `n_r`, ``mean = sum n_r mean_r / n`` and ``M = sum M_r + n_r (mean_r - mean)^2``.
+# [Note: merging statistics] A variance from mean and sum of squares would lose all digits if the
+# mean is much larger than the deviation. So every shard computes its own mean and the sum of
+# squared distances from it, and these are merged exactly (Chan, Golub, LeVeque, 1983): with the
+# counts `n_r`, ``mean = sum n_r mean_r / n`` and ``M = sum M_r + n_r (mean_r - mean)^2``.
 #
-# The backward needs two sums over the group, of the gradient and of its product with the normalised
-# input; the ranks add theirs up. Gradients of weight and bias are this part's share, as everywhere.
+# The backward needs two sums over the group, of the gradient and of its product with the normalized
+# input, which are summed over the ranks. Gradients of weight and bias are partial sums.
 @handles("group_norm", "instance_norm")
 def _group_norm(func: Any, args: Any, kwargs: Any) -> Sharded:
     x, *given = args
@@ -365,7 +365,7 @@ class _GroupNorm(torch.autograd.Function):
         deviation = (squares / count + eps).rsqrt()
         ctx.save_for_backward(local, weight, mean, deviation)
         ctx.how = count, groups, x.holder
-        # One scale and one shift for each channel, as for a plain norm: a single pass.
+        # One scale and one shift per channel, as in an ordinary norm, so that one pass suffices.
         scale = _by_channel(deviation, local, groups)
         shift = -_by_channel(mean * deviation, local, groups)
         if weight is not None:
@@ -433,15 +433,15 @@ def _by_channel(values: Tensor, x: Tensor, groups: int) -> Tensor:
     return wide.view(*wide.shape, *[1] * (x.dim() - 2))
 
 
-# Attention over tokens of which this process holds a part, and without a mask of their square.
+# Attention over tokens of which this process holds a shard, without a quadratic mask.
 #
 # Keys and values are gathered (`PartLayout.whole`), as the middle of an autoencoder works at the
 # size of the latents, a hundredth of that of its outer layers. Queries stay sharded and are
 # processed some rows at a time, so that a kernel that stores scores holds at most `SCORES`.
 #
-# `frame_causal_attention` is what HunyuanVideo's autoencoder asks for with a mask of tokens x
-# tokens (198 GiB for 129 frames of 720p): every frame sees itself and those before it, so it is
-# one plain attention for each frame over the keys up to its end.
+# `frame_causal_attention` replaces the attention of HunyuanVideo's autoencoder, which uses a mask
+# of tokens x tokens (198 GiB for 129 frames of 720p): every frame sees itself and earlier ones, so
+# each frame is one unmasked attention over the keys up to its end.
 
 
 SCORES = 1 << 26
@@ -542,7 +542,7 @@ def _causal_run(
     while done < length:
         first = start + done
         if tokens > 1:
-            # All rows of a frame see the same keys: no mask at all.
+            # All rows of a frame see the same keys, so no mask is needed.
             end = (first // tokens + 1) * tokens
             count, mask = min(length - done, end - first), None
         else:

@@ -26,7 +26,7 @@ MASKED = ("HunyuanVideoMidBlock3D",)
 @contextmanager
 def without_masks(network: Any) -> Iterator[None]:
     """Context in which a module's middle blocks compute attention without a dense mask."""
-    # Perhaps a bound method of a module, or a partial of one.
+    # `network` may be a bound method of a module, or a partial of one.
     network = getattr(getattr(network, "func", network), "__self__", network)
     found = network.modules() if isinstance(network, nn.Module) else ()
     blocks: list[Any] = [
@@ -70,11 +70,11 @@ def _attend(attention: Any, x: Tensor) -> Tensor:
 
 # The networks of an autoencoder.
 #
-# An autoencoder is asked for `stream_encoder` and `stream_decoder`, functions from whole to whole;
-# one that computes clips in pieces of its own (`micro_frames`) for `encode_pieces` and
-# `decode_pieces`, functions from stretches to stretches. One without has `encoder` and `decoder`,
-# perhaps with `quant_conv` and `post_quant_conv`, as diffusers' have. Their own `encode` is not
-# used: it cuts long clips into tiles and blends them.
+# If an autoencoder has `stream_encoder` and `stream_decoder`, these map full clips; if it computes
+# clips in its own chunks (`micro_frames`), `encode_pieces` and `decode_pieces` map streams of
+# chunks. Otherwise it has `encoder` and `decoder`, optionally with `quant_conv` and
+# `post_quant_conv`, as in diffusers. diffusers' own `encode` is not used, because it splits long
+# clips into tiles and blends them.
 
 
 def encoder_of(autoencoder: nn.Module, frames: int | None = None) -> Callable[[Tensor], Tensor]:

@@ -37,11 +37,11 @@ from gulliver.parallel.convolution.sharded import (
 )
 
 
-# [Note: one order on all ranks] Messages are matched by their order, in backward too. Autograd
-# runs the nodes of a graph in the reverse order of their making, whatever their timing, so it is
-# the same on all ranks as long as each makes the same nodes. A rank without work therefore computes
-# one window of zeros and keeps nothing of it (`Rows.all`), and what it then holds is an empty part
-# of the graph, not an empty tensor.
+# [Note: one order on all ranks] Messages are matched by their order, also in backward. Autograd
+# runs the nodes of a graph in the reverse order of their creation, regardless of timing, so the
+# order is the same on all ranks if each creates the same nodes. So a rank without work computes one
+# window of zeros and keeps an empty slice of it (`Rows.all`), which is part of the graph, unlike a
+# new empty tensor.
 class Ranks(PartLayout):
     """Shards of an activation on the ranks of a group."""
 
@@ -145,7 +145,7 @@ class Ranks(PartLayout):
         _, mean, squares = own
         flat = torch.cat([mean.reshape(-1), squares.reshape(-1)])
         arrived = self.exchange([flat] * self.size, [flat.numel()] * self.size)
-        # The elements of a part are as many as its positions; a rank without any sends zeros.
+        # Shards have elements in proportion to their positions; a rank without any sends zeros.
         each = math.prod(x.shape) / mean.numel() / x.cut.extent
         parts = []
         for size, part in zip(x.cut.sizes, arrived, strict=True):
@@ -176,7 +176,7 @@ class Ranks(PartLayout):
     def _spread(self, x: Sharded) -> Sharded:
         if x.cut.extent != 1:
             reject("an operation on different extents", x)
-        # Everybody has the only position: it is broadcast as a size of one is.
+        # All ranks have the only position, which is broadcast like any dim of size one.
         ones = ShardedDim(x.cut.dim, (1,) * self.size)
         return like(x, self.whole(x, ("align", 0)), ones)
 

@@ -44,7 +44,7 @@ def reshaped(x: Sharded, shape: Sequence[int]) -> Sharded:
             outer = above // (inside * extent) if extent else 1
             return _viewed(x, shape, ShardedDim(dim, x.cut.sizes, outer, inside // below))
         if below <= inside < above:
-            # The positions continue in the dim before: whole blocks of them stay together.
+            # The positions become part of the previous dim; complete blocks of them stay together.
             block, extent, inside = block * (above // inside), extent // (above // inside), above
         below = above
     return reject(f"a view as {tuple(shape)}", x)
@@ -61,7 +61,7 @@ def _in_blocks(x: Sharded, block: int) -> Sharded:
         start, stop = rows.outputs
         x = like(x, rows.take(start * block, stop * block), x.cut.resized(sizes, block))
     blocks = tuple(size // block for size in x.cut.sizes)
-    # Not a true cut of this shape: the view that follows makes it one.
+    # Not a valid sharding of this shape, but of the view that follows.
     made = like(x, x.local)
     made.cut = replace(x.cut, sizes=blocks, inner=x.cut.inner * block)
     return made
@@ -107,7 +107,7 @@ def _unflatten(func: Any, args: Any, kwargs: Any) -> Sharded:
 @handles("permute", "transpose", "swapaxes", "swapdims", "movedim", "moveaxis")
 def _permute(func: Any, args: Any, kwargs: Any) -> Sharded:
     x, *given = args
-    # Sizes that name the dims.
+    # Distinct sizes, which identify the dims.
     numbered = torch.empty(tuple(range(x.dim())), device="meta")
     return permuted(x, func(numbered, *given, **kwargs).shape)
 
@@ -137,7 +137,7 @@ def _squeeze(func: Any, args: Any, kwargs: Any) -> Sharded:
 
 def _elsewhere(x: Sharded, dim: int) -> Sharded:
     """Removes a sharded dim of size one by merging it into another dim."""
-    # Parts that do not hold it then hold nothing of the other dim.
+    # Shards without the position then have no elements of the other dim.
     if not is_plain(x) or x.cut.extent != 1:
         reject("dropping the sharded dim", x)
     at = x.cut.dim
@@ -168,7 +168,7 @@ def _expand(func: Any, args: Any, kwargs: Any) -> Sharded:
     asked = sizes[cut.dim]
     held = x.local.shape[x.cut.dim]
     if asked not in (-1, x.shape[x.cut.dim]):
-        # Who holds the only position repeats it; the others still have nothing.
+        # The shard with the only position repeats it; the others stay empty.
         cut, held = cut.resized(cut.sizes, asked), held * asked
     sizes[cut.dim] = held
     return like(x, x.local.expand(sizes), cut)
@@ -199,7 +199,7 @@ def sliced(x: Sharded, start: int, stop: int, step: int = 1) -> Sharded:
         reject("a slice with a negative step", x)
     rows, sizes = window_rows(x, SlidingWindow(start, step), stop - extent, "slice")
     low, high = rows.outputs
-    # What no part is asked for stays in the graph: backward has the same messages everywhere.
+    # Shards outside of the slice stay in the graph, so that all ranks have the same messages.
     local = rows.take(*rows.wanted) if low < high else rows.all(1).narrow(x.cut.dim, 0, 0)
     if step > 1 and low < high:
         local = local[(slice(None),) * x.cut.dim + (slice(None, None, step),)]
@@ -306,7 +306,7 @@ def _one_behind(x: Sharded, after: Sharded, dim: int) -> Sharded:
     if held[0] and held[1] and held[0][-1] > held[1][0]:
         if not hasattr(x.holder, "resplit"):
             reject("cat after frames that are still to come", x)
-        # Each rank takes its run of the whole, some of the one and some of the other.
+        # Each rank takes its interval of the result, from one or both inputs.
         ends, border = x.holder.layout(x.cut.extent + after.cut.extent), x.cut.extent
         before = tuple(_below(ends, rank, border) for rank in range(len(ends)))
         behind = tuple(size - part for size, part in zip(ends, before, strict=True))

@@ -56,8 +56,8 @@ ALIASING = frozenset(_ALIASING.split())
 class ShardedDim:
     """The sharded dim and the sizes of its shards."""
 
-    dim: int  # Dim of the whole, counted from the front
-    sizes: tuple[int, ...]  # Positions that each part has
+    dim: int  # Dim of the full tensor, counted from the front
+    sizes: tuple[int, ...]  # Number of positions of each shard
     outer: int = 1  # Factor of the dim outside of the positions
     inner: int = 1  # Factor of the dim inside of them
 
@@ -77,9 +77,9 @@ class ShardedDim:
 class PartLayout(ABC):
     """The sharding of an activation, and how its shards exchange data."""
 
-    rank: int  # Number of the part that is held here
-    where: str  # Kind of the parts, for messages
-    # Whether more positions may come, so that a shape of one position says little.
+    rank: int  # Index of the local shard
+    where: str  # Kind of the shards, for messages
+    # Whether more positions may follow, so that a size of one is not final.
     grows = False
     # Whether gradients were enabled when the network was called.
     graded = False
@@ -112,11 +112,11 @@ Statistics = tuple[float, Tensor, Tensor]
 class Rows:
     """Adjacent positions along one dim, stored in several tensors to avoid copies."""
 
-    parts: list[Tensor]  # Tensors, one after the other; at least one
+    parts: list[Tensor]  # Consecutive tensors; at least one
     start: int
-    dim: int  # Dim that they follow each other along
-    wanted: Interval  # Positions that are asked for, some perhaps in the padding
-    outputs: Interval  # Outputs that they are for
+    dim: int  # Dim along which they are consecutive
+    wanted: Interval  # Requested positions, which may include padding
+    outputs: Interval  # Outputs that need them
 
     def take(self, start: int, stop: int, value: float = 0.0) -> Tensor:
         if start >= stop:
@@ -161,7 +161,7 @@ class Sharded(Tensor):
             cut = ShardedDim(cut.dim, tuple(size * cut.inner for size in cut.sizes))
         shape = list(local.shape)
         shape[cut.dim] = cut.length
-        # A shell without storage: nothing is ever read from it.
+        # Without storage, because its elements are never read.
         made = torch.empty(shape, dtype=local.dtype, device="meta").as_subclass(cls)
         made.local, made.cut, made.holder, made.aliased = local, cut, holder, False
         return made
@@ -193,7 +193,8 @@ class Sharded(Tensor):
         try:
             made = handler(func, args, kwargs)
         except Exception as error:
-            # Others are ours, torch's signal to stop recomputing, or those of a device or a link.
+            # Other errors are Gulliver's own, torch's signal to stop recomputing, or errors of a
+            # device or a link.
             if type(error).__module__ != "builtins" or _of_messages(error):
                 raise
             reject(f"this form of torch's {name} ({type(error).__name__}: {error})", x, cause=error)
@@ -210,11 +211,10 @@ _NOT_IN_PLACE = "call the function that returns a new tensor"
 
 def _keep_gradients(name: str, x: Sharded, given: Any) -> None:
     """Rejects computation without autograd inside a trained module; see the note."""
-    # [Note: autograd off inside of a module] A shell has no graph of its own: that of the local
-    # tensors is made by the functions themselves. What an autograd.Function or a reentrant
-    # checkpoint computes with a shell is in no graph at all, and its backward would never be
-    # called.
-    # A checkpoint that isn't reentrant detaches what it keeps.
+    # [Note: autograd disabled inside of a module] A `Sharded` has no autograd graph; the functions
+    # build the graph of the local tensors. Results that an autograd.Function or a reentrant
+    # checkpoint computes from a `Sharded` would be in no graph, and its backward would never be
+    # called. A non-reentrant checkpoint detaches the tensors that it keeps.
     if not x.holder.graded or torch.is_grad_enabled() or name == "detach":
         return
     tensors: list[Tensor] = []
@@ -235,8 +235,8 @@ def in_place(func: Any, kwargs: dict[str, Any]) -> bool:
 
 def _written(func: Any, name: str, x: Sharded, args: Any, kwargs: Any) -> Sharded | None:
     """Returns the activation that a function writes in place; rejects it if it may have views."""
-    # Some views of a part are views, others copies (a slice along the cut dim is fetched from other
-    # ranks), so what a write changes elsewhere is not what it changes in the whole.
+    # Some views of a shard are views and others copies (a slice along the sharded dim is fetched
+    # from other ranks), so a write would change other elements than in the full tensor.
     target = args[0] if in_place(func, kwargs) else None
     if kwargs.get("out") is not None or (target is not None and _is_aliased(target)):
         reject(f"writing in place by torch's {name}", x, _NOT_IN_PLACE)

@@ -44,7 +44,7 @@ class SharedNetworks:
     """Networks that are sharded over a process group; `off` restores them."""
 
     rank_group: RankGroup
-    dim: str  # Dim that is cut, or "auto"
+    dim: str  # Dim to shard, or "auto"
     show: Callable[[str], None] | None = None  # Called with a description of every choice
     # Dim that was chosen for each network and shape.
     chosen: dict[tuple[str, tuple[int, ...]], str] = field(default_factory=dict)
@@ -64,7 +64,7 @@ class SharedNetworks:
         """Sums the gradients of the networks' parameters over the ranks (collective)."""
         if self.rank_group.size == 1:
             return
-        # Each once: two networks may be halves of the same modules.
+        # Each parameter once, because two networks may share modules.
         for parameter in nn.ModuleList(self._networks).parameters():
             if parameter.requires_grad:
                 if parameter.grad is None:
@@ -98,10 +98,10 @@ class SharedNetworks:
         if key not in self.chosen:
             dim = self.dim
             if dim == "auto" and len(x) >= self.rank_group.size:
-                dim = "samples"  # whole clips send nothing but the result
+                dim = "samples"  # full clips only send the result
             if dim == "auto" or (dim == "samples" and len(x) == 1):
-                # The halo of rows is as long as a row, so the longer side is cut. Frames are few,
-                # and a frame is the largest halo.
+                # A halo consists of full rows or columns, so the longer side is sharded. There are
+                # few frames, and a frame is the largest halo.
                 dim = "height" if x.shape[-2] >= x.shape[-1] else "width"
             self.chosen[key] = dim
             if self.show is not None:
@@ -133,7 +133,7 @@ def share_autoencoder(
         show: called with a description of each choice.
 
     Raises:
-        GulliverError: an unknown dim, a mesh of several dims, or an autoencoder that is already
+        GulliverError: the dim is unknown, the mesh has several dims, or the autoencoder is already
             sharded.
     """
     if dim not in ("auto", *DIMS):

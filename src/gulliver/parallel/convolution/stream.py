@@ -156,7 +156,7 @@ class RowCache:
     """Input frames that a layer keeps for the next segment."""
 
     window: SlidingWindow
-    done: int = 0  # Outputs that were given
+    done: int = 0  # Number of outputs so far
     start: int = 0  # First position of the tail
     tail: Tensor | None = None  # Positions that later outputs need
     bound: int | None = None  # Position that a slice ends at
@@ -174,17 +174,17 @@ class FrameStream(PartLayout):
 
     def __init__(self, counted: dict[Any, Statistics], counting: bool = False) -> None:
         self.counted, self.counting = counted, counting
-        # Norm that was not known.
+        # Norm whose statistics are missing.
         self.asked: Any = None
-        # Statistics of it in each stretch.
+        # Its statistics in each segment.
         self.found: list[Statistics] = []
         self.final = False
-        # Frames that each layer keeps, by its name.
+        # Frames that each layer keeps, by the layer's key.
         self.kept: dict[Any, Any] = {}
         self._new: dict[Any, Any] = {}
         self._seen: dict[Key, int] = {}
         self._past = 0
-        # Frames that gave nothing yet.
+        # Frames that have produced no output yet.
         self.waiting: Tensor | None = None
 
     def with_kept(self, kept: dict[Any, Any], waiting: Tensor | None) -> FrameStream:
@@ -196,7 +196,7 @@ class FrameStream(PartLayout):
         """Runs a network over the next segment; None if there is no output yet."""
         part = part if self.waiting is None else torch.cat([self.waiting, part], dim)
         if final and not self._past:
-            return network(part)  # all of it is here
+            return network(part)  # it is complete
         self.final, self._seen, self._new = final, {}, {}
         self.graded = torch.is_grad_enabled()
         x = Sharded(part, ShardedDim(dim, (self._past, part.shape[dim])), self)
@@ -222,13 +222,13 @@ class FrameStream(PartLayout):
         if kept.window != window:
             reject(f"torch's {key[0]} counted from the end", x)
         local, start, stop = self._joined(x, kept.tail, kept.start)
-        # Padding behind the last frame is only there when the last frame is.
+        # Padding after the last frame exists only once the last frame has arrived.
         count = max(kept.done, window.count(stop, after if self.final else min(after, 0)))
         if not count:
             raise _Starved
         keep, bound = min(max(0, count * window.stride + window.first), stop), stop + after
         if after < 0 and bound == kept.bound and x.cut.sizes[1]:
-            keep = stop  # frames came and the slice ends where it did: it is complete
+            keep = stop  # the slice did not grow with new frames: it is complete
         tail = local.narrow(x.cut.dim, max(0, keep - start), stop - max(keep, start)).clone()
         self._new[name] = RowCache(window, count, max(keep, start), tail, bound)
         needs = window.needs(kept.done, count) if kept.done < count else (start, start)
@@ -240,7 +240,7 @@ class FrameStream(PartLayout):
         )
 
     def wait(self) -> None:
-        """Requests the next segment, as one frame does not determine a merged dim's factors."""
+        """Requests the next segment; one frame alone does not determine a merged dim's factors."""
         raise _Starved
 
     def whole(self, x: Sharded, key: Key) -> Tensor:
@@ -317,17 +317,17 @@ class FrameStream(PartLayout):
 # # one segment's activations at a time
 
 
-# [Note: backward through a stream] A segment's outputs depend on its frames and on what every layer
-# has kept of the frames before, and its own kept frames go to the next. So a segment is a function
+# [Note: backward through a stream] A segment's outputs depend on its frames and on the earlier
+# frames that each layer has kept, and its own kept frames are inputs of the next segment. So a
+# segment is a function
 #
 #     (frames, kept) -> (outputs, kept of the next)
 #
-# and a stream is a chain of these, as a recurrent network is: its backward runs from the last
-# segment to the first, and what comes back for the kept frames of one is the gradient that the
-# segment before begins with. Forward therefore keeps the borders alone, a few frames of each layer;
-# the activations of a segment are recomputed when backward comes to it (`torch.utils.checkpoint`),
-# and dropped when it has passed. Gradients are those of the whole clip, at the price of one more
-# forward.
+# and a stream is a chain of these, like a recurrent network: backward runs from the last segment to
+# the first, and the gradient of one segment's kept frames is an output gradient of the previous
+# segment. So forward only stores the kept frames, a few per layer; a segment's activations are
+# recomputed when backward reaches it (`torch.utils.checkpoint`) and then dropped. Gradients are
+# those of the full clip, at the cost of one additional forward.
 def stream_trained(
     network: Callable[[Tensor], Tensor], parts: Iterable[Tensor], dim: int = 2
 ) -> Tensor:
@@ -359,7 +359,7 @@ def _segment(
     after: list[FrameStream | None] = []
 
     def run(part: Tensor, *tails: Tensor) -> tuple[Tensor | None, ...]:
-        # its own stream each time: backward computes this once more, from the same start.
+        # a new stream each time, because backward repeats this from the same state.
         stream = _with_tails(before, iter(tails))
         with without_masks(network):
             out = stream.run(network, part, dim, final)
@@ -368,7 +368,7 @@ def _segment(
         return out, *tails_of(stream)
 
     out, *tails = checkpoint(run, part, *tails_of(before), use_reentrant=False)
-    # Not kept: what is made here holds the graph, which holds this function.
+    # Not stored, because the result refers to the graph, which refers to this function.
     stream, after[0] = after[0], None
     assert stream is not None, "the function was called"
     return _with_tails(stream, iter(tails)), out

@@ -25,16 +25,16 @@ WEIGHTS = ("samples", "labels", "shifted_labels")
 Batch = Mapping[str, Any] | Sequence[Any] | Tensor
 
 
-# [Note: weighted losses] A mean of the micro-batches' mean losses is not the mean of the batch
-# where they count different numbers of labels. So the loss of the batch is their mean weighted by
-# what each was a mean over: samples, or labels that are not ignored (`weigh`). As gradients are
-# linear in the loss, weighting each loss before its backward makes them exact, too.
+# [Note: weighted losses] The mean of the micro-batches' mean losses is not the mean of the batch if
+# they have different numbers of labels. So the batch's loss is their mean weighted by the number of
+# terms of each: samples, or labels that are not ignored (`weigh`). Gradients are linear in the
+# loss, so weighting each loss before its backward makes them exact as well.
 @dataclass(frozen=True)
 class MicroBatch:
     """A subset of a batch's samples."""
 
     given: Any  # Samples in the form of the batch, for the criterion
-    samples: int  # Number of samples; 0 where nobody cut it from a batch
+    samples: int  # Number of samples; 0 if it was not split from a batch
 
     @property
     def args(self) -> tuple[Any, ...]:
@@ -108,7 +108,8 @@ class Weights:
     """Weights of the micro-batches' losses in the batch's loss."""
 
     own: list[float]  # Weights of the loss that the model computes itself
-    # Weights of a criterion's loss; None: not known, as it may count otherwise than the model.
+    # Weights of a criterion's loss; None if unknown, because it may count differently from the
+    # model.
     given: list[float] | None
 
 
@@ -127,7 +128,8 @@ def weigh(
     items = isinstance(micros[0].given, Mapping) and "num_items_in_batch" in micros[0].given
     if items and micros[0].given["num_items_in_batch"] is not None:
         if own is not None and own.items:
-            # Sums over the items of the whole batch: they only have to be added up.
+            # These losses are already divided by the items of the full batch, so they are only
+            # summed.
             return Weights([1.0] * len(micros), given)
         if own is None or own.items is None:
             if not criterion:
@@ -201,7 +203,7 @@ def _label_counts(
         if name == "attention_mask":
             counted = labels != 0
         elif name.endswith("_positions"):
-            # transformers leaves out answers past the end of the text.
+            # transformers ignores answers past the end of the text.
             text = micro.given.get("input_ids")
             counted = labels < text.shape[1] if isinstance(text, Tensor) else counted
         counted = counted[:, 1:] if shifted and labels.ndim > 1 else counted
@@ -219,12 +221,12 @@ def _close(first: Sequence[float], second: Sequence[float]) -> bool:
 
 
 def merge(outputs: Sequence[Any], weights: Sequence[float]) -> Any:
-    # Tensors are joined along dim 0; numbers of no dim, as losses are, are averaged by the weights;
-    # of what is no tensor nothing is kept.
+    # Tensors are concatenated along dim 0; 0-dim tensors, such as losses, are averaged by weight;
+    # other values are dropped.
     first = outputs[0]
     if isinstance(first, Tensor):
         if first.ndim == 0:
-            # The mean over nothing, which is no number, counts nothing.
+            # A mean over nothing is NaN, and has no weight.
             terms = [o.detach() * w for o, w in zip(outputs, weights, strict=True) if w]
             return torch.stack(terms).sum(0)
         return torch.cat([o.detach() for o in outputs])
@@ -237,7 +239,7 @@ def merge(outputs: Sequence[Any], weights: Sequence[float]) -> Any:
     return None
 
 
-# Losses of the micro-batches of a pipeline, weighted, as the last stage's forwards end.
+# Weighted losses of a pipeline's micro-batches, added when the last stage's forwards end.
 
 
 Criterion = Callable[[Any, Any], Tensor]
@@ -269,14 +271,14 @@ class Losses:
         if loss is None:
             return torch.zeros(())
         weight = weights[micro]
-        # A mean over nothing is no number; what counts nothing has no gradient either.
+        # A mean over nothing is NaN; without weight it has no gradient either.
         term = loss * weight if weight else _nothing(output, loss)
         self._terms.append(term.detach())
         return term * self._scale if self._scale != 1 else term
 
     def _of(self, output: Any, given: Any) -> tuple[Tensor | None, list[float]]:
         own = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
-        if isinstance(output, Tensor) and not output.ndim:  # as `own_loss` has it without stages
+        if isinstance(output, Tensor) and not output.ndim:  # like `own_loss` without stages
             own = output
         if self._criterion is None:
             if own is None and not self._optional:
@@ -299,23 +301,23 @@ class Losses:
 
 def _nothing(output: Any, loss: Tensor) -> Tensor:
     """Returns a zero loss with zero gradients for all tensors of the output."""
-    # Not a constant: the schedule calls its backward, and earlier stages wait for gradients.
+    # Not a constant, because the schedule calls its backward and earlier stages wait for gradients.
     values = output.values() if isinstance(output, dict) else output
     entries = [output] if isinstance(output, Tensor) else [v for v in values if v is not None]
     for value in entries:
         if isinstance(value, Tensor) and value.is_floating_point() and value.ndim > 0:
             return value.sum() * 0
-    # Only the loss itself came out, and it is a mean over nothing.
+    # The only output is the loss itself, and it is a mean over nothing.
     return torch.where(loss.isnan(), 0.0, loss) * 0
 
 
-# The agreement before a run: whether ranks of a model read the same batch, and their states.
+# Check before a run: whether the ranks of a model read the same batch, and their states.
 #
-# One gather of two numbers from each rank. The batches are compared by shapes, dtypes and a sample
-# of their bytes: every stage reads the whole batch, and two stages with different data would train
-# on nonsense without an error. The other number tells apart states in which a stage would send
-# other tensors (training or not, which parameters are frozen, autocast), so that both ends of a
-# cut know together when shapes have to be announced again.
+# One gather of two numbers per rank. Batches are compared by shapes, dtypes and a sample of their
+# bytes, because every stage reads the full batch, and stages with different data would train on
+# nonsense without an error. The other number distinguishes states in which a stage sends other
+# tensors (training or not, frozen parameters, autocast), so that sender and receiver both know when
+# new headers are needed.
 
 
 PLAIN = (bool, int, float, str)
@@ -337,7 +339,8 @@ def compare_batches(
         by_rank = _gathered(seen, _number(state.encode()), rank_group, device)
         first = rank_group.ranks[0]
         differing = (rank for rank in rank_group.ranks if by_rank[rank][0] != by_rank[first][0])
-        # Where an earlier axis found it, the number of a rank here is that of all its partners.
+        # If an earlier axis found the difference, a rank's number stands for all ranks that share
+        # its model there.
         wrong = wrong or next(((rank, first) for rank in differing), None)
         agreed = agreed or ",".join(str(by_rank[rank][1]) for rank in rank_group.ranks)
         seen = _number(str([by_rank[rank][0] for rank in rank_group.ranks]).encode())
@@ -356,7 +359,7 @@ def _gathered(
     own = torch.tensor([seen, state], dtype=torch.int64, device=device)
     found = torch.empty(2 * rank_group.size, dtype=torch.int64, device=device)
     all_gather(found, own, rank_group.process_group)
-    # A group numbers its ranks in ascending order, a rank group need not.
+    # A process group numbers its ranks in ascending order, but a rank group may not.
     return dict(zip(sorted(rank_group.ranks), found.view(-1, 2).tolist(), strict=True))
 
 
@@ -370,7 +373,7 @@ def digest(batch: Any) -> int:
         elif value is None or isinstance(value, PLAIN):
             seen.update(repr(value).encode())
         else:
-            # What else there is, such as a cache, is shown by its address: each rank has its own.
+            # Other objects, such as a cache, only by class: their repr contains an address.
             seen.update(type(value).__name__.encode())
     return int.from_bytes(seen.digest(), "big")
 

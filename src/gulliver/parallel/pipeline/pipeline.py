@@ -42,7 +42,7 @@ from gulliver.parallel.pipeline.stage import Stage
 LOSSES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 OF_ALL = ("output_hidden_states", "output_attentions")
 ANY_COUNT = ("1f1b", "gpipe")
-"""Schedules that support any number of micro-batches; each number needs its own object."""
+"""Schedules that support any number of micro-batches; each number needs its own schedule object."""
 UNCOUNTED = 0
 """Number of samples passed for a micro-batch that is not split from a batch."""
 
@@ -131,7 +131,7 @@ class Pipeline:
             GulliverError: ranks have different batches, the batch has too few samples, or a rank is
                 lost.
         """
-        # A message that is awaited from a rank that failed never comes, so a failure is final.
+        # A message from a failed rank never arrives, so a failure is final.
         self._check_alive()
         with guard():
             states = self._compare_batches(batch, forward_only)
@@ -191,7 +191,7 @@ class Pipeline:
             micros = [MicroBatch(self._complete(batch), UNCOUNTED) for batch in batches]
             weights = Weights(list(factors), list(factors))
             losses = Losses(micros, weights, criterion, scale, False)
-            # Whether caches are asked for is looked at in each of them.
+            # Rejects requested caches in any of the batches.
             (added, *_) = [self._added(batch) for batch in batches]
             run = self._new_run(micros, f"{states}|{state}", False, added)
             run.before = before
@@ -239,7 +239,7 @@ class Pipeline:
         schedule = self._schedule(len(run.micros))
         for runner in self._runners:
             runner.run, runner.messages.micro_batches = run, len(run.micros)
-        # What a schedule calls the target is the number of the micro-batch.
+        # The schedule's target is the index of the micro-batch.
         numbers = torch.arange(len(run.micros))
         step = schedule.eval if forward_only else schedule.step
         try:
@@ -288,15 +288,15 @@ class Pipeline:
         assert self._loss is not None, "losses are computed in a run"
         loss = self._loss(output, number)
         (last,) = (runner for runner in self._runners if runner.is_last)
-        # The schedule keeps what it is given until its end: the loss itself would keep the graph of
-        # the last stage of every micro-batch, which backward in two parts frees only with it.
+        # The schedule keeps this until its end. The loss itself would keep the last stage's graph
+        # of every micro-batch, which a backward in two parts frees only with the loss.
         last.losses[int(number)] = loss
         return loss.detach()
 
     def _refuse_uncounted(self, losses: Losses) -> None:
         """Raises on all ranks if the denominator of the criterion is unknown."""
-        # The last stage alone sees that it is not the model's own loss, and does in mid-schedule,
-        # where the others would wait for it: so it continues to the end.
+        # Only the last stage detects this, in the middle of the schedule, where others would wait
+        # for it; so the schedule finishes first.
         found = torch.tensor([float(losses.uncounted)], device=self._device())
         self._broadcast(found)
         if bool(found):
@@ -308,7 +308,7 @@ class Pipeline:
 
     def _share(self, losses: Losses) -> Tensor | None:
         mine = self.stage.rank_group.rank == self.stage.last_stage_rank
-        # Whether there is a loss at all, and of which dtype, the last stage alone knows.
+        # Only the last stage knows whether there is a loss, and its dtype.
         found = torch.zeros(2, dtype=torch.float64, device=self._device())
         total = losses.total()
         if mine and total is not None:

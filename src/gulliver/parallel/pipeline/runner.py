@@ -1,4 +1,4 @@
-"""Adapts stages to torch's schedules: messages, forward, and backward split in two parts."""
+"""Adapts stages to torch's schedules: messages, forward, and a backward in two parts."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from gulliver.precision.wire.formats import IDENTITY
 Gradients = tuple[Tensor | None, ...]
 
 
-# [Note: why two parts] The stage before waits for the gradient of the inputs, and no one waits for
-# those of the weights before the optimizer's step. Zero-bubble schedules (Qi et al., 2024, arXiv
-# 2401.10241) therefore send the former on as soon as they can, and fill the time in which a stage
-# would wait (the bubble) with the latter. One backward does both and cannot be interrupted.
+# [Note: why two parts] The previous stage waits for the gradients of the inputs, but those of the
+# weights are only needed by the optimizer's step. So zero-bubble schedules (Qi et al., 2024, arXiv
+# 2401.10241) send the former as early as possible, and compute the latter while a stage would wait
+# (the bubble). An ordinary backward computes both and cannot be interrupted.
 #
-# Let C be the nodes of the autograd graph that are between the inputs and the outputs. The first
-# part runs C alone. A weight is attached to C at some nodes, its *ends*; the gradient that comes
-# into them is noted as it passes. The second part starts backward at the ends, with what was noted.
-# Weights that share ends are done together; as one end may be behind another, what would come into
-# an end from there is replaced by what was noted, which has it already. So each path from the
-# outputs to a weight is counted once, regardless of the graph like: shared weights, weights used
-# twice, weights in front of an input that comes in later.
+# Let C be the nodes of the autograd graph between the inputs and the outputs. The first part only
+# runs C. A weight is attached to C at some nodes, its *ends*; the gradient that enters an end is
+# recorded as it passes. The second part starts backward at the ends, with the recorded gradients.
+# Weights that share ends are computed together. As one end may be upstream of another, the gradient
+# that would reach it from there is replaced by the recorded one, which already includes it. So each
+# path from the outputs to a weight counts once, also for shared weights, weights that are used
+# twice, and weights upstream of an input.
 #
-# The second part accumulates as any backward does, hooks of accumulation included.
+# The second part accumulates like any backward, including accumulation hooks.
 @dataclass
 class _Group:
     """Weights whose gradients are computed together, and the graph nodes to start from."""
@@ -69,7 +69,7 @@ class WeightBackward:
                 if several and end in self.noted
             ]
             try:
-                # Other groups may pass the same nodes; the graph goes when this object does.
+                # Other groups may pass the same nodes; the graph is freed with this object.
                 torch.autograd.backward(edges, values, retain_graph=True, inputs=group.weights)
             finally:
                 for handle in handles:
@@ -91,7 +91,7 @@ def backward_of_inputs(
     rest = WeightBackward(_groups(weights, above, between))
     ends = set().union(*(group.ends for group in rest.groups))
     for root, gradient in zip(roots, given, strict=True):
-        # Of an output that no input leads to, backward of the inputs sees nothing.
+        # The backward of the inputs does not reach an output that depends on no input.
         if root.node in ends and root.node not in between:
             known = dict(enumerate(rest.noted.get(root.node, ())))
             known[root.output_nr] = gradient
@@ -143,12 +143,12 @@ def _groups(
     groups: list[_Group] = []
     owner: dict[Node, _Group] = {}
     for weight in weights:
-        with without_torch_functions():  # its values may be elsewhere, and are not needed
+        with without_torch_functions():  # its values may be elsewhere and are not needed
             node = get_gradient_edge(weight).node
         if node not in above:
             continue
         seen, ends = _climb([node], above, between)
-        # Tops that no input leads to: outputs of the weights alone.
+        # Outputs that depend on no input, only on weights.
         ends |= {top for top in seen if not above[top] and top is not node}
         group = _Group(set(ends), [weight])
         for other in {id(owner[end]): owner[end] for end in ends if end in owner}.values():
@@ -192,15 +192,15 @@ _DTYPES = (
 )
 
 
-# [Note: headers] A receiver must know what comes. What crosses a cut is the same from step to step
-# for micro-batches of the same shapes in the same states, so it is announced once: before the first
-# message of each kind goes a header on the CPU with the shapes, dtypes, and which of the tensors
-# want gradients. Both ends then remember it; a message of known kind has no header, which would
-# cost a latency each time, and a tensor that is not as the header said is rejected, not sent.
-# Gradients go back in the shapes of what came.
+# [Note: headers] A receiver must know the form of incoming tensors. Stages exchange tensors of the
+# same form in each step for micro-batches with the same shapes in the same state, so the form is
+# sent once: the first message of each kind is preceded by a header on the CPU with shapes, dtypes
+# and requires_grad. Both stages remember it. Later messages of this kind have no header, which
+# would cost a latency each, and a tensor that does not match the header is rejected instead of
+# sent. Gradients have the shapes of the received tensors.
 #
-# On the CPU each message has its own tag, so the order in which the two ends ask does not matter;
-# on GPUs the order is that of torch's schedules, which is the same at both ends.
+# On the CPU each message has its own tag, so the order of calls does not matter; on GPUs it is the
+# order of torch's schedules, which is the same on both stages.
 @dataclass(frozen=True)
 class Meta:
     """Shape, dtype and requires_grad of a message's tensor."""
@@ -222,8 +222,8 @@ def _encode(metas: Sequence[Meta]) -> Tensor:
     for meta in metas:
         if len(meta.shape) > DIMS or meta.dtype not in _DTYPES:
             raise GulliverError(
-                f"a tensor of {meta.dtype} and {len(meta.shape)} dims cannot cross stages: at most "
-                f"{DIMS} dims, of {', '.join(str(d).removeprefix('torch.') for d in _DTYPES)}"
+                f"a tensor of {meta.dtype} and {len(meta.shape)} dims cannot cross stages; use "
+                f"up to {DIMS} dims of {', '.join(str(d).removeprefix('torch.') for d in _DTYPES)}"
             )
         numbers += [_DTYPES.index(meta.dtype), int(meta.requires_grad), len(meta.shape)]
         numbers += meta.shape
@@ -344,30 +344,30 @@ class StageMessages:
 
 # Adapts one stage to torch's pipeline schedules.
 #
-# Schedules of `torch.distributed.pipelining` decide what is done when, and call the methods of
-# `StageRunner`, whose names are torch's. torch's own stage requires one shape for all
-# micro-batches and finds it with an additional forward and backward. This one learns shapes from
-# the first micro-batch of each kind (`StageMessages`), so they may differ and change.
+# Schedules of `torch.distributed.pipelining` define the order of computations, and call the methods
+# of `StageRunner` by torch's names. torch's own stage requires one shape for all micro-batches and
+# infers it with an additional forward and backward. This one learns shapes from the first
+# micro-batch of each kind (`StageMessages`), so they may differ and change.
 #
-# Backward is that of autograd for each micro-batch. Schedules that fill the bubble ask for it in
-# two parts, gradients of the inputs first and those of the weights later (`runner.py` says why).
+# Each micro-batch has an ordinary autograd backward. Zero-bubble schedules split it into two parts,
+# gradients of the inputs first and those of the weights later; see [Note: why two parts].
 
 
 @dataclass
 class PipelineRun:
-    """A batch in the pipeline."""
+    """The run of one batch through the pipeline."""
 
     micros: Sequence[MicroBatch]
     kinds: Sequence[str]  # Kind of each micro-batch; those of one kind send tensors of equal shapes
     call: Callable[..., Any]  # Model, or a wrapper of its forward
-    keep: bool  # Whether outputs of the last stage are wanted
+    keep: bool  # Whether to keep outputs of the last stage
     # Keyword arguments in addition to those of the batch.
     added: dict[str, Any] = field(default_factory=dict)
     # Function called before each forward with the number of its micro-batch.
     before: Callable[[int], None] | None = None
     # Outputs of the last stage, by micro-batch.
     outputs: dict[int, Any] = field(default_factory=dict)
-    weights: list[nn.Parameter] = field(default_factory=list)  # Parameters that want gradients
+    weights: list[nn.Parameter] = field(default_factory=list)  # Parameters that require gradients
 
     def arguments(self, micro: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if self.before is not None:
@@ -383,10 +383,9 @@ class _KeptTensors:
     carry: Carry
 
 
-# [Note: what torch's schedules ask for] Checked with torch 2.13. A schedule does not look at the
-# class of a stage of ours: its metadata inference (`_warmup_*`) is for torch's own stages. It reads
-# and calls what follows, and a new torch that asks for more fails with an AttributeError in its
-# first step.
+# [Note: what torch's schedules need] Checked with torch 2.13. A schedule does not check the class
+# of a stage; its metadata inference (`_warmup_*`) is for torch's own stages. It uses the following
+# attributes; if a new torch uses more, the first step fails with an AttributeError.
 #
 # - All schedules: `submod`, `device`, `stage_index`, `num_stages`, `group_rank`, `group_size`,
 #   `is_first`, `is_last`, `output_chunks`, `_prepare_forward_infra`, `_prepare_backward_infra`,
@@ -419,7 +418,7 @@ class StageRunner:
         self._to_send: dict[int, tuple[Tensor | None, ...]] = {}
         self._later: dict[int, Callable[[], None]] = {}
         self.losses: dict[int, Tensor] = {}
-        # What schedules read.
+        # Attributes that schedules read.
         self.submod, self.device = stage.model, device
         self.stage_index, self.num_stages = number, stage.cut.stages
         self.group, self.group_rank = stage.rank_group.process_group, stage.rank_group.rank
@@ -438,7 +437,7 @@ class StageRunner:
     def is_last(self) -> bool:
         return self.stage_index == self.num_stages - 1
 
-    # What a schedule asks before and after.
+    # Methods called before and after a schedule.
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         return []
@@ -557,7 +556,7 @@ class StageRunner:
             if full_backward or inputs:
                 run()
             else:
-                # The first stage has no gradient to send on: all of it can wait.
+                # The first stage sends no gradient, so the entire backward can wait.
                 self._later[micro] = run
         else:
             rest = backward_of_inputs(roots, gradients, inputs, self._run.weights)
@@ -571,9 +570,9 @@ class StageRunner:
     def _roots(
         self, kept: _KeptTensors, loss: Tensor | None, gradients: Sequence[Tensor | None]
     ) -> tuple[list[Tensor], list[Tensor] | None, dict[Tensor, Tensor]]:
-        """Returns backward's roots and their gradients, and gradients of tensors passed through."""
-        # A tensor that the stage hands on as it came, as the encoder's output, is no root: autograd
-        # has nothing to do for it.
+        """Returns backward's roots with their gradients, and the gradients of inputs passed on."""
+        # An input that the stage passes on unchanged, such as the encoder's output, is not a root,
+        # because autograd has no work for it.
         if self.is_last:
             assert loss is not None, "the last stage has losses"
             return [loss], None, {}

@@ -29,10 +29,10 @@ class Style:
     """A pipeline schedule."""
 
     schedule: str  # Name of torch's class
-    chunks: int = 1  # Stages on each rank, unless the user says otherwise
-    fixed: bool = True  # Whether the schedule can have no other number of them
-    folded: bool = False  # Whether the second half of the stages lies in reverse order
-    splits: bool = False  # Whether backward comes in two parts
+    chunks: int = 1  # Stages on each rank, by default
+    fixed: bool = True  # Whether the schedule requires this number
+    folded: bool = False  # Whether the second half of the stages is assigned in reverse order
+    splits: bool = False  # Whether backward is split into two parts
 
 
 STYLES = {
@@ -112,10 +112,10 @@ def make_schedule(
     return made(stages, n_microbatches=micro_batches, loss_fn=loss, scale_grads=False)
 
 
-# Predicts the time of a pipeline's step, and how much of it its ranks wait (the bubble).
+# Predicts the time of a pipeline's step, and the share that its ranks wait (the bubble).
 #
-# Gives the orders of a schedule to `gulliver.solve.timeline.schedule_seconds`, which walks through
-# them as ranks would. Seconds in, seconds out; no clock is read.
+# `gulliver.solve.timeline.schedule_seconds` simulates the ranks' orders of computations from given
+# seconds, without measuring.
 
 
 def predict(
@@ -146,7 +146,7 @@ def computations(
     """Yields a rank's computations in order, as (kind, stage, micro-batch)."""
     count = sum(map(len, numbers))
     if style == "1f1b":
-        # What torch 2.13 says of its own order is wrong for the last rank.
+        # The order that torch 2.13 reports is wrong for the last rank.
         yield from _one_forward_one_backward(place, count, micro_batches)
         return
     stages = [

@@ -26,20 +26,20 @@ class Stack:
     """The blocks of a model, in execution order."""
 
     blocks: tuple[str, ...]
-    lists: tuple[str, ...]  # Paths of the lists that hold them
+    lists: tuple[str, ...]  # Paths of the lists that contain them
     # Path of the module around the first list, whose output every block of the second list reads;
-    # None where there is one row of blocks.
+    # None if there is only one list.
     memory: str | None = None
-    border: int = 0  # How many blocks lie in it; 0 without one
-    # Entries that a block returns after the hidden state; None: a plain tensor; -1: not known,
-    # found out when a block is passed by.
+    border: int = 0  # Number of blocks in it; 0 without one
+    # Number of entries after the hidden state in a block's output; None: a plain tensor; -1:
+    # unknown, detected when a block is skipped.
     extra: int | None = -1
-    # Paths of modules that run after the blocks although they are registered before.
+    # Paths of modules that run after the blocks but are registered before them.
     after: tuple[str, ...] = ()
     everywhere: tuple[str, ...] = ()  # Paths of modules that every stage keeps
-    # Path in a block of what only the first has, as in `gulliver.families.Blocks`.
+    # Path, in a block, of a module that only the first block has, as in `gulliver.families.Blocks`.
     first_only: str | None = None
-    # Name of the model's family; None where its blocks were named or looked for.
+    # Name of the model's family; None if its blocks were named by the user or searched for.
     family: str | None = None
 
     def place(self) -> dict[str, int]:
@@ -61,7 +61,7 @@ def stack_of(
         path: path of its list of blocks; None searches for it.
         extra: number of entries after the hidden state in a block's output; None for a plain
             tensor, -1 to detect it.
-        after: paths of modules that run after the blocks but are registered before.
+        after: paths of modules that run after the blocks but are registered before them.
         everywhere: paths of modules whose results every block uses.
 
     Returns:
@@ -169,7 +169,7 @@ def _longest(paths: dict[str, nn.Module]) -> str:
         kinds = {type(block) for block in module}
         if len(kinds) == 1 and all(any(True for _ in b.parameters()) for b in module):
             best, length = path, len(module)
-    # Blocks of several kinds are in a list of this name.
+    # A list with this name may have blocks of several kinds.
     named = [p for p in paths if p.rpartition(".")[2] in LISTS and _many(paths[p])]
     if named and (best is None or best.startswith(f"{named[0]}.")):
         best = named[0]
@@ -200,7 +200,7 @@ class Unit:
     """A module around the blocks that is kept or replaced as a unit."""
 
     path: str
-    home: int | None  # Number of the block whose stage it goes to; None: every stage keeps it
+    home: int | None  # Index of the block whose stage keeps it; None: every stage keeps it
 
 
 @dataclass
@@ -224,7 +224,8 @@ class _Walk:
 
     def _home(self, path: str) -> int | None:
         """Returns the block that a module is assigned to, by registration order."""
-        # Modules before a list of blocks go with its first block, those after it with its last.
+        # Modules before a list of blocks are assigned to its first block, those after it to its
+        # last.
         stack, last = self.stack, len(self.stack.blocks) - 1
         if any(path == p or _inside(path, p) for p in stack.everywhere):
             return None
@@ -233,7 +234,7 @@ class _Walk:
         if stack.memory is None:
             if self.seen == 0:
                 return 0
-            # Between two lists whose blocks run in turns anything may be.
+            # If the blocks of two lists alternate, the position of modules between them is unknown.
             return last if self.seen == len(stack.lists) else None
         if _inside(path, stack.memory):
             return 0 if self.seen == 0 else stack.border - 1
@@ -260,24 +261,24 @@ def _plain_container(module: nn.Module) -> bool:
     return isinstance(module, nn.ModuleDict | nn.ModuleList)
 
 
-# Cuts a model into stages: by the predicted cost of its blocks, or as the user says.
+# Splits a model into stages: by the predicted cost of its blocks, or as the user specifies.
 #
-# The cost of a block is the work of its matrix multiplications for one token, 2 FLOPs forward for
-# each element of its weights; modules around the blocks are added to the blocks that they are with,
-# embeddings at nothing, the output head like any other weight. That leaves out the products inside
-# attention, which are the same in every block of a list, and that the two lists of an
-# encoder-decoder may read different lengths: pass `costs` where it matters.
+# The cost of a block is the forward work of its matrix products for one token, 2 FLOPs for each
+# element of its weights. Modules around the blocks are added to the blocks that they are assigned
+# to; embeddings cost nothing, the output head costs as much as any other weight. This ignores the
+# products inside attention, which are equal for all blocks of a list, and different lengths in the
+# two lists of an encoder-decoder; pass `costs` if these matter.
 
 
 @dataclass(frozen=True)
 class Cut:
     """An assignment of blocks to stages."""
 
-    # Stage k has the blocks from ``bounds[k]`` up to, without, ``bounds[k + 1]``.
+    # Stage k has the blocks ``bounds[k]`` to ``bounds[k + 1] - 1``.
     bounds: tuple[int, ...]
-    costs: tuple[float, ...]  # Cost of each block, with what lies around it, in any unit
+    costs: tuple[float, ...]  # Cost of each block with its assigned modules, in any unit
     times: tuple[float, ...]  # Cost of each stage, in that unit
-    lower: float  # No cut has a slowest stage below this
+    lower: float  # Lower bound of the slowest stage's cost
 
     @property
     def stages(self) -> int:
@@ -339,7 +340,7 @@ def cut(
         The assignment.
 
     Raises:
-        GulliverError: fewer blocks than stages, or an `at` that does not cover all blocks.
+        GulliverError: there are fewer blocks than stages, or `at` does not cover all blocks.
     """
     count = len(stack.blocks)
     if count < stages:

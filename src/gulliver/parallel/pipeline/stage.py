@@ -250,7 +250,7 @@ def _replace(
 
 def _graft(placeholder: nn.Module, path: str, module: nn.Module) -> None:
     """Puts a module at a path inside a placeholder, creating containers."""
-    # Not by register_module: a placeholder seems to have the modules that were in its place.
+    # Not by register_module, because a placeholder seems to have the modules that it replaces.
     inner = placeholder
     *names, last = path.split(".")
     for name in names:
@@ -273,7 +273,7 @@ class _Lent:
 
 def _share_position_bias(model: nn.Module, stack: Stack, first: int, blocks: Sequence[int]) -> None:
     """Gives all blocks access to the first block's position bias module."""
-    # They do so only when they are handed none, as the first block of a stage is.
+    # Blocks compute it only if they receive none, like the first block of a stage.
     inner, _, name = (stack.first_only or "").rpartition(".")
     lent = _Lent(model, f"{stack.blocks[first]}.{stack.first_only}")
     for block in blocks:
@@ -283,8 +283,8 @@ def _share_position_bias(model: nn.Module, stack: Stack, first: int, blocks: Seq
 
 
 def _sum(value: Tensor, places: Sequence[int], rank_group: RankGroup) -> None:
-    # Point to point: a process group for each set of stages that share a weight would have to be
-    # made by all ranks.
+    # Point to point, because a process group for each set of stages that share a weight would have
+    # to be created by all ranks.
     if len(places) == rank_group.size:
         all_reduce(value, "sum", rank_group.process_group)
         return

@@ -38,7 +38,7 @@ def run_filled(module: nn.Module, args: Any, kwargs: Any) -> Any:
     real = copy.deepcopy(module).to_empty(device=device)
     with torch.no_grad():
         for tensor in [*real.parameters(), *real.buffers()]:
-            # Not all equal, so that a router has a top-k; no draw from the random state.
+            # Not all equal, so that a router has a top-k; without using the random state.
             ramp = torch.arange(tensor.numel(), device=device).view(tensor.shape)
             tensor.copy_(ramp % 7 / 64 if tensor.is_floating_point() else torch.zeros_like(ramp))
         return real(*map_tensors(args, _finite), **map_tensors(kwargs, _finite))
@@ -49,7 +49,7 @@ def find_form(module: nn.Module, path: str, args: Any, kwargs: Any) -> int | Non
     try:
         found = run_on_meta(module, args, kwargs)
     except Exception:
-        # Experts, whose shapes depend on values: run it once with some.
+        # Shapes depend on values, as in experts: run the module once with arbitrary values.
         try:
             found = run_filled(module, args, kwargs)
         except Exception as error:
@@ -116,29 +116,29 @@ def _empty(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor, device="meta")
 
 
-# The stage forward: the model's own forward, in which blocks of other stages do nothing.
+# Forward of a stage: the model's own forward, in which blocks of other stages do nothing.
 
 
 Carry = tuple[Tensor, ...]
 """Tensors that one stage sends to the next."""
 
 
-# [Note: the model's own forward] Tracing or rewriting a model into stages fails where its forward
+# [Note: the model's own forward] Tracing or rewriting a model into stages fails if its forward
 # computes masks, positions or rotary tables before the blocks. So the model is called as usual,
-# with the whole micro-batch, and its own code makes these. What is different is what its blocks do
+# with the full micro-batch, and its own code computes these. Only its blocks behave differently
 # (`StageForward.block`):
 #
-# - a block before the stage's first returns the hidden state that it got;
-# - the first block of the stage is given the hidden state that the stage before sent;
-# - after the last block of the stage the forward is left, by an exception that carries the hidden
-#   state out (`StageEnd`), so that nothing behind it runs. On the last stage it runs to its end.
+# - a block before the stage's first returns its hidden state unchanged;
+# - the first block of the stage gets the hidden state that the previous stage sent;
+# - after the last block of the stage, an exception with the hidden state ends the forward
+#   (`StageEnd`), so that nothing after it runs. On the last stage the forward runs to its end.
 #
-# In place of modules around the blocks that lie elsewhere are placeholders (`stage_forward.py`).
-# They return NaN, not zeros: what they return is replaced before it is used, and if it should leak
-# into a block by another way, that is seen and rejected (`_refuse_leaks`) rather than trained on.
+# Placeholders replace modules around the blocks that are on other stages. They return NaN, which
+# is normally replaced before it is used; if it leaks into a block, this is detected and rejected
+# (`_refuse_leaks`).
 #
-# In an encoder-decoder the finished output of the encoder, the *memory*, travels with the hidden
-# state (`StageForward.around_memory`). What is carried over the cut before block b is
+# In an encoder-decoder, the output of the encoder, the *memory*, is sent together with the hidden
+# state (`StageForward.around_memory`). The tensors sent between stages before block b are
 #
 #     (hidden,) inside the first list
 #     (memory,) between the lists
@@ -155,15 +155,15 @@ class StageEnd(Exception):
 class ForwardState:
     """State of the forward that is running."""
 
-    start: int  # Number of the stage's first block
-    stop: int  # Number of its last block, plus one
+    start: int  # Index of the stage's first block
+    stop: int  # Index of its last block, plus one
     last: bool  # Whether the model ends with this stage
-    # Received hidden state for the first block; None where the stage begins with modules.
+    # Received hidden state for the first block; None if the stage begins with other modules.
     hidden: Tensor | None
     memory: Tensor | None  # Output of the first list's module (an encoder), received or computed
-    live: bool  # Whether this stage's own computation has begun
-    look: bool  # Whether to look for what leaks past the received tensors
-    # Modules of other stages that were asked for something before the blocks.
+    live: bool  # Whether the stage's own computation has begun
+    look: bool  # Whether to check for placeholder outputs in arguments of blocks
+    # Modules of other stages that were called before the blocks.
     elsewhere: list[str] = field(default_factory=list)
 
 
@@ -290,11 +290,11 @@ class StageForward:
 
     def _refuse_leak_behind(self, state: ForwardState, output: Any) -> None:
         """Raises if the model's output is NaN because of a placeholder."""
-        # They are no more than suspects: a NaN that came with the hidden state is none of theirs.
+        # Their use does not prove it, because the hidden state itself may contain NaN.
         came = [t for t in (state.hidden, state.memory) if t is not None]
         if not state.elsewhere or any(_has_nan(t) for t in came):
             return
-        # The loss of a micro-batch without labels is a mean over nothing, and no number.
+        # The loss of a micro-batch without labels is a mean over nothing, which is NaN.
         found = [tensor for _, tensor in _tensors(output) if tensor.ndim]
         if any(_has_nan(tensor) for tensor in found):
             raise GulliverError(
@@ -363,22 +363,22 @@ def _tensors(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
             yield from _tensors(entry, f"{path}.{number}" if path else str(number))
 
 
-# Placeholder modules for modules of other stages: no parameters, the same path, the same shapes.
+# Placeholders for modules of other stages: without parameters, at the same path, with outputs of
+# the same shape.
 #
-# - `PlaceholderBlock`, for a block: hands the hidden state on.
-# - `Placeholder`, for any other module that holds parameters: returns tensors of the shape, dtype
-# and
-#   device that the module would return, full of NaN. It finds the shape by running a copy of the
-#   module on meta, where nothing is computed and nothing is stored.
-# - `own`, for the blocks of this stage: they stay the objects they are, under their own names, but
-#   go through the `StageForward` when they are called. Their class becomes a subclass of the same
-#   name, so that the call is caught before hooks, compiled calls and checkpoints of the block.
+# - `PlaceholderBlock`, for a block: returns the hidden state.
+# - `Placeholder`, for any other module with parameters: returns tensors full of NaN, with the
+#   shape, dtype and device of the module's output. It infers the shape by running a copy of the
+#   module on meta, without computation or memory.
+# - `own`, for the blocks of this stage: they stay the same objects under the same names, but calls
+#   go through the `StageForward`. Their class becomes a subclass of the same name, so that calls
+#   are intercepted before hooks, compiled calls and checkpoints of the block.
 
 
-# [Note: NaN, not zeros] Every stage runs the model's own forward, so a module that lies elsewhere
-# has to return something of the right shape. What it returns is replaced before it is used. If it
-# should reach a block by another way all the same, zeros would train silently on nonsense; NaN is
-# seen in the block's arguments, and rejected by the argument's name (`StageForward._refuse_leaks`).
+# [Note: NaN, not zeros] Every stage runs the model's own forward, so a placeholder has to return a
+# tensor of the right shape, which is normally replaced before it is used. If it reached a block in
+# another way, zeros would silently train on nonsense, but NaN is detected in the block's arguments
+# and raises an error that names the argument (`StageForward._refuse_leaks`).
 class _OnMeta:
     """Refers to a meta module without registering it as a submodule."""
 
@@ -389,7 +389,7 @@ class _OnMeta:
 
 
 class EmptyModule(nn.Module):
-    """Placeholder of a module with parameters or buffers; it has none itself."""
+    """Placeholder for a module with parameters or buffers; the placeholder has none."""
 
     def __init__(self, stage_forward: StageForward, path: str, module: nn.Module) -> None:
         super().__init__()
@@ -398,7 +398,7 @@ class EmptyModule(nn.Module):
         self.train(module.training)
 
     def __getattr__(self, name: str) -> Any:
-        # Models look at sizes, strides and dtypes of what they own.
+        # Models read sizes, strides and dtypes of their parameters.
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -415,7 +415,7 @@ class EmptyModule(nn.Module):
 
 
 class Placeholder(EmptyModule):
-    """Placeholder of a module around the blocks."""
+    """Placeholder for a module around the blocks."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         state = self._stage_forward.running(self._path)
@@ -439,7 +439,7 @@ class Placeholder(EmptyModule):
 
 
 class PlaceholderBlock(EmptyModule):
-    """Placeholder of a block."""
+    """Placeholder for a block."""
 
     def __init__(self, stage_forward: StageForward, number: int, block: nn.Module) -> None:
         super().__init__(stage_forward, stage_forward.stack.blocks[number], block)

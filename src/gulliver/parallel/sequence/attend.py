@@ -33,11 +33,10 @@ from gulliver.parallel.sequence.mask import Mask
 from gulliver.parallel.sequence.ring import RingAttention, RingCall
 
 
-# [Note: Ulysses inside, ring outside] Ulysses sends less, (u - 1) / u of q, k, v and output
-# whatever the degree, but nothing hides it and there can be no more ranks than heads. The ring
-# sends every block to everyone, but under the computation, and has no limit. So neighbours with
-# fast links exchange heads, and the ring goes over the slower links (Fang and Zhao, USP, 2024,
-# arXiv 2405.07719).
+# [Note: Ulysses inside, ring outside] Ulysses sends less, (u - 1) / u of q, k, v and output, but
+# its messages are exposed and there can be no more ranks than heads. The ring sends every block to
+# all ranks, but overlaps with compute, and has no limit. So neighbors with fast links exchange
+# heads, and the ring uses the slower links (Fang and Zhao, USP, 2024, arXiv 2405.07719).
 def attention(
     q: Tensor,
     k: Tensor,
@@ -74,7 +73,7 @@ def attention(
             for the fastest suitable one.
         deterministic: whether results must be bitwise reproducible; None follows torch's setting.
             (Blocks are always merged in the same order.)
-        dropout: probability of dropping a weight, which must be 0.
+        dropout: must be 0; dropout of attention weights is not supported.
 
     Returns:
         Outputs ``[batch, heads, local length, value dim]`` of q's dtype.
@@ -107,7 +106,7 @@ def _attention(
         torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
     )
     if kernel is not None:
-        # Rejected at once on all ranks, not where its first block happens to be computed.
+        # Rejected here on all ranks, rather than on the rank that computes the first block.
         _ = [
             select(requirements_of(q, v, kind, deterministic), kernel)
             for kind in _kinds(mask, queries)
@@ -129,7 +128,7 @@ def _attention(
     return ToSequence.apply(back, out)
 
 
-# What is sent cannot be traced; the model around it can.
+# Communication cannot be traced; the model around it can.
 _eager: Callable[..., Tensor] = uncompiled(_attention)
 
 
@@ -199,9 +198,9 @@ def _layouts(
         for rank, lengths in held.items():
             if lengths[number] != wanted[rank]:
                 raise GulliverError(
-                    f"rank {rank} holds {lengths[number]} tokens of {name}: the "
-                    f"{groups.plan.layout} layout of {layouts[number].length} gives the ranks "
-                    f"{_short(wanted)}; shard sequences with shard()"
+                    f"rank {rank} holds {lengths[number]} tokens of {name}, but the "
+                    f"{groups.plan.layout} layout of {layouts[number].length} tokens gives the "
+                    f"ranks {_short(wanted)}; shard sequences with shard()"
                 )
     return layouts
 

@@ -22,8 +22,8 @@ class SplitPrediction:
 
     plan: SequencePlan
     seconds: float  # Seconds of a forward and a backward
-    compute: float  # Seconds of both if nothing had to be sent
-    exchanges: float  # Seconds of the exchanges of heads
+    compute: float  # Seconds of both without communication
+    exchanges: float  # Seconds of head exchanges
     sent: Volume  # Bytes that each rank sends
 
 
@@ -32,7 +32,7 @@ class Chosen:
     """The plan with the lowest predicted time, and the alternatives."""
 
     plan: SequencePlan
-    # Predictions of all plans that were considered, the best first.
+    # Predictions of all considered plans, best first.
     predicted: tuple[SplitPrediction, ...]
 
     @property
@@ -59,7 +59,7 @@ def choose(
     layout: LayoutName | None = None,
     stride: int = 1,
 ) -> Chosen:
-    """Returns the fastest factorization of a degree, by prediction.
+    """Returns the factorization of a degree with the lowest predicted time.
 
     Args:
         cluster: links and device, measured or described.
@@ -78,7 +78,7 @@ def choose(
         for u in _divisors(degree)
         if u <= shape.heads
         for o in _divisors(degree // u)
-        # An inner ring of one is a ring of one level, which the last of these is.
+        # An inner ring of size one is a single-level ring, which ``o == 1`` covers.
         if o == 1 or degree // u // o > 1
     ]
     found.sort(key=lambda p: (p.seconds, p.sent.forward + p.sent.backward, p.plan.outer))

@@ -23,23 +23,23 @@ Run = tuple[slice, slice]
 """Query heads and their KV heads; each KV head serves equally many query heads."""
 
 
-# [Note: grouped queries] KV heads are not expanded. Where the ranks divide them, each rank gets its
-# share and the queries that use it. Where they do not, queries are dealt as evenly as can be, and
-# each rank is sent the KV heads that its queries use; a head that several ranks need is sent to
-# each. Its gradients come back from each, and are added up in float32. Expanding the KV heads to
-# those of the queries would make all numbers divide, at `group` times the bytes.
+# [Note: grouped queries] KV heads are not expanded. If the number of ranks divides them, each rank
+# gets its share and the queries that use it. Otherwise queries are distributed as evenly as
+# possible, and each rank gets the KV heads that its queries use; a head that several ranks need is
+# sent to each, and its gradients from all of them are summed in float32. With KV heads expanded to
+# the number of query heads, everything would be divisible, at `group` times the bytes.
 @dataclass(frozen=True)
 class Heads:
     """The heads that each rank of a Ulysses group computes."""
 
     queries: tuple[Interval, ...]  # Interval of query heads of each rank
-    # Interval of KV heads of each rank; intervals overlap where a head is needed twice.
+    # Interval of KV heads of each rank; intervals overlap if several ranks need a head.
     keys: tuple[Interval, ...]
-    group: int  # Query heads for one KV head
+    group: int  # Query heads per KV head
 
     def runs(self, member: int) -> tuple[Run, ...]:
         """Splits a rank's heads into runs with equal KV group sizes."""
-        # Kernels with grouped queries want that, and an uneven deal does not always give it.
+        # Kernels for grouped queries require it, and an uneven distribution may not satisfy it.
         first, last = self.queries[member]
         base = self.keys[member][0]
         served = [

@@ -20,10 +20,10 @@ DTYPES = (torch.float64, torch.float32, *HALVES)
 
 
 # [Note: gradients of a block] A kernel sees one rectangle of queries and keys. Its backward is
-# given the output and the log-sum-exp of the *whole* rows, over all keys of all ranks. From these
-# follow the final weights of its own pairs, ``P = exp(logits - lse)``, and ``D = sum(dO * O)`` of
-# each row, and the gradient of a logit is ``P * (dO @ v - D)``: it needs nothing of other keys. So
-# the gradients of the blocks add up to those of the whole, in any order and on any rank (Dao et
+# given the output and the log-sum-exp of the *whole* rows, over all keys of all ranks. These
+# determine the final weights of its own pairs, ``P = exp(logits - lse)``, and ``D = sum(dO * O)``
+# of each row, and the gradient of a logit is ``P * (dO @ v - D)``, independent of other keys. So
+# the gradients of the blocks add up to the full gradients, in any order and on any rank (Dao et
 # al., FlashAttention, 2022, arXiv 2205.14135, appendix B.2). With a block's own output and
 # log-sum-exp they would not.
 #
@@ -34,9 +34,8 @@ DTYPES = (torch.float64, torch.float32, *HALVES)
 # | cuda flash | cuda | 16 bits | plain, causal |
 # | cuda efficient | cuda | 16 bits, float32 | all |
 #
-# `select` takes the first of `ORDER` that can do what is asked, or the one that was named; it
-# rejects with the reason. The CUDA kernels are written to the operators' signatures and have not
-# run yet.
+# `select` returns the named kernel, or the first of `ORDER` that supports the call; errors give the
+# reason. The CUDA kernels follow the operators' signatures but have not been run yet.
 @dataclass(frozen=True)
 class KernelRequirements:
     """Properties of a call that a kernel has to support."""
@@ -46,7 +45,7 @@ class KernelRequirements:
     head_dim: int
     value_dim: int
     kind: Kind = "plain"
-    deterministic: bool = False  # Whether the same bits have to come out every time
+    deterministic: bool = False  # Whether results must be bitwise reproducible
     arch: tuple[int, int] = (0, 0)  # Compute capability of a CUDA device, major and minor
 
 
@@ -85,7 +84,7 @@ class Kernel:
     # Function of the output's gradient, the block, the rows' output and log-sum-exp that returns
     # dq, dk and dv.
     backward: Callable[[Tensor, AttentionBlock, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
-    # Function of the requirements that returns what it cannot do; None if it can.
+    # Function of the requirements that returns why the kernel cannot be used; None if it can.
     lacks: Callable[[KernelRequirements], str | None]
 
 
@@ -128,7 +127,7 @@ def _reference_forward(block: AttentionBlock) -> tuple[Tensor, Tensor]:
     q, k, v = _grouped(block)
     logits = _logits(q, k, block)
     lse = logits.logsumexp(-1)
-    # A row without any key: its logits are all minus infinity, and so is their log-sum-exp.
+    # In a row without visible keys all logits are minus infinity, and so is their log-sum-exp.
     weights = torch.exp(logits - lse.clamp(min=torch.finfo(lse.dtype).min).unsqueeze(-1))
     return (weights @ v).flatten(1, 2), lse.flatten(1, 2)
 
@@ -186,7 +185,7 @@ def _flash_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     before = torch.are_deterministic_algorithms_enabled()
     warned = torch.is_deterministic_algorithms_warn_only_enabled()
-    # The kernel asks torch's switch how it may add up the gradient of the queries.
+    # The kernel reads torch's switch to decide how it accumulates the gradient of the queries.
     torch.use_deterministic_algorithms(block.deterministic or before, warn_only=True)
     try:
         return _compat_attention.cuda_flash_backward(
@@ -283,7 +282,7 @@ ORDER = (
 KERNELS = {kernel.name: kernel for kernel in ORDER}
 
 
-# Partial attention over some of the keys, and the merge of two of them.
+# Partial attention over some of the keys, and merging of two such results.
 
 
 # [Note: log-sum-exp merge] Softmax attention over keys A and B is
@@ -291,20 +290,20 @@ KERNELS = {kernel.name: kernel for kernel in ORDER}
 #     out = (sum_A exp(s) v + sum_B exp(s) v) / (sum_A exp(s) + sum_B exp(s))
 #
 # With ``out_A`` normalised over A alone and ``lse_A = log sum_A exp(s)``, the first sum is
-# ``exp(lse_A) out_A``. So the mean of the two outputs weighted with ``exp(lse)`` is not an
-# approximation but the same number, for any division of the keys and in any order; only rounding
-# depends on these. The weight of B, ``exp(lse_B) / (exp(lse_A) + exp(lse_B))``, is computed as the
-# sigmoid of ``lse_B - lse_A``: nothing grows with the logits, and a part without any key (minus
-# infinity) has no weight. Source: Milakov and Gimelshein, 2018 (arXiv 1805.02867).
+# ``exp(lse_A) out_A``. So the mean of the two outputs weighted with ``exp(lse)`` is exact, for any
+# partition of the keys and any order, up to rounding. The weight of B, ``exp(lse_B) / (exp(lse_A) +
+# exp(lse_B))``, is computed as the sigmoid of ``lse_B - lse_A``: no term grows with the logits, and
+# a partition without visible keys (minus infinity) has no weight. Source: Milakov and Gimelshein,
+# 2018 (arXiv 1805.02867).
 @dataclass(frozen=True)
 class BlockArguments:
     """Options that all blocks of a call share."""
 
     scale: float
-    rules: Rules  # Rules of the pairs that are allowed
-    runs: tuple[Run, ...]  # Query heads and the KV heads that serve them
-    kernel: str | None = None  # Name of a kernel; None for the fastest that can
-    deterministic: bool = False  # Whether the same bits have to come out every time
+    rules: Rules  # Rules for visible pairs
+    runs: tuple[Run, ...]  # Query heads and their KV heads
+    kernel: str | None = None  # Name of a kernel; None for the fastest suitable one
+    deterministic: bool = False  # Whether results must be bitwise reproducible
 
 
 @dataclass(frozen=True)
@@ -326,8 +325,8 @@ class Partial:
         """Merges attention over further keys into some heads and rows, in place."""
         own_out = self.out[:, heads, rows[0] : rows[1]]
         own_lse = self.lse[:, heads, rows[0] : rows[1]]
-        # -inf - -inf is NaN: neither part has a key, so the other gets no weight. By the value of
-        # lse, not by isnan: a NaN that comes from the inputs must be seen in the output.
+        # -inf - -inf is NaN: neither has a key, so the other gets no weight. Checked by the value
+        # of lse, not by isnan, because a NaN from the inputs must appear in the output.
         weight = torch.sigmoid(lse - own_lse).masked_fill_(lse == -math.inf, 0.0)
         own_out.lerp_(out.to(own_out.dtype), weight.unsqueeze(-1))
         own_lse.copy_(torch.logaddexp(own_lse, lse))
@@ -344,7 +343,7 @@ def attend(
             block = _block(tile, q, k, v, heads, kv_heads, bias, how)
             out, lse = kernel.forward(block)
             if unseen is not None:
-                # Kernels differ in what they return for rows without a key.
+                # Kernels return different values for rows without a key.
                 lse = lse.masked_fill(unseen, -math.inf)
                 out = out.masked_fill(unseen.unsqueeze(-1), 0.0)
             into.merge(out, lse, heads, tile.q)
@@ -357,8 +356,8 @@ class Rows:
     q: Tensor  # Queries ``[batch, heads, queries, head dim]``
     grad: Tensor
     out: Tensor
-    # Log-sum-exp over all keys; 0 for rows without a key, as ``exp(-inf - -inf)`` is NaN where
-    # ``exp(-inf - 0)`` is the right 0.
+    # Log-sum-exp over all keys; 0 for rows without a key, because ``exp(-inf - -inf)`` would be
+    # NaN, but ``exp(-inf - 0)`` is 0.
     lse: Tensor
 
 

@@ -25,14 +25,14 @@ from gulliver.precision.wire.formats import IDENTITY, WireFormat
 LayoutName = Literal["contiguous", "zigzag"]
 
 
-# [Note: zigzag] Under a causal mask the tokens of part p see p parts before and half of their own.
-# In the contiguous layout the last rank so computes 2 n - 1 times what the first does, and in every
-# step of the ring but the first some compute a full block while others wait. Parts r and 2 n - 1 -
-# r together see ``r + 1/2 + 2 n - 1 - r + 1/2 = 2 n`` parts whatever r is, and it is even step by
-# step: with any other rank's two parts exactly two of the four pairs of parts are allowed, and with
-# its own one whole pair and two halves. (The problem is described by Brandon et al., Striped
-# Attention, 2023, arXiv 2311.09431; the form is that of Llama 3's context parallelism, 2024, arXiv
-# 2407.21783.)
+# [Note: zigzag] Under a causal mask, the tokens of part p see p earlier parts and half of their
+# own. So in the contiguous layout, the last rank computes 2 n - 1 times as much as the first, and
+# in every step of the ring except the first, some ranks compute a full block while others wait.
+# Parts r and 2 n - 1 - r together see ``r + 1/2 + 2 n - 1 - r + 1/2 = 2 n`` parts for any r, and
+# each step is balanced: with another rank's two parts, exactly two of the four pairs of parts are
+# visible, and with a rank's own parts, one full pair and two halves. (The problem is described by
+# Brandon et al., Striped Attention, 2023, arXiv 2311.09431; the form is that of Llama 3's context
+# parallelism, 2024, arXiv 2407.21783.)
 #
 # Lengths that do not divide give the first parts one token more; nothing is padded.
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Layout:
     """The sharding of a sequence over a ring and its Ulysses groups."""
 
     length: int  # Tokens of the whole sequence
-    ring: int = 1  # Size of the ring, outer and inner together
+    ring: int = 1  # Size of the ring: outer times inner
     ulysses: int = 1  # Ranks of each Ulysses group
     name: LayoutName = "contiguous"  # Name of the layout, contiguous or zigzag
 
@@ -145,8 +145,8 @@ class Tail:
 #
 # The ranks of a sequence are numbered with the ring's outer axis first, its inner axis next and
 # the Ulysses group innermost: the rank of number ``(outer * I + inner) * U + member``.
-# Neighbouring numbers should have the fastest links: Ulysses' exchanges are not hidden, the outer
-# ring's hops are hidden behind a whole turn of the inner ring.
+# Neighboring numbers should have the fastest links, because Ulysses' exchanges are exposed, whereas
+# the outer ring's hops overlap with a full turn of the inner ring.
 
 
 @dataclass(frozen=True)
@@ -199,7 +199,7 @@ class SequenceGroups:
 
     plan: SequencePlan
     all: RankGroup = ALONE  # Group of all ranks of the sequence
-    ulysses: RankGroup = ALONE  # Group that this rank exchanges heads with
+    ulysses: RankGroup = ALONE  # Group within which this rank exchanges heads
     inner: RankGroup = ALONE
     outer: RankGroup = ALONE
     sequences: Sequence[Sequence[int]] = ((0,),)  # Ranks of every sequence of the world
@@ -255,7 +255,7 @@ def make_mixed_groups(
         )
     if world == 1:
         return SequenceGroups(plans[0])
-    # By the name of the axis: its groups through all sequences together name each rank once.
+    # By axis name; an axis's groups over all sequences contain each rank once.
     rows: dict[str, list[list[int]]] = {}
     for ranks, plan in zip(members, plans, strict=True):
         for name, row in _axes(ranks, plan):

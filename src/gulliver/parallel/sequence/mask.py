@@ -158,15 +158,15 @@ class Rules:
     offset: int = 0  # Distance between a query's index and its position among the keys
     documents: Tensor | None = None  # Document ids of the queries, ``[rows, length]``
     key_documents: Tensor | None = None  # Document ids of the keys, ``[rows, key length]``
-    queries: Tensor | None = None  # Queries that see anything, ``[rows, length]`` bool
-    keys: Tensor | None = None  # Keys that may be seen, ``[rows, key length]`` bool
+    queries: Tensor | None = None  # Queries with visible keys, ``[rows, length]`` bool
+    keys: Tensor | None = None  # Keys that may be visible, ``[rows, key length]`` bool
     _spans: dict[tuple[int, Interval], tuple[int, int]] = field(
         default_factory=dict, repr=False, compare=False
     )
 
     def classify(self, queries: Interval, keys: Interval) -> Verdict:
         """Classifies a block; inexact: may return `SOMETHING` instead of `ALL` or `NOTHING`."""
-        # That costs a dense mask for a tile, but is never wrong.
+        # An inexact answer costs a dense mask for a tile, but is never wrong.
         verdicts = {self.judge_band(queries, keys), self.judge_contents(queries, keys)}
         for verdict in (Verdict.NOTHING, Verdict.SOMETHING):
             if verdict in verdicts:
@@ -253,11 +253,11 @@ def _both(first: Tensor | None, second: Tensor | None = None) -> Tensor | None:
     return first & second
 
 
-# Cuts the rectangle of one rank's queries and another's keys into tiles for kernels.
+# Splits the block of one rank's queries and another's keys into tiles for kernels.
 #
-# Where nothing is allowed nothing is called; where everything is, the kernel without a mask; on
-# the diagonal of a causal mask the causal one. What is left is halved until it is small, so that
-# the dense mask is never larger than a leaf.
+# Tiles without visible pairs are skipped, fully visible ones use the kernel without a mask, and
+# those on the diagonal of a causal mask use the causal one. Others are halved until they are small,
+# so a dense mask is never larger than a leaf.
 
 
 Kind = Literal["plain", "causal", "masked"]
@@ -265,9 +265,10 @@ LEAF = 512
 """Maximum number of queries and of keys in a block with a dense mask."""
 
 
-# [Note: tiles, not masks] One call with a dense mask would compute the pairs that are masked out as
-# well, half of a causal mask's, and the fastest CUDA kernels take no dense mask. A rank's tokens
-# are a few runs of consecutive positions, so that most of a rectangle can be judged by its corners.
+# [Note: tiles, not masks] A single call with a dense mask would also compute masked pairs, which
+# are half of a causal mask, and the fastest CUDA kernels do not support dense masks. A rank's
+# tokens are a few runs of consecutive positions, so most of a block can be classified by its
+# corners.
 @dataclass(frozen=True)
 class Tile:
     """A block of the attention mask: local queries and keys with consecutive positions."""
@@ -276,8 +277,8 @@ class Tile:
     k: Interval
     q_at: int
     k_at: int
-    # Kind of mask: everything allowed (plain); causal and square, its diagonal allowed; or by the
-    # dense mask (masked).
+    # Kind of mask: all pairs visible (plain), causal on a square including the diagonal (causal),
+    # or a dense mask (masked).
     kind: Kind
 
     def allowed(self, rules: Rules) -> Tensor:
@@ -331,7 +332,8 @@ def _cut(tile: Tile, rules: Rules, leaf: int) -> Iterator[Tile]:
         return
     q, k = tile.q[1] - tile.q[0], tile.k[1] - tile.k[0]
     if q <= leaf and k <= leaf:
-        # Perhaps all or nothing of it is allowed: the dense mask, built when it is used, will tell.
+        # All or none of its pairs may be visible; the dense mask, which is built when used, shows
+        # it.
         yield tile
         return
     halves = _at_row(tile, q // 2) if q >= k else _at_column(tile, k // 2)
@@ -342,7 +344,8 @@ def _cut(tile: Tile, rules: Rules, leaf: int) -> Iterator[Tile]:
 def _cut_causal(tile: Tile, rules: Rules, leaf: int) -> Iterator[Tile]:
     """Splits a block on the diagonal into the square around the diagonal and the rest."""
     q, k = tile.q[1] - tile.q[0], tile.k[1] - tile.k[0]
-    # Keys before the first query's position; where negative, queries before the first key's.
+    # Number of keys before the first query's position; if negative, of queries before the first
+    # key's.
     ahead = tile.q_at + rules.offset - tile.k_at
     if ahead == 0 and q == k:
         yield replace(tile, kind="causal")
@@ -378,7 +381,7 @@ def _at_column(tile: Tile, column: int) -> tuple[Tile, Tile]:
 
 def _merged(found: list[Tile]) -> list[Tile]:
     """Joins fully visible blocks that are adjacent locally, to reduce kernel calls."""
-    # Their positions need not follow each other: without a mask no kernel asks for them.
+    # Their positions need not be consecutive, because kernels without a mask do not use them.
     rest = [tile for tile in found if tile.kind != "plain"]
     plain = sorted((t for t in found if t.kind == "plain"), key=lambda t: (t.q, t.k))
     wide = [t for _, same in groupby(plain, key=lambda t: t.q) for t in _joined(list(same), "k")]

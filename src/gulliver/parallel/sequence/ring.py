@@ -42,33 +42,30 @@ Count = Callable[[int, int], int]
 """Returns the number of elements of a message, by ring rank and chunk."""
 
 
-# [Note: gradients go round] Every rank has a share of the gradient of every block of keys and
-# values. Collecting these at the end, in buffers of the full length, would cost the memory that
-# sharding the sequence saves, and an all-reduce that nothing hides. So a block's gradient travels
-# behind the block: a rank computes its share for the block that it has, adds what the rank before
-# has gathered for that block, and sends the sum after the block. Its own block's share stays where
-# it is, so that sums make as many hops as blocks, N - 1, and not one more. With two levels the sum
-# of an inner turn ends at the rank that brought the block into this inner ring, and continues along
-# the outer ring from there. The order of the additions is that of the ring, so the bits do not
-# depend on timing.
+# [Note: gradients follow their blocks] Every rank has a share of the gradient of every block of
+# keys and values. Collecting these at the end, in buffers of the full length, would cost the memory
+# that sharding the sequence saves, and an exposed all-reduce. So a block's gradient follows the
+# block: a rank computes its share for the current block, adds the sum received from the previous
+# rank, and sends the result after the block. The share of the rank's own block stays local, so that
+# sums make as many hops as blocks, N - 1. With two levels, the sum of an inner turn ends at the
+# rank that brought the block into this inner ring, and continues along the outer ring from there.
+# The order of additions is that of the ring, so results do not depend on timing.
 #
-# The share of the own block is computed in two halves, one while the first block is in
-# flight, one while the last sum is returning: nothing but the pipeline's first and last step
-# waits.
+# The share of the own block is computed in two halves, one while the first block is in flight and
+# one while the last sum returns, so that both transfers overlap with compute.
 #
-# [Note: what is kept] Every rank has the tensors of its own block anyway: the packed copy that
-# travels is freed when it has left, and visits of the own block may carry nothing.
+# [Note: own block] Every rank has the tensors of its own block anyway, so the packed copy is freed
+# once it is sent, and visits of the own block may be empty.
 #
-# [Note: pieces] A long block travels as pieces, which take turns: each continues as soon as it is
-# its turn again, so that the link has something to carry all the time, and the last step that
-# nothing can hide is that of one piece. What is sent is the same.
+# [Note: chunks] A long block is sent in chunks, which take turns, so that the link is always busy
+# and only the last step of one chunk is exposed. The number of bytes is the same.
 @dataclass(frozen=True)
 class Visit:
     """A chunk of a block that has arrived."""
 
     place: int  # Ring rank that the block belongs to
     piece: int
-    block: Tensor  # Flat content; for the own block it may be empty
+    block: Tensor  # Flat content; may be empty for the own block
     half: int | None = None  # Half of the rows to compute, 0 or 1; None for all
 
 
@@ -81,11 +78,12 @@ class _RingChannel:
         self._hops = 0
 
     def send_on(self, block: Tensor, count: int) -> Messages:
-        # The buffer of two hops ago is free: its block was waited for, and so was sending it on.
+        # The buffer of two hops ago is free, because receiving and forwarding its block have
+        # completed.
         which = self._hops % 2
         buffer = self._buffers[which]
         if buffer is None:
-            # Fresh memory is slow to touch: two buffers serve all hops.
+            # Two buffers serve all hops, because first access to fresh memory is slow.
             buffer = self._buffers[which] = block.new_empty(self._largest)
         self._hops += 1
         return shift(self._rank_group, block, buffer[:count], BLOCK_TAG + self._piece)
@@ -124,7 +122,7 @@ class _TwoLevelRing:
 def turn(own: Sequence[Tensor], count: Count, groups: SequenceGroups) -> Iterator[Visit]:
     """Yields the blocks of all ring ranks chunk by chunk, starting with the local block."""
     pieces = [_turn(_TwoLevelRing(groups, p, count), block, groups) for p, block in enumerate(own)]
-    # So that a generator alone holds its block, and frees it when it has left.
+    # So that only the generator holds its block, and frees it once it is sent.
     del own
     for _ in range(groups.plan.ring):
         for piece in pieces:
@@ -132,7 +130,7 @@ def turn(own: Sequence[Tensor], count: Count, groups: SequenceGroups) -> Iterato
 
 
 def _turn(ring: _TwoLevelRing, own: Tensor, groups: SequenceGroups) -> Iterator[Visit]:
-    # So the other pieces' computation is between posting a hop and waiting for it.
+    # So the other chunks are computed between posting a hop and waiting for it.
     ahead: Messages | None = Messages([], arriving=own)
     del own
     for a in range(groups.outer.size):
@@ -165,7 +163,7 @@ def round_trip(
             visit = next(trip)
             assert visit is not None
             try:
-                # It sends the part on, and waits for its next block when it is its turn again.
+                # It forwards the chunk, and waits for its next block when it is its turn again.
                 trip.send(compute(visit))
             except StopIteration as end:
                 totals[number] = end.value
@@ -178,7 +176,7 @@ _Steps = Generator[Visit | None, Tensor, Tensor]
 
 @dataclass
 class _Trip:
-    # A generator, so that the pieces take turns in one thread without a state machine by hand.
+    # A generator, so that chunks take turns in one thread without an explicit state machine.
 
     ring: _TwoLevelRing
     piece: int
@@ -252,15 +250,14 @@ class _Trip:
         )
 
 
-# Ring attention, forward and backward: the queries of each ring rank attend to the keys of all.
+# Ring attention with backward: the queries of each ring rank attend to the keys of all ranks.
 #
-# Keys and values go round, forward and backward; in the backward their gradients come home behind
-# them.
+# Keys and values circulate in forward and again in backward, where their gradients follow them to
+# the owner.
 #
-# What comes home is float32, or float64 for float64, as it is a sum over many ranks. Saved for
-# backward are this rank's own q, k, v, output and log-sum-exp, and nothing that came over the
-# wire: memory for activations stays at 1 / N of the sequence, and the blocks go round a second
-# time.
+# These gradients are float32, or float64 for float64, because they are sums over many ranks. Only
+# this rank's own q, k, v, output and log-sum-exp are saved for backward, and no received blocks, so
+# activations take 1 / N of the sequence's memory, and the blocks circulate a second time.
 #
 # Source: Liu et al., Ring Attention, 2023 (arXiv 2310.01889).
 
@@ -308,8 +305,8 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: RingCall) -> Tensor:
-        # `attention` has cast q, k and v as autocast would. Inside, partial results are float32 on
-        # purpose: under autocast their products would be cast down again, block by block.
+        # `attention` has cast q, k and v as autocast would. Partial results are float32 on purpose;
+        # under autocast their products would be cast down in each block.
         with torch.autocast(q.device.type, enabled=False):
             partial = _forward(q, k, v, call)
         out = partial.out.to(q.dtype)
@@ -323,9 +320,9 @@ class RingAttention(torch.autograd.Function):
     @once_differentiable("sequence_parallelism_mode='ring_attn'")
     def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore
         q, k, v, out, lse = ctx.saved_tensors
-        # A gradient may be any view, even one number expanded; messages need plain memory.
+        # A gradient may be any view, even an expanded scalar; messages need contiguous memory.
         rows = Rows(q, grad.contiguous(), out, lse.masked_fill(lse == -torch.inf, 0.0))
-        # Backward runs with the autocast state of whoever called it, perhaps on another thread.
+        # Backward runs with the autocast state of its caller, perhaps on another thread.
         with torch.autocast(q.device.type, enabled=False):
             grads = _backward(rows, k, v, ctx.call)
         return grads.q.to(q.dtype), grads.k.to(k.dtype), grads.v.to(v.dtype), None

@@ -16,26 +16,25 @@ ShardGradient = Literal["gather", "own", "mean"]
 UnshardGradient = Literal["own", "alike"]
 
 
-# [Note: gradients] There is one convention. What is trained on is the *sum* of the losses that
-# ranks count, every operation here is the adjoint with respect to that sum, and gradients of
-# parameters are added up over the ranks that hold them. The optimizer divides once, by the number
-# of losses counted.
+# [Note: gradients] There is one convention: training minimizes the *sum* of the ranks' losses,
+# every operation here has the adjoint with respect to that sum, and gradients of parameters are
+# summed over the ranks that hold them. The optimizer divides once, by the number of losses.
 #
-# - `shard` of a tensor that all ranks have: ``gradient="own"`` leaves on each rank its tokens'
-#   share, which is right where ranks' gradients are added up later anyway (a table of position
-#   embeddings is a parameter). For an input that no one reduces, "gather" gives all ranks the sum
-#   of the shares, "mean" divides it as the optimizer divides those of parameters.
+# - `shard` of a replicated tensor: with ``gradient="own"`` each rank keeps its tokens' share, which
+#   is right if the ranks' gradients are summed later anyway (a table of position embeddings is a
+#   parameter). For an input whose gradient is not reduced later, "gather" gives all ranks the sum
+#   of the shares, and "mean" divides it like the optimizer divides the gradients of parameters.
 # - `unshard`, and the value of `mean_loss`: all ranks continue with the same computation. With
-#   "own" the ranks of a sequence count one loss together: a rank's gradient is its tokens' share,
-#   and the sum is divided by the number of sequences. With "alike" each counts the loss that it
-#   shows as one of its own, so N equal gradients are to be added up (`sum_of_equal`, no message
-#   needed), and the sum is divided by the number of ranks.
+#   "own" the ranks of a sequence share one loss: a rank's gradient is its tokens' share, and the
+#   sum is divided by the number of sequences. With "alike" each rank counts the loss as its own,
+#   so N equal gradients are summed (`sum_of_equal`, without messages), and the sum is divided by
+#   the number of ranks.
 #
-# Why "alike", if N is multiplied here and divided in the optimizer? Because code behind `unshard`
-# has parameters, too: a head, a penalty on the weights. Each rank runs it whole, so its gradients
-# are there N times whatever is done here. One division serves these and the shares only if both are
-# counted N times. A `Booster`, which cannot see what its user adds to a loss, therefore counts
-# alike.
+# Why "alike", if N is multiplied here and divided in the optimizer? Because code after `unshard`
+# may also have parameters, such as a head or a penalty on the weights. Each rank runs it in full,
+# so its gradients are summed N times anyway. A single division is right for these and for the
+# shares only if both are counted N times. A `Booster`, which does not know what a loss contains,
+# therefore uses "alike".
 def shard(
     x: Tensor, groups: SequenceGroups, dim: int = 1, gradient: ShardGradient = "gather"
 ) -> Tensor:
@@ -49,7 +48,7 @@ def shard(
             of ranks, "own" returns the gradient of local tokens; see [Note: gradients].
 
     Raises:
-        GulliverError: unknown `gradient`.
+        GulliverError: `gradient` is unknown.
     """
     _check(gradient, get_args(ShardGradient))
     layout = groups.plan.lay(x.shape[dim])
@@ -157,8 +156,7 @@ def show(share: Tensor, whole: Tensor, alike: int = 1) -> Tensor:
 
 def sum_of_equal(gradient: Tensor, ranks: int) -> Tensor:
     """Sums a gradient that is equal on all ranks, by multiplication."""
-    # The one place where a gradient is multiplied by a number of ranks; the top of the file says
-    # why.
+    # The only place where a gradient is multiplied by a number of ranks; see [Note: gradients].
     return gradient if ranks == 1 else gradient * ranks
 
 
@@ -174,8 +172,8 @@ def checked_layout(x: Tensor, groups: SequenceGroups, dim: int, length: int | No
     for rank, count in held.items():
         if count != wanted[rank]:
             raise GulliverError(
-                f"rank {rank} holds {count} of {length} in dim {dim}: the {layout.name} layout "
-                f"gives it {wanted[rank]}"
+                f"rank {rank} holds {count} of {length} positions in dim {dim}, but the "
+                f"{layout.name} layout gives it {wanted[rank]}"
             )
     return layout
 
@@ -233,7 +231,7 @@ class _Show(torch.autograd.Function):
 
 
 def take(x: Tensor, layout: Layout, rank: int, dim: int) -> Tensor:
-    # A copy even where a view would do: gloo reads a view's storage from its beginning.
+    # Always a copy, because gloo reads a view's storage from its beginning.
     pieces = [x.narrow(dim, start, stop - start) for start, stop in layout.of_rank(rank)]
     return torch.cat(pieces or [x.narrow(dim, 0, 0)], dim)
 
@@ -263,9 +261,9 @@ def _check(gradient: str, known: tuple[str, ...]) -> None:
 
 # Dynamic sequence parallelism: an all-to-all after which another dim is sharded.
 #
-# A spatial-temporal model shards the temporal axis while it attends along the spatial one, and the
-# other way round (Zhao et al., DSP, 2024, arXiv 2403.10266): each attention has its axis whole, so
-# it needs no ring and no kernel of its own.
+# A spatial-temporal model shards the temporal axis while it attends along the spatial one, and vice
+# versa (Zhao et al., DSP, 2024, arXiv 2403.10266): each attention has its complete axis, so it
+# needs no ring and no special kernel.
 
 
 def swap_sharded_dim(
@@ -311,7 +309,7 @@ class _SwapDim(torch.autograd.Function):
     @staticmethod
     @once_differentiable("swap_dim of sequence parallelism (sp_size)", linear=True)
     def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore
-        # An all-to-all only moves elements: its adjoint moves them back.
+        # An all-to-all only moves elements, so its adjoint moves them back.
         before, after, groups = ctx.given
         return _swapped(grad, after, before, groups), None, None, None
 

@@ -72,7 +72,7 @@ def enter_once(site: nn.Module, shared: SharedSequence) -> None:
 
 
 def expect_whole(path: str, module: nn.Module, shared: SharedSequence) -> None:
-    # Such a module stands past gathered columns, so its gradients are not summed over the ranks.
+    # Such a module uses gathered columns, so its gradients are not summed over the ranks.
 
     def before(module: nn.Module, args: Any) -> None:
         lengths = shared.lengths
@@ -105,7 +105,7 @@ def gather_outputs(module: nn.Module, rank_group: RankGroup) -> None:
     def whole(value: Any) -> Any:
         if isinstance(value, Tensor):
             lengths = vars(value).get("_lengths") or UNCUT
-            # What the last block joined has the lengths as well.
+            # Other outputs of the last block also have the sharded length.
             cut = lengths != UNCUT and value.shape[1] == lengths[rank_group.rank] != sum(lengths)
             return gather(value, 1, lengths, rank_group) if cut else value
         if isinstance(value, dict):
@@ -169,7 +169,7 @@ class _Guard:
                 hidden = split(hidden, 1, shared.lengths, shared.rank_group)
                 vars(hidden)["_lengths"] = shared.lengths
         else:
-            # None where it comes from another stage: the ranks then ask each other.
+            # None if it comes from another stage; the ranks then exchange the lengths.
             shared.lengths = vars(hidden).get("_lengths")
             if shared.lengths is None:
                 shared.lengths = shared.gather_lengths(hidden)
@@ -199,11 +199,11 @@ class _Guard:
 # Applies a plan to a model: modules are replaced by ones that hold this rank's shard.
 #
 #     apply_tensor(model, plan, line)                              # in place
-#     apply_tensor(model, plan, line, sequence="split_gather")     # sequence cut between blocks
+#     apply_tensor(model, plan, line, sequence="split_gather")     # sequence sharded between blocks
 #
-# The model stays the same object, with the same module paths and parameter names. A parameter that
-# is sharded says which region of the whole it holds (`memory.region_of`), which is what
-# checkpoints and optimizers go by; tied ones stay one. Parameters on meta stay there.
+# The model stays the same object, with the same module paths and parameter names. A sharded
+# parameter records its region of the full tensor (`memory.region_of`), which checkpoints and
+# optimizers use; tied parameters stay tied. Parameters on meta stay there.
 
 
 SequenceMode = Literal["split_gather", "ring"]
@@ -275,7 +275,7 @@ class _Applied:
         self.model, self.plan, self.rank_group, self.sequence = model, plan, rank_group, sequence
         self.modules = dict(model.named_modules(remove_duplicate=False))
         self.local: dict[int, nn.Parameter] = {}
-        # By their ids, which must not be given to others meanwhile.
+        # By id; keep the objects alive, so that their ids are not reused.
         self._wholes: list[Any] = []
         self.replaced: dict[int, nn.Module] = {}
         check_mode(model, plan, sequence)
@@ -328,7 +328,8 @@ class _Applied:
         }
         new = self._module(module, placed, runs, parameters, _stack_of(path, shared))
         if isinstance(module, nn.Embedding):
-            # What changes embeddings, as noise does, or lets gradients begin there.
+            # Hooks that change embeddings, such as noise, or that make their outputs require
+            # gradients.
             share_forward_hooks(module, new)
         return new.train(module.training)
 
@@ -410,8 +411,8 @@ class _Applied:
 
     def _in_site(self, path: str) -> bool:
         """Whether a module inside a site reads the full sequence itself."""
-        # The second factor of an adapter of a row layer does not: it adds to what the rows have
-        # scattered.
+        # The second factor of a row layer's adapter does not, because it is added to scattered
+        # outputs.
         layer, factor = layer_of(path)
         if factor == "lora_B" and isinstance(self.modules.get(f"{layer}.base_layer"), nn.Module):
             placed = self.plan.modules.get(f"{layer}.base_layer")
@@ -421,7 +422,7 @@ class _Applied:
 
 
 def _above(stack: str) -> list[str]:
-    """Returns the paths of modules around a list of blocks, innermost first."""
+    """Returns the paths of modules that enclose a list of blocks, innermost first."""
     parts = stack.split(".")
     return [".".join(parts[:count]) for count in range(len(parts) - 1, -1, -1)]
 
@@ -442,7 +443,7 @@ def cut_parameter(
 
 
 def scale_heads(attention: nn.Module, rank_group: RankGroup, groups: int) -> None:
-    """Divides an attention module's head counts by its ranks, for its reshapes."""
+    """Divides an attention module's head counts by its ranks, because its reshapes use them."""
     copied = rank_group.size > groups
     local, of = (
         (1, rank_group.size)
@@ -452,7 +453,7 @@ def scale_heads(attention: nn.Module, rank_group: RankGroup, groups: int) -> Non
     for name in (*SCALED, REPEATED) if copied else SCALED:
         count = vars(attention).get(name)
         if isinstance(count, int):
-            # How often a head of keys is repeated: once for each query head of this rank.
+            # Number of repetitions of a key head: one for each of this rank's query heads.
             count *= groups if name == REPEATED else 1
             setattr(attention, name, max(1, count * local // of))
 
@@ -472,16 +473,15 @@ def slice_heads(module: nn.Module, names: tuple[str, ...], groups: int, own: Int
 
 
 def sum_gradients(model: nn.Module, modules: list[nn.Module], rank_group: RankGroup) -> None:
-    # Of a region that several ranks hold, each of these has the sum of their gradients.
+    # If several ranks hold a region, each of them gets the sum of their gradients.
     #
-    # [Note: summed at use] A norm between blocks sees this rank's tokens only, one of queries or
-    # keys this rank's heads only, so their gradients are partial. They are summed where a module
-    # uses its parameter, not where the parameter's gradient is accumulated: what else a loss does
-    # with a parameter, as a penalty does, every rank does with the whole of it, and a sum would
-    # count that once for each rank. A parameter that a module's own forward does not read, but
-    # others do, has a hook instead; one that is frozen, or comes from meta, gets it when the model
-    # runs.
-    # By name: a copy of a module has parameters that know of no region.
+    # [Note: summed at use] A norm between blocks only sees this rank's tokens, and a norm of
+    # queries or keys only this rank's heads, so their gradients are partial. They are summed where
+    # a module uses its parameter, not where the parameter's gradient is accumulated: another use in
+    # the loss, such as a penalty, is computed by every rank on the full parameter, and a sum would
+    # count it once per rank. A parameter that is read by other modules instead of its own has a
+    # hook; a frozen one, or one from meta, gets the hook when the model runs. Parameters are
+    # identified by name, because those of a copied module have no region.
     names: dict[nn.Module, dict[str, Region | None]] = {}
     for module in modules:
         held = {n: None if p is None else region_of(p) for n, p in module._parameters.items()}
@@ -490,8 +490,8 @@ def sum_gradients(model: nn.Module, modules: list[nn.Module], rank_group: RankGr
     def enter(own: dict[str, Region | None], module: nn.Module, *_: Any) -> None:
         for name, parameter in _trained(module, own) if torch.is_grad_enabled() else ():
             vars(parameter)["_summed_at_use"] = True
-            # An attribute of the instance goes before a parameter. A view is an operation, for
-            # which a parameter that is gathered on demand waits.
+            # An instance attribute takes precedence over a parameter. A view is an operation, so it
+            # waits for a parameter that is gathered on demand.
             used, region = parameter.view_as(parameter), own[name]
             vars(module)[name] = (
                 copy(used, rank_group) if region is None else copy_region(used, rank_group, region)
@@ -526,7 +526,7 @@ def _summed_once(parameter: nn.Parameter, rank_group: RankGroup, grad: Tensor) -
 
 def materialize(model: nn.Module, device: torch.device | str) -> None:
     """Allocates uninitialized memory for meta parameters, in place."""
-    made: dict[int, nn.Parameter] = {}  # Ties and regions stay. Buffers on meta are left alone
+    made: dict[int, nn.Parameter] = {}  # Keeps ties and regions; leaves buffers on meta
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):
             if parameter is None or not parameter.is_meta:

@@ -1,8 +1,8 @@
 """Collectives over tensor-parallel ranks, and the uneven sharding of features over them.
 
 Units are distributed as evenly as possible, the first ranks getting one more. A unit may have
-several features: an attention head is never split, and grouped heads form a unit of a key-value
-head with its query heads. Features are not padded, which would change norms, parameter counts and
+several features: an attention head is never split, and with grouped heads, a key-value head and its
+query heads form one unit. Features are not padded, which would change norms, parameter counts and
 checkpoints.
 """
 
@@ -26,23 +26,23 @@ from gulliver.precision.wire.formats import IDENTITY, WireFormat
 
 def share(total: int, units: int, size: int, place: int, blocks: int = 1) -> tuple[Interval, ...]:
     """Returns one rank's intervals of features that consist of blocks of equal units."""
-    # A fused projection ``[q; k; v]`` is three blocks: cut as one, a rank would get queries without
-    # their keys, so each block is dealt by itself.
+    # A fused projection ``[q; k; v]`` consists of three blocks. Sharded as one, a rank would get
+    # queries without their keys, so each block is distributed separately.
     width, block = total // (units * blocks), total // blocks
     start, stop = intervals(split_evenly(units, size))[place]
     return tuple((b * block + start * width, b * block + stop * width) for b in range(blocks))
 
 
-# All-gather and reduce-scatter of uneven pieces along one dim, at once or piece by piece.
+# All-gather and reduce-scatter of uneven pieces along one dim, in one call or piece by piece.
 #
-# A whole tensor is cut along `dim` into one piece for each rank. Lengths differ by at most one
-# when they were dealt evenly, so a collective of padded pieces carries them almost without waste.
+# A full tensor is split along `dim` into one piece per rank. The lengths of an even split differ by
+# at most one, so a collective of padded pieces wastes almost nothing.
 #
-# *At once*: `start_gather` and `start_reduce` begin one collective and return what to wait for.
-# *Piece by piece*: `ring_gather` yields each piece as it comes round the ring, so that a product
-# with it hides the next hop; `Reduction` sends each piece to its owner as soon as it is computed,
-# and the owner adds what it gets in the order of the ranks, in float32 or wider: in the order of
-# arrival the bits would change from run to run.
+# *In one call*: `start_gather` and `start_reduce` start a collective and return a function that
+# waits for it. *Piece by piece*: `ring_gather` yields each piece when it arrives, so that a product
+# with it overlaps with the next hop; `Reduction` sends each piece to its owner as soon as it is
+# computed, and the owner adds the terms in rank order, in float32 or wider, because in order of
+# arrival results would vary from run to run.
 #
 # All ranks call the same functions in the same order. Nothing here is differentiable.
 
@@ -71,7 +71,7 @@ def start_gather(own: Tensor, dim: int, lengths: Sequence[int], rank_group: Rank
     def wait() -> Tensor:
         handle.wait()
         if min(lengths) == longest and slots == list(range(size)):
-            # A view where nothing comes before the dim, else one copy.
+            # A view if no larger dim precedes, else one copy.
             return buffer.movedim(0, dim).flatten(dim, dim + 1).contiguous()
         pieces = [buffer[slots[p]].narrow(dim, 0, lengths[p]) for p in range(size)]
         return torch.cat(pieces, dim)
@@ -95,7 +95,7 @@ def start_reduce(whole: Tensor, dim: int, lengths: Sequence[int], rank_group: Ra
         async_op=True,
         wire=rank_group.wire,
     )
-    # It is read until the collective is done.
+    # The collective reads it until it has completed.
     kept = [stacked]
 
     def wait() -> Tensor:
@@ -110,7 +110,7 @@ def ring_gather(
     own: Tensor, dim: int, lengths: Sequence[int], rank_group: RankGroup
 ) -> Iterator[tuple[int, Tensor]]:
     """Yields each rank with its piece, this rank's first; one transfer is in flight."""
-    # Every piece is passed on to the next rank, so each link carries one piece at a time.
+    # Every piece is forwarded to the next rank, so each link carries one piece at a time.
     place, piece = rank_group.rank, own.detach().contiguous()
     after, before = (rank_group.ranks[(place + step) % rank_group.size] for step in (1, -1))
     for step in range(rank_group.size):
@@ -136,7 +136,7 @@ def ring_gather(
 class Reduction:
     """A reduce-scatter of a tensor whose pieces are computed one at a time."""
 
-    # Call `send` for every rank of `order`, then `finish` with the own piece.
+    # Call `send` for every rank of `order`, then `finish` with this rank's piece.
 
     def __init__(
         self,
@@ -200,7 +200,7 @@ def _slots(rank_group: RankGroup) -> list[int]:
 
 
 def _padded(piece: Tensor, dim: int, length: int) -> Tensor:
-    # Detached: a collective's copies run on their own thread, where gradients are recorded.
+    # Detached, because a collective's copies run on another thread, with autograd enabled.
     piece = piece.detach()
     if piece.shape[dim] == length:
         return piece.contiguous()
@@ -222,18 +222,18 @@ def _padded(piece: Tensor, dim: int, length: int) -> Tensor:
 # `reduce_split`: reduce-scatter | all-gather | partial sums become pieces |
 
 
-# [Note: replicated or partial] A collective alone does not say what its backward is; how the ranks
-# use the result does. The first four keep to one rule: what is whole is the same on all ranks,
-# computed by all alike, and so is its gradient. So the backward of an all-gather (`gather`) takes
-# this rank's piece and sends nothing: summing would count one loss once for each rank. Likewise the
-# gradient of a replicated sum (`reduce`) is replicated already. `gather_partial` is for ranks that
-# each do something else with the whole: their gradients are partial, and have to be summed.
+# [Note: replicated or partial] The backward of a collective depends on how the ranks use the
+# result. The first five assume that a full tensor, and its gradient, are equal on all ranks. So the
+# backward of an all-gather (`gather`) takes this rank's piece without communication; a sum would
+# count one loss once per rank. Likewise, the gradient of a replicated sum (`reduce`) is already
+# replicated. `gather_partial` is for ranks that use the full tensor differently: their gradients
+# are partial and have to be summed.
 #
 # Each backward is itself one of them, so all can be differentiated twice.
 #
-# In a group of one rank all of them return their input. Compilers leave them as they are: what is
-# sent cannot be traced. Source: f and g of Megatron-LM (Shoeybi et al., 2019, arXiv 1909.08053);
-# g-bar of Korthikanti et al., 2022 (arXiv 2205.05198).
+# In a group of one rank all of them return their input. They are not compiled, because
+# communication cannot be traced. Source: f and g of Megatron-LM (Shoeybi et al., 2019, arXiv
+# 1909.08053); g-bar of Korthikanti et al., 2022 (arXiv 2205.05198).
 @uncompiled
 def copy(x: Tensor, rank_group: RankGroup) -> Tensor:
     """Identity in forward; sums the gradient over the ranks."""
@@ -310,7 +310,8 @@ class _CopyRegion(Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         rank_group, region = ctx.how
         ((start, stop),) = region.runs
-        # All regions at once: it is small, and needs no groups of the ranks that share one.
+        # All regions in one message, which is small and needs no groups of ranks with equal
+        # regions.
         whole = grads[0].new_zeros(region.shape)
         whole.narrow(region.dim, start, stop - start).copy_(grads[0])
         total = reduce(whole, rank_group.packed(IDENTITY))
@@ -325,7 +326,7 @@ class _Reduce(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        # Each rank uses it in its own way: what is differentiated again is summed over them.
+        # Each rank uses it differently, so second derivatives are summed over the ranks.
         return copy(grads[0], ctx.rank_group), None
 
 
@@ -345,7 +346,7 @@ class _Along(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         move, dim, lengths, rank_group = ctx.how
-        # The public function, not the raw collective: a backward may be differentiated again.
+        # The differentiable function, because a backward may be differentiated again.
         adjoint = ADJOINTS[move](grads[0], dim, lengths, rank_group)
         return adjoint, None, None, None, None
 
@@ -360,5 +361,5 @@ ADJOINTS: dict[str, Callable[..., Tensor]] = {
 
 def _own(x: Tensor, dim: int, lengths: Sequence[int], rank_group: RankGroup) -> Tensor:
     start, stop = intervals(lengths)[rank_group.rank]
-    # A copy: a view would keep the whole alive.
+    # A copy, because a view would keep the full tensor alive.
     return x.narrow(dim, start, stop - start).clone()

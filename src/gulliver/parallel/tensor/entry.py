@@ -1,4 +1,4 @@
-"""Inputs of column layers: gathers them in forward, reduces their gradients in backward.
+"""Gathers the inputs of column layers in forward, and reduces their gradients in backward.
 
 A weight is ``[outputs, inputs]``, or ``[inputs, outputs]`` if *transposed*, as in GPT-2's Conv1D.
 Shapes below flatten all leading dims to rows.
@@ -76,28 +76,29 @@ class Sum:
         return self._total.to(dtype)
 
 
-# The input of column layers: communicated once for all the columns that it goes into.
+# The input of column layers, communicated once for all layers that share it.
 
 
-# [Note: one entry, many columns] Queries, keys and values are three products of one input. What its
-# entry costs on the links is paid once for all of them, and hidden where it can be:
+# [Note: one entry, many columns] Queries, keys and values are three products of one input. Its
+# communication happens once for all of them, and overlaps with compute if possible:
 #
-# - *whole*: all ranks have the input. Forward nothing is sent; the columns' gradients of it are
-#   added up here and then over the ranks, in one all-reduce that overlaps the last weight gradient.
-# - *cut*: each rank has a piece of the sequence. Forward the pieces are gathered while the module
-#   that was called comes to its first product ("split_gather"), or go round the ring, each being
-#   multiplied while the next one travels ("ring"). Only the piece is kept for the backward pass,
-#   where it is gathered again under the input gradient's product, for the weights' gradients; the
-#   input gradient is reduce-scattered under the last weight gradient's product.
+# - *full*: all ranks have the input. Forward needs no communication; the columns' gradients of the
+#   input are summed here, and then over the ranks in one all-reduce that overlaps with the last
+#   weight gradient.
+# - *sharded*: each rank has a piece of the sequence. In forward, the pieces are gathered until the
+#   module's first product ("split_gather"), or circulate in a ring, each being multiplied while the
+#   next one is in flight ("ring"). Only this rank's piece is kept for backward, which gathers it
+#   again for the weight gradients, during the input gradient's product; the input gradient is
+#   reduce-scattered during the last weight gradient's product.
 #
 # One all-reduce instead of three is exact because the sum over ranks and the sum over columns
 # commute; only rounding differs from one process.
 #
-# [Note: gradients past autograd] The input's node in the graph is `_Enter`. The columns hand their
-# gradients to the `Entry`, not to autograd, which would add up finished tensors and could not begin
-# to send the sum before the last column's weight gradient. `_Enter.backward`, which autograd runs
-# after all of them, ends what was begun. So a column whose output is not used, or not
-# differentiated, changes nothing.
+# [Note: gradients outside of autograd] The input's node in the graph is `_Enter`. The columns pass
+# their gradients to the `Entry`, not to autograd, which would add up finished tensors and could not
+# start to send the sum before the last column's weight gradient. `_Enter.backward`, which autograd
+# runs after all of them, finishes the reduction. So a column whose output is unused, or not
+# differentiated, does no harm.
 #
 # Until it is gathered, a sharded input is a `GatheringTensor`: it has the full shape, and any
 # operation that reads more than the shape waits for the data first. Such an operation sees the full
@@ -134,7 +135,7 @@ def enter(x: Tensor, rank_group: RankGroup, cut: SequenceCut | None) -> Tensor:
 
 def enter_whole(x: Tensor, rank_group: RankGroup) -> Tensor:
     """Enters a full tensor, once for all column layers with this input."""
-    # Noted on the tensor, as nothing tells a column which others read its input.
+    # Stored on the tensor, because a column does not know which others read its input.
     before = vars(x).get("_entered")
     recorded = x.requires_grad and torch.is_grad_enabled()
     if before is not None:
@@ -212,7 +213,7 @@ class Arrival:
 class Entry:
     """Backward of one input, shared by its column layers."""
 
-    # Each column calls `begin`, `add`, `weight_gradient` and `leave`, as far as it needs them.
+    # Each column calls `begin`, `add`, `weight_gradient` and `leave`, unless it does not need them.
 
     def __init__(self, rank_group: RankGroup, cut: SequenceCut | None) -> None:
         self.rank_group, self.cut = rank_group, cut
@@ -232,9 +233,9 @@ class Entry:
 
     def begin(self, own: Tensor) -> None:
         """Starts re-gathering the input for backward, unless another column layer has."""
-        # Keeping the gathered input from the forward would cost the memory that cutting the
-        # sequence saves; gathering it twice costs an all-gather that the input gradient's product
-        # hides.
+        # Keeping the gathered input from the forward would cost the memory that sharding the
+        # sequence saves; gathering it again costs an all-gather that overlaps with the input
+        # gradient's product.
         cut = self.cut
         if cut is None:
             self._again = own
@@ -255,7 +256,7 @@ class Entry:
             self._reduced, self._sum = self._reduce(self._sum), None
 
     def _add_in_pieces(self, grad: Tensor, weight: Tensor, transposed: bool) -> None:
-        # Other ranks' pieces first: each is on its way while the next is computed.
+        # Other ranks' pieces first: each is sent while the next one is computed.
         cut, rank_group = self.cut, self.rank_group
         assert cut is not None
         grads = cut.pieces(grad)
@@ -298,7 +299,7 @@ class Entry:
 
     def end(self) -> Tensor | None:
         found = self._reduced() if self._reduced is not None else None
-        # What is left where some columns had no gradient, so that none was the last.
+        # The remaining reduction, if some columns had no gradient, so that none was the last.
         if self._sum is not None:
             rest = self._reduce(self._sum)()
             found = rest if found is None else found + rest
@@ -309,7 +310,7 @@ class Entry:
         rank_group, cut = self.rank_group, self.cut
         if cut is not None:
             return start_reduce(grad, cut.dim, cut.lengths, rank_group)
-        # Summed in place: it was made here, by `input_gradient`, and no one else reads it.
+        # Summed in place, because only this code reads it.
         grad = grad.contiguous()
         handle = all_reduce(
             grad,
@@ -327,8 +328,8 @@ class Entry:
 
 
 def _begun(ring: Iterator[tuple[int, Tensor]]) -> Iterator[tuple[int, Tensor]]:
-    # A generator does nothing until it is asked: without this the hop would begin with the product
-    # that is meant to hide it.
+    # A generator does not run until its first `next`; without this, the hop would start only after
+    # the product that should overlap with it.
     first = next(ring)
 
     def pieces() -> Iterator[tuple[int, Tensor]]:
@@ -344,17 +345,18 @@ class _Enter(Function):
         ctx.entry = entry
         ctx.set_materialize_grads(False)
         if entry.cut is None:
-            # A view would hold its base, which `enter_whole` lets hold the view: both would stay.
+            # A view would refer to its base, which refers to the view through `enter_whole`;
+            # neither would be freed.
             return x.detach()
         shape = list(x.shape)
         shape[entry.cut.dim] = entry.cut.whole
-        # Only a shape: one element, whatever the size.
+        # Only a shape: one element, expanded.
         return x.new_empty(1).expand(shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         found = ctx.entry.end()
-        if grads[0] is not None:  # of a backward that is recorded: see the note at `_Column`
+        if grads[0] is not None:  # in a recorded backward: see the note at `_Column`
             cut, rank_group = ctx.entry.cut, ctx.entry.rank_group
             if cut is None:
                 more = reduce(grads[0], rank_group)
@@ -433,12 +435,12 @@ def _plain(value: Any, look: Any) -> Any:
 # The sequence that the blocks of a stack share, sharded over the tensor ranks.
 #
 # Between blocks each rank has a piece of the hidden states along dim 1, so that norms, dropout and
-# residuals are neither computed nor kept on every rank; inside, columns gather the sequence and
-# rows reduce-scatter it (Korthikanti et al., 2022, arXiv 2205.05198).
+# residuals are neither computed nor kept on every rank; within blocks, columns gather the sequence
+# and rows reduce-scatter it (Korthikanti et al., 2022, arXiv 2205.05198).
 #
-# A piece does not show the length of the whole, as pieces are uneven, so the first block notes it
-# (`SharedSequence.lengths`) for as long as a block runs. Where a block is recomputed for its
-# gradient by a checkpoint inside of it, nothing was noted, and the ranks ask each other.
+# As pieces are uneven, a piece does not determine the full length, so the first block records it
+# (`SharedSequence.lengths`) while blocks run. If a checkpoint within a block recomputes it, the
+# length is not recorded, and the ranks exchange it.
 
 
 UNCUT: tuple[int, ...] = ()
@@ -450,14 +452,14 @@ class SharedSequence:
 
     def __init__(self, rank_group: RankGroup, ring: bool) -> None:
         self.rank_group, self.ring = rank_group, ring
-        # Length of each rank's piece while a block runs; None where it is not known.
+        # Length of each rank's piece while a block runs; None if unknown.
         self.lengths: tuple[int, ...] | None = None
-        # Number of running modules that entered their input.
+        # Number of running modules that have entered their input.
         self.inside = 0
         self._rows: tuple[int, ...] = ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SharedSequence:
-        # A process group cannot be copied; nothing lasts here from call to call.
+        # A process group cannot be copied; the other state does not outlive a call.
         return memo.setdefault(id(self), SharedSequence(self.rank_group, self.ring))
 
     def piece_lengths(self, length: int, training: bool) -> tuple[int, ...]:
@@ -484,7 +486,7 @@ class SharedSequence:
         if lengths is None:
             lengths = gather_sizes(own, self.rank_group, piece.device)
         elif dim == 0:
-            # Rows of a batch: tokens stand in another order than elsewhere, until they are cut.
+            # Flattened rows of a batch, in another order than the full sequence.
             lengths = tuple(n * (own // lengths[self.rank_group.rank]) for n in lengths)
         self._rows = lengths
         return SequenceCut(dim, lengths, self.ring)

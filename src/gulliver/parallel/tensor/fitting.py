@@ -29,12 +29,11 @@ class Choices:
     placed: Mapping[str, ShardedModule]  # Path to its sharding
     stacks: tuple[str, ...]  # Paths of the lists of blocks
     size: int
-    # Path to the style it has without the user's rule; None where the user gave none, or nothing is
-    # known.
+    # Maps a path to its style without the user's rule; None without a rule, or if unknown.
     known: Callable[[str], str | None]
     # Path and sharding of a layer to its sharding in whole heads.
     by_heads: Callable[[str, ShardedModule], ShardedModule]
-    attention: Callable[[str], str]  # Path to that of the attention module whose heads these are
+    attention: Callable[[str], str]  # Maps a path to that of its attention module
 
     def shown(self, path: str) -> str:
         one = self.placed[path]
@@ -126,13 +125,13 @@ class _Site:
             )
         others = [column for column in self.columns if column != path]
         row = choices.placed[self.rows[0]].total
-        # Keys and values in one layer leave the queries to exactly one other.
+        # With keys and values in one layer, queries are in exactly one other.
         alone = len(others) == 1 and choices.placed[others[0]].how.blocks == 1
         if (one.how.blocks == 3 and one.total != 3 * row) or (
             one.how.blocks == 2 and not (alone and choices.width(path) <= row)
         ):
             self._refuse(choices, path, "column by heads")
-        # Only inside of the attention are features those of heads, whatever their number.
+        # Only within the attention do features belong to heads.
         inside = path.startswith(f"{choices.attention(path)}.")
         if one.how.kind == "column" and not inside and choices.width(path) != row:
             self._refuse(choices, path, "column, packed" if one.total == 2 * row else "column")
@@ -151,7 +150,7 @@ class _Site:
         features, width = choices.placed[row].total, choices.width(column)
         if width == features:
             return True
-        # Fewer: grouped keys and values next to queries.
+        # Fewer heads: grouped keys and values next to queries.
         even = features % width == 0 and width % choices.size == 0
         beside = any(choices.width(other) == features for other in self.columns)
         return even and choices.placed[column].how.blocks == 1 and beside
@@ -187,7 +186,7 @@ def _check_alone(choices: Choices, columns: list[str], rows: list[str]) -> None:
     """Rejects column layers without row layers in a block, and vice versa."""
     in_blocks = [path for path in columns if choices.block_of(path)]
     past_blocks = [path for path in rows if not choices.block_of(path)]
-    # Rows past a list may take what the members of the list leave.
+    # Row layers after a list may take outputs of the list's members.
     apart = bool(in_blocks and past_blocks)
     for path in columns:
         if choices.placed[path].how.blocks > 1 or (path in in_blocks and not apart):
@@ -243,7 +242,8 @@ def _check_summed(choices: Choices, path: str, columns: Iterable[str]) -> None:
         if p is not None and p.dim()
     }
     around = [column for column in columns if f"{path}.".startswith(_site_of(column))]
-    # Norms of heads are as wide as a head, those of hidden states as what the columns take.
+    # Norms of heads have the width of a head, those of hidden states the width of the columns'
+    # input.
     partial = known == "replicate" and around
     if partial and not any(_inputs(choices.modules[column]) in sizes for column in around):
         return

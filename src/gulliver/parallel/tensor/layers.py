@@ -61,26 +61,26 @@ class OnLine(nn.Module):
         return copied
 
 
-# Linear layers of which each rank holds columns or rows.
+# Linear layers with this rank's columns or rows.
 #
-# A *column* layer holds some of the outputs: its input is whole on all ranks, its output is the
-# rank's own. A *row* layer holds some of the inputs: its input is what a column layer left on this
-# rank, its output the sum over the ranks, to which the bias is added once.
+# A *column* layer computes some of the outputs: all ranks have its full input, and each has a shard
+# of its output. A *row* layer has some of the inputs: its input is the shard that a column layer
+# computed, its output the sum over the ranks, to which the bias is added once.
 
 
-# [Note: column, then row] Between the two each rank works on features that no other has, so an
-# element-wise activation, or attention by heads, needs no communication: a pair of layers costs one
-# all-reduce forward (of the row's output) and one backward (of the column's input gradient).
-# Source: Megatron-LM, Shoeybi et al., 2019 (arXiv 1909.08053). Where the sequence between blocks is
-# sharded over the same ranks, an all-gather and a reduce-scatter each way stand in their place;
-# they carry the same bytes (Korthikanti et al., 2022, arXiv 2205.05198).
+# [Note: column, then row] Between the two each rank has its own features, so an element-wise
+# activation, or attention by heads, needs no communication: a pair of layers costs one all-reduce
+# in forward (of the row's output) and one in backward (of the column's input gradient). Source:
+# Megatron-LM, Shoeybi et al., 2019 (arXiv 1909.08053). If the sequence between blocks is sharded
+# over the same ranks, an all-gather and a reduce-scatter replace each of them, with the same bytes
+# (Korthikanti et al., 2022, arXiv 2205.05198).
 #
 # Parameters are plain, hold the rank's shard, and keep the names of the layer they replace. Read
 # `ColumnLinear`, `RowLinear`, then the two functions.
 class _Sharded(OnLine):
     """A linear layer with one rank's shard of the weight."""
 
-    weight: nn.Parameter  # Shard ``[outputs, inputs]``, or the other way round where `transposed`
+    weight: nn.Parameter  # Shard ``[outputs, inputs]``, or ``[inputs, outputs]`` if `transposed`
     bias: nn.Parameter | None  # Bias, or None
 
     def __init__(
@@ -200,8 +200,8 @@ class RowLinear(_Sharded):
 
 
 def _copied(x: Tensor, rank_group: RankGroup) -> Tensor:
-    # FP8 layers hand gradients to autograd, which adds those of all columns up before they are
-    # sent; the sum is not overlapped with the last weight's gradient, as an `Entry` does it.
+    # FP8 layers pass gradients to autograd, which sums those of all columns before they are sent;
+    # unlike with an `Entry`, the reduction does not overlap with the last weight gradient.
     if rank_group.size == 1 or not (x.requires_grad and torch.is_grad_enabled()):
         return x
     known = vars(x).get("_copied")
@@ -221,9 +221,9 @@ class _Column(Function):
 
     # [Note: what is kept] This rank's piece and the weight are saved, never the gathered input.
     #
-    # [Note: a backward that is recorded] With ``create_graph`` gradients are differentiated again.
-    # So there they go to autograd, and are made of the input as autograd knows it, by collectives
-    # that are differentiable; nothing is overlapped.
+    # [Note: recorded backward] With ``create_graph`` gradients are differentiated again. So they
+    # are passed to autograd, and computed from autograd's input with differentiable collectives,
+    # without overlap.
 
     @staticmethod
     def forward(
@@ -238,7 +238,7 @@ class _Column(Function):
         ctx.entry, ctx.transposed = arrival.entry, transposed
         if any(ctx.needs_input_grad[:3]):
             ctx.entry.join()
-        # A frozen weight needs no input for its gradient, and a bias needs neither.
+        # Without a weight gradient the input is not needed; a bias gradient needs neither.
         kept = source if ctx.needs_input_grad[1] else None
         ctx.save_for_backward(kept, weight if ctx.needs_input_grad[0] else None)
         return arrival.multiply(weight, bias, transposed)
@@ -256,7 +256,7 @@ class _Column(Function):
             if needs_weight:
                 of_weight = weight_gradient(grad, _gathered(own, entry), ctx.transposed)
             return of_x, of_weight, of_bias, None, None, None
-        # In this order: the gather overlaps the input gradient, whose sum over the ranks overlaps
+        # In this order, the gather overlaps with the input gradient, whose reduction overlaps with
         # the weight gradient.
         if needs_weight:
             entry.begin(own)
@@ -295,7 +295,7 @@ class _Row(Function):
                 all_reduce(y, group=rank_group.process_group, any_order=True, wire=rank_group.wire)
             else:
                 y = start_reduce(y, cut.dim, cut.lengths, rank_group)()
-        # After the sum: before it the bias would be added once for each rank.
+        # After the sum; otherwise the bias would be added once per rank.
         return y if bias is None else y.add_(bias)
 
     @staticmethod
@@ -359,7 +359,7 @@ class UnknownTokenError(GulliverError, IndexError):
 
 
 class _Embedding(OnLine):
-    """A sharded embedding; has default values of unsupported options, for adapters."""
+    """A sharded embedding; unsupported options have default values, which adapters read."""
 
     weight: nn.Parameter
     max_norm: None = None
@@ -383,7 +383,7 @@ class _Embedding(OnLine):
 class VocabularyEmbedding(_Embedding):
     """An embedding with this rank's rows; the ranks' lookups are summed."""
 
-    # Each id is in one rank's rows; the others contribute zeros to a sum, which is therefore exact.
+    # Each id is in one rank's rows, and the others contribute zeros, so the sum is exact.
 
     def __init__(
         self,
@@ -407,8 +407,8 @@ class VocabularyEmbedding(_Embedding):
             raise UnknownTokenError(
                 f"token {int(ids[nowhere][0])} is not in the vocabulary of {self.total} tokens"
             )
-        # On a GPU a check would have to wait for it: an id that no rank has stays out of range, so
-        # that the kernel's own assertion finds it.
+        # On a GPU a check would synchronize, so an id that no rank has stays out of range for the
+        # kernel's own assertion.
         own = (ids - start).masked_fill(~here, 0).masked_fill(nowhere, self.total)
         vectors = F.embedding(own, self.weight, padding)
         return reduce(vectors.masked_fill(~here.unsqueeze(-1), 0), self.rank_group)

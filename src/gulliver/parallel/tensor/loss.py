@@ -19,10 +19,10 @@ from gulliver.parallel.tensor.collectives import copy, reduce
 
 
 # [Note: two reductions] Two small all-reduces carry ``m``, then ``s`` and the target's logit. They
-# cannot be one: the terms of ``s`` are taken relative to ``m``, without which ``exp`` overflows, so
-# ``m`` has to be known first, and a maximum and a sum are different reductions. The logits
-# themselves never travel (four numbers for each token instead of the vocabulary), and the gradient,
-# ``softmax - one-hot``, needs no communication: each rank has ``m + log(s)`` and its own columns.
+# cannot be combined: the terms of ``s`` are relative to ``m``, because ``exp`` would overflow
+# otherwise, so ``m`` is needed first, and a maximum and a sum are different reductions. Logits are
+# not sent (only four numbers per token), and the gradient, ``softmax - one-hot``, needs no
+# communication, because each rank has ``m + log(s)`` and its own columns.
 def cross_entropy(
     logits: Tensor,
     labels: Tensor,
@@ -82,7 +82,7 @@ class _CrossEntropy(Function):
         total, target, found = sums.unbind()
         log_total = largest + total.log()
         ignored = labels == ignore_index
-        # The sums are the same on all ranks: so all of them raise.
+        # The sums are equal on all ranks, so all of them raise.
         lost = (found == 0) & ~ignored if labels.device.type == "cpu" else None
         if lost is not None and bool(lost.any()):
             raise GulliverError(f"label {int(labels[lost][0])} is not in the vocabulary")
@@ -96,7 +96,7 @@ class _CrossEntropy(Function):
         logits, labels, log_total = ctx.saved_tensors
         precise, again = logits.to(log_total.dtype), torch.is_grad_enabled()
         grad = grads[0].masked_fill(labels == ctx.ignored, 0).unsqueeze(-1)
-        if again:  # it is differentiated: so is the sum over all columns, which each rank uses
+        if again:  # differentiable, with the sum over all columns, which each rank uses
             grad = copy(grad, ctx.rank_group)
             share = (precise - log_total.unsqueeze(-1)).exp().sum(-1)
             total = copy(reduce(share, ctx.rank_group), ctx.rank_group)

@@ -64,8 +64,8 @@ def plan_tensor(
         The plan.
 
     Raises:
-        GulliverError: unknown modules or styles, sizes that cannot be distributed, or dropout,
-            whose masks would differ between ranks and from the masks of one process.
+        GulliverError: a module or style is unknown, a size cannot be distributed, or the model has
+            dropout, whose masks would differ between ranks and from those of one process.
     """
     return _Planner(model, size, rules or {}, replicate_rest, allow_dropout).plan()
 
@@ -133,7 +133,7 @@ class _Planner:
         sites = self._sites(placed, stacks)
         own = self._local_sites(placed)
         self._check_sites([s for s in sites if s in own], replicated)
-        # What is known of a model was held against one process; what a person says is looked at.
+        # Built-in plans are tested against a single process; user rules are checked here.
         if self.size > 1 and (self.rules or not self._automatic):
             near = self._known_of, self._by_heads, self._attention_of
             check_fitting(Choices(self.modules, placed, stacks, self.size, *near))
@@ -195,10 +195,10 @@ class _Planner:
         self, placed: dict[str, ShardedModule], replicated: list[str], stacks: tuple[str, ...]
     ) -> None:
         """Chooses gathered styles, which are exact in any context, next to unknown modules."""
-        # [Note: opaque modules] Where something between columns and rows works on all features,
-        # such as a norm over all heads, columns are gathered and rows take their part of a whole
-        # input: weights and products are shared all the same, and everything between is what one
-        # process has. So are linear layers of blocks that no rule names.
+        # [Note: opaque modules] If a module between columns and rows uses all features, such as a
+        # norm over all heads, columns are gathered and rows take their part of a full input.
+        # Weights and products are still sharded, and everything in between equals a single process.
+        # Linear layers of blocks without a rule are treated in the same way.
         own = self._local_sites(placed)
         sites = [s for s in self._sites(placed, stacks) if s in own]
         for site in sites:
@@ -227,7 +227,7 @@ class _Planner:
             module = self.modules[path]
             alone = path.rpartition(".")[2] in ROUTERS or best_match(path, self.rules) is not None
             parent = self.modules[path.rpartition(".")[0]]
-            # State-space mixers read weights past the layers that hold them.
+            # State-space mixers read weights without calling the layers that hold them.
             alone = alone or "A_log" in parent._parameters or bool(layer_of(path)[1])
             if alone or type(module) is not nn.Linear or module.out_features < 2 * self.size:
                 continue
@@ -252,8 +252,8 @@ class _Planner:
         return sizes == {width} and not any(True for _ in module.children())
 
     def _style(self, path: str, module: nn.Module) -> str | None:
-        # Next to columns the second factor is columns, too; next to rows the first is rows; the
-        # other one is whole, and so is what is between them.
+        # For a column layer, the second factor is also a column layer; for a row layer, the first
+        # is also a row layer. The other factor, and the features between the two, are replicated.
         layer, factor = layer_of(path)
         style = self._style_of(layer, module)
         if factor == "other":
@@ -347,13 +347,13 @@ class _Planner:
 
     def _units(self, path: str, total: int, blocks: int = 0) -> tuple[int, int]:
         """Returns the number of heads to distribute, and the number of ranks that share each."""
-        # Without blocks of features, there is one number for each query head.
+        # Without blocks of features, there is one number per query head.
         #
         # [Note: copies of key-value heads] With more ranks than key-value heads, each of these
-        # heads is held by several ranks, which share its query heads. A rank's gradient of it is
-        # that of its own query heads, so the gradients are summed over the copies where the layer
-        # uses its weights (`sum_gradients`); the optimizer steps the copies alike, and a norm
-        # counts each once (`Region.copies`).
+        # heads is on several ranks, which share its query heads. A rank's gradient of the head only
+        # covers its own query heads, so gradients are summed over the copies where the layer uses
+        # its weights (`sum_gradients`); the optimizer updates all copies equally, and a norm counts
+        # each once (`Region.copies`).
         name, groups = self._attention(path)
         if self.size <= groups:
             return groups, 1

@@ -18,13 +18,12 @@ from gulliver.precision.int8.products import largest_in_rows
 from gulliver.precision.int8.replace import GROUPED, REPLACED, QuantizeArguments, matrix_of
 
 
-# [Note: as one rank] A rank's outputs of a column layer are one rank's: rows of a weight are
-# rounded each by itself. Of a row layer each rank has some of the inputs, and would take other
-# scales than one rank does. So the largest magnitudes are those of all ranks: of the weight's rows
-# once, of the activations' rows in each product (one number a row, all-reduced before the product).
-# What differs from one rank then is the order in which a sum over ranks is rounded. The groups of
-# int4 are those of the whole layer, too: where a rank's inputs begin or end inside of one, the
-# layer is rejected.
+# [Note: as one rank] The outputs of a column layer equal those of a single rank, because each row
+# of a weight is rounded separately. In a row layer each rank has some of the inputs, and would
+# compute different scales. So the largest magnitudes are taken over all ranks: of the weight's rows
+# once, of the activations' rows in each product (one number per row, all-reduced before the
+# product). Then only the rounding order of the sum over ranks differs. The int4 groups are also
+# those of the full layer; if a rank's inputs begin or end within one, the layer is rejected.
 class _Sharded(QuantizedLinear):
     rank_group: RankGroup
 

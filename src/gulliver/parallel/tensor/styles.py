@@ -42,11 +42,11 @@ class ModuleSharding:
     # each rank has other heads (summed), or of whose output the rotary part goes to heads as it is
     # (latent).
     kind: Kind
-    heads: bool = False  # Heads are not cut, and query heads go where their key-value head goes
-    # Number of blocks that are dealt alike, one at a time: 3 for ``[q; k; v]``.
+    heads: bool = False  # Heads are not split, and query heads stay with their key-value head
+    # Number of blocks that are distributed separately: 3 for ``[q; k; v]``.
     blocks: int = 1
-    gather: bool = False  # The output is whole on all ranks
-    split: bool = False  # The input is whole on all ranks
+    gather: bool = False  # All ranks get the full output
+    split: bool = False  # All ranks have the full input
 
 
 STYLES: dict[str, ModuleSharding] = {
@@ -110,7 +110,7 @@ DRAWN_ALIKE = ("y_embedder",)
 """Unsharded modules that draw one random number per sample."""
 
 
-# Facts about one module: its heads, its adapters, whether a style is for its kind.
+# Properties of a module: heads, adapters, and whether a style applies to its class.
 
 
 DROPOUTS = (
@@ -243,11 +243,11 @@ def _check_embedding(path: str, module: Any) -> None:
 
 # Mixture-of-experts layers over tensor ranks: each rank has some inner features of every expert.
 #
-# transformers keeps the weights of all experts of a layer together, ``[experts, out, in]`` (or the
-# last two dims in turn), and an experts module loops over them, or multiplies them in one grouped
-# product. Cut by inner features, it stays the module that it is: it computes a part of the sum
-# that the experts' outputs are. What goes in is copied (the gradients of hidden states and of the
-# routers' weights are summed over the ranks), what comes out is summed.
+# transformers stores the weights of all experts of a layer together, ``[experts, out, in]`` (or the
+# last two dims swapped), and an experts module loops over them, or computes one grouped product.
+# Sharded by inner features, the module is unchanged and computes partial sums of the experts'
+# outputs. Inputs are copied (the gradients of hidden states and router weights are summed over the
+# ranks), and outputs are summed.
 
 
 INTO = ("gate_up_proj", "gate_proj", "up_proj")
@@ -256,12 +256,12 @@ ADDED = "down_proj_bias"
 """Names of expert parameters: projections to features, projections from features, output bias."""
 
 
-# [Note: features, not experts] Giving whole experts to ranks (expert parallelism) would need an
-# all-to-all of tokens, and ranks would wait for the one with the popular experts. Cut by features,
-# every rank has the same work whatever the router says, at the price of narrower products.
+# [Note: features, not experts] Assigning full experts to ranks (expert parallelism) would need an
+# all-to-all of tokens, and ranks would wait for the one with the most popular experts. Sharded by
+# features, every rank has the same work for any routing, at the price of narrower products.
 #
-# Latent attention is here, too: of what its first projection of keys and values returns, the rotary
-# part goes to each head as it is, so its gradient is summed.
+# Latent attention is also handled here: the rotary part of its first key-value projection is used
+# by all heads unchanged, so its gradient is summed.
 @dataclass(frozen=True)
 class ParameterCut:
     """The sharding of one parameter."""
@@ -269,7 +269,7 @@ class ParameterCut:
     dim: int  # Dimension that is sharded
     total: int  # Features along it
     units: int  # Indivisible units in each block of features
-    blocks: int = 1  # Number of blocks that lie one after the other, each dealt alike
+    blocks: int = 1  # Number of consecutive blocks, each distributed separately
 
 
 def parts_of_experts(path: str, module: Any, size: int) -> dict[str, ParameterCut]:
@@ -279,7 +279,7 @@ def parts_of_experts(path: str, module: Any, size: int) -> dict[str, ParameterCu
     plain = (
         hasattr(module, "is_transposed")
         and not getattr(module, "has_post_expert_norm", False)
-        # An expert that returns its input would be counted on every rank.
+        # An expert that returns its input would be summed once per rank.
         and not hasattr(module, "identity_expert")
         and len(list(module.parameters())) == len(held)
     )
@@ -299,7 +299,7 @@ def parts_of_experts(path: str, module: Any, size: int) -> dict[str, ParameterCu
         )
     found = {OUT: ParameterCut(inputs, features, features)}
     for name in into:
-        # Gate and up in one: as [gate; up], or in turn, feature by feature.
+        # Gate and up in one parameter: as [gate; up], or interleaved by feature.
         fused = held[name].shape[3 - inputs] // features
         blocks = fused if fused > 1 and module.is_concatenated else 1
         found[name] = ParameterCut(3 - inputs, fused * features, features, blocks)
@@ -314,8 +314,8 @@ def share_experts(module: nn.Module, rank_group: RankGroup) -> None:
     def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         added = module._parameters.get(ADDED)
         if added is not None:
-            # Every rank adds the output's bias before the sum, so each adds its share of it. As an
-            # attribute it is found before the parameter of this name, while the module runs.
+            # Every rank adds the output bias before the sum, so each adds a fraction of it. An
+            # attribute takes precedence over the parameter of this name while the module runs.
             vars(module)[ADDED] = copy(added, rank_group) / rank_group.size
         given = {name: _copied(value, rank_group) for name, value in kwargs.items()}
         return tuple(_copied(value, rank_group) for value in args), given
@@ -330,8 +330,9 @@ def share_experts(module: nn.Module, rank_group: RankGroup) -> None:
 
 def share_rotary(module: nn.Module, width: int, rank_group: RankGroup) -> None:
     """Sums the gradient of a module's last `width` output features over the ranks."""
-    # All heads read these features as they are, and each rank has some of the heads: the gradient
-    # on a rank is partial. The others go through a column layer, which sums theirs.
+    # All heads read these features unchanged, and each rank has some of the heads, so the gradient
+    # on a rank is partial. The other features are inputs of a column layer, which sums their
+    # gradients.
 
     def after(module: nn.Module, args: Any, output: Tensor) -> Tensor:
         latent, rotary = output.split([output.shape[-1] - width, width], -1)
@@ -348,7 +349,7 @@ def _copied(value: Any, rank_group: RankGroup) -> Any:
     )
 
 
-# The plan of tensor parallelism: how each module is sharded. Data, and how it is shown.
+# The plan of tensor parallelism: the sharding of each module, as data that can be printed.
 
 
 @dataclass(frozen=True)
@@ -357,12 +358,12 @@ class ShardedModule:
 
     style: str
     how: ModuleSharding
-    # Parameter to the dim that is sharded; those that are whole are not named.
+    # Sharded dim of each parameter; replicated parameters are not listed.
     dims: Mapping[str, int]
     total: int = 0  # Features along it
     units: int = 0  # Indivisible units in each block of features
-    copies: int = 1  # Ranks that hold each of them alike
-    # Parameter to how it is dealt, where those of a module are dealt differently.
+    copies: int = 1  # Number of ranks with equal copies of each unit
+    # Distribution by parameter, if the parameters of a module differ.
     parts: Mapping[str, ParameterCut] = field(default_factory=dict)
 
     def runs(self, size: int, place: int, name: str = "") -> tuple[Interval, ...]:
@@ -378,16 +379,15 @@ class TensorPlan:
     """The sharding of a model over tensor ranks."""
 
     size: int
-    # Path to its sharding, of modules that are cut or whose gradients are partial.
+    # Sharding by path, of modules that are sharded or have partial gradients.
     modules: Mapping[str, ShardedModule]
-    attention: Mapping[str, int]  # Path of an attention module to how many head groups it has
-    sites: tuple[str, ...]  # Modules whose input goes into several columns, and is taken in once
+    attention: Mapping[str, int]  # Number of head groups by path of an attention module
+    sites: tuple[str, ...]  # Modules whose input is entered once for several columns
     stacks: tuple[str, ...]  # Paths of the lists of blocks
-    sliced: Mapping[str, tuple[str, ...]]  # Path to arguments of which a rank takes its heads' part
-    replicated: tuple[str, ...]  # Paths of modules with parameters that stay whole
-    known: bool  # The model is of a known type, or has a plan of its own
-    # Paths of modules in blocks that need the whole sequence: experts, and what is cut without
-    # being understood.
+    sliced: Mapping[str, tuple[str, ...]]  # Arguments by path of which a rank takes its heads' part
+    replicated: tuple[str, ...]  # Paths of modules with replicated parameters
+    known: bool  # Whether the model's type is known, or the model has its own plan
+    # Paths of modules in blocks that need the full sequence: experts, and opaque modules.
     whole: tuple[str, ...] = ()
 
     def share_of(self, model: nn.Module) -> float:

@@ -15,10 +15,9 @@ from torch import Tensor, nn
 
 from gulliver.comm.collectives import Group, all_gather, gather_objects
 from gulliver.errors import GulliverError
-from gulliver.memory.buffers import ShardPiece
+from gulliver.memory.buffers import Presence, ShardPiece
 from gulliver.memory.parts import Part, part_of, region_of, whole_shape
 from gulliver.memory.pending import before_any_write, before_write
-from gulliver.memory.prefetch import Presence
 from gulliver.parallel.optimizer import (
     Counter,
     Leaf,
@@ -72,13 +71,13 @@ def stream_state(
                     if is_counter(key, value, owned):
                         counters.setdefault(piece.name, {})[key] = value
                     elif shards.has_whole and not _is_elementwise(value, owned):
-                        # An optimizer of whole tensors keeps other shapes, and None.
+                        # An optimizer of full tensors keeps state of other shapes, and None.
                         counters.setdefault(piece.name, {})[key] = _on_cpu(value)
                     elif value is not None:
                         _check_elementwise(piece.name, key, value, owned)
                         present.add((piece.name, key))
     parts = gather_objects((counters, present), group)
-    # Pieces of one parameter step together, so any rank's counters are the parameter's.
+    # Pieces of one parameter are stepped together, so any rank's counters are the parameter's.
     state: State = {name: dict(values) for part, _ in parts for name, values in part.items()}
     everywhere: set[tuple[str, str]] = set().union(*(found for _, found in parts))
     return state, _entries(shards, chunks, everywhere)
@@ -129,10 +128,10 @@ def _scattered(
         elif not isinstance(value, Tensor):
             found[key] = value
         elif is_counter(key, value, whole):
-            # torch wants counters on the parameter's device only where kernels read them.
+            # torch puts counters on the parameter's device only if kernels read them.
             found[key] = value.to(owned.device if captured else value.device).clone()
         elif value.shape != whole.shape and owned.shape == whole.shape:
-            found[key] = value.to(owned.device).clone()  # of an optimizer of whole tensors
+            found[key] = value.to(owned.device).clone()  # from an optimizer of full tensors
         else:
             found[key] = run_of(value, piece, owned).to(owned.device).clone()
     return found
@@ -153,8 +152,9 @@ def _is_elementwise(value: Any, owned: Tensor) -> bool:
 def _check_elementwise(name: str, key: str, value: Tensor, owned: Tensor) -> None:
     if not _is_elementwise(value, owned):
         raise GulliverError(
-            f"the optimizer keeps {key!r} of {name!r} as {tuple(value.shape)} {value.dtype} for "
-            f"{tuple(owned.shape)} {owned.dtype}: state that is not element-wise cannot be saved"
+            f"the optimizer keeps {key!r} of {name!r} as {tuple(value.shape)} {value.dtype}, but "
+            f"the parameter is {tuple(owned.shape)} {owned.dtype}: state that is not element-wise "
+            "cannot be saved"
         )
 
 
@@ -182,11 +182,11 @@ def _whole(shard: Tensor, sharded: ShardedChunk, group: Group) -> Tensor:
     return whole
 
 
-# Cuts the chunks of a running optimizer again: another order, another size, the same numbers.
+# Re-partitions the chunks of a running optimizer in another order and size; values are unchanged.
 #
-# Between two steps, when there are no gradients. Parameters move chunk by chunk, state tensor by
-# tensor, so that never more than one chunk is whole on top of what is held anyway, apart from the
-# shards, of which old and new live side by side.
+# Between two steps, when there are no gradients. Parameters move chunk by chunk and state tensor by
+# tensor, so that at most one full chunk is needed in addition, apart from the shards, of which both
+# old and new exist.
 
 
 def relayout(shards: ShardedState, order: Sequence[str], chunk_bytes: int) -> bool:
@@ -200,17 +200,17 @@ def relayout(shards: ShardedState, order: Sequence[str], chunk_bytes: int) -> bo
     new = shards.ordered(order, chunk_bytes)
     if [found[0] for found in new] == [c.chunk.layout for c in old]:
         return False
-    before_any_write()  # buffers change hands, which a checkpoint may be copying
+    before_any_write()  # a checkpoint may be copying the buffers that are replaced
     shards.take_writes()
     shards.publish_exact()
     chunks = shards.replaced(order, chunk_bytes)
     _move_state(shards, old, chunks)
     shards.adopt(chunks)
-    shards.pool.clear()  # buffers of the old sizes are not asked for again
+    shards.pool.clear()  # buffers of the old sizes are no longer needed
     for sharded in shards.chunks:
         with shards.states.opened(sharded):
             shards.states.place(sharded)
-    # While chunks were cut there were two of some: no step holds as much.
+    # Old and new buffers existed at the same time, which is more than any step holds.
     shards.pool.counter.restart()
     return True
 
@@ -230,7 +230,7 @@ def _hand_over(
                     inner.state[target] = dict(inner.state[owned])
                     if shards.states.tiered:
                         shards.states.place(chunk)  # now that both are there
-            if shards.states.tiered:  # elsewhere both have one entry, of their parameter
+            if shards.states.tiered:  # otherwise both share the entry of their parameter
                 inner.state.pop(owned, None)
 
 
@@ -260,7 +260,7 @@ def _move_state(
     for owned, state in moved.items():
         if state:
             shards.inner.state[owned] = {
-                # Counters stay where they are, factors go to their parameter's device.
+                # Counters stay on their device; factors move to their parameter's device.
                 key: value.to(owned.device if value.ndim else value.device, copy=True)
                 if isinstance(value, torch.Tensor)
                 else value
@@ -268,21 +268,21 @@ def _move_state(
             }
 
 
-# Saves and loads what a rank has of a sharded model and its optimizer, with nothing gathered.
+# Saves and loads a rank's part of a sharded model and its optimizer, without gathering.
 #
-# Parameters of 16 bits are saved by their float32 copies, which they are rounded from. A parameter
-# that holds a region of a whole (a slice of tensor parallelism) is saved and loaded as parts of
-# that region; see the note at `OptimizerCheckpoint` for models that no rank has all of.
+# 16-bit parameters are saved as their float32 master weights. A parameter with a region of the full
+# tensor (a slice of tensor parallelism) is saved and loaded as parts of that region; see
+# `OptimizerCheckpoint` for models that no rank has completely.
 
 
 SMALL, ALIKE = 2**16, 2**20
-"""Bytes: smaller buffers are copied immediately; smaller tensors are saved by one rank."""
+"""Sizes below which buffers are copied immediately, and tensors are saved by a single rank."""
 
 
 class ZeroCheckpoint(OptimizerCheckpoint):
     """Saves and loads a ZeRO optimizer and its model, each rank its own shards."""
 
-    def __init__(self, optimizer: ZeroOptimizer, on_load: Callable[[], None]) -> None:
+    def __init__(self, optimizer: ZeroOptimizer, on_load: Callable[[], None] | None) -> None:
         super().__init__(optimizer)
         self._shards = optimizer.shards
         # Called before all values of the model are replaced.
@@ -310,7 +310,7 @@ class ZeroCheckpoint(OptimizerCheckpoint):
 
         Args:
             model: boosted model.
-            every: return all tensors on this rank, also those that another group writes.
+            every: return all tensors on this rank, including those that another group writes.
             fill: the caller overwrites all elements.
         """
         shards = self._shards
@@ -318,7 +318,7 @@ class ZeroCheckpoint(OptimizerCheckpoint):
         train_unfrozen(shards)
         self.take_finished_writes()
         if fill and shards.states.tiered:
-            shards.gatherer.release_all()  # nothing may move until all is filled
+            shards.gatherer.release_all()  # nothing may move until all tensors are filled
         mine: dict[str, Leaf] = {}
         for sharded in shards.all_chunks:
             with shards.states.shown(sharded, fill):
@@ -340,7 +340,7 @@ class ZeroCheckpoint(OptimizerCheckpoint):
         if every:
             return {name: _held(buffer) for name, buffer in buffers.items()}
         if self._shards.rank != 0:
-            # They need not be alike on all ranks: one rank's are taken.
+            # They may differ between ranks, so one rank's are saved.
             return {}
         mine = {name: part_of(b) for name, b in buffers.items() if self.writes(name, b)}
         return {name: _copied(part) for name, part in mine.items()}
@@ -365,18 +365,20 @@ class ZeroCheckpoint(OptimizerCheckpoint):
             elif region_of(parameter) is not None:
                 yield piece.name, _part(parameter, run, 0, owner)
             else:
-                # What every rank has as a whole is shared out among them like any other tensor.
+                # Saving of replicated tensors is divided among the ranks like that of any other
+                # tensor.
                 view = owner is not None
                 yield piece.name, parameter.detach() if view else run.view(parameter.shape)
         if chunk.part == 0:
-            # A parameter without elements lies on no part.
+            # A parameter without elements is in no part.
             for name, parameter in chunk.parameters.items():
                 if parameter.shape.numel() == 0:
                     yield name, _part(parameter, chunk.master_shard[:0].detach())
 
     def take_finished_writes(self) -> None:
         """Copies modified parameters to their shards, unless a gather is in flight."""
-        # A parameter that is being gathered cannot have been written: touching it waits for it.
+        # A parameter that is being gathered cannot have been written, because access waits for the
+        # gather.
         self._shards.gatherer.check_views()
         for sharded in self._shards.all_chunks:
             if sharded.presence is Presence.WHOLE and sharded.chunk.buffer is not None:
@@ -385,7 +387,8 @@ class ZeroCheckpoint(OptimizerCheckpoint):
     def before_model_load(self) -> None:
         self._shards.gatherer.release_all()
         before_write(sharded.chunk.master_shard for sharded in self._shards.all_chunks)
-        self._on_load()
+        if self._on_load is not None:
+            self._on_load()
 
     def after_model_load(self) -> None:
         self._shards.publish()
@@ -439,14 +442,15 @@ class ZeroCheckpoint(OptimizerCheckpoint):
             if isinstance(value, Tensor) and value.shape == owned.shape:
                 leaf = self._state_leaf(_part(parameter, value.reshape(-1), piece.offset))
             elif isinstance(value, Tensor) and (self._shards.whole or alone):
-                # Of an optimizer of whole tensors. What all ranks have is shared out later.
+                # From an optimizer of full tensors. Saving of replicated state is divided among the
+                # ranks later.
                 leaf = value if alone else self._state_leaf(_factor(value))
             else:
                 kept = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
                 raise GulliverError(
                     f"the optimizer keeps {key!r} of {piece.name!r} as {kept}, not "
-                    f"{tuple(owned.shape)}: only element-wise state can be saved here; "
-                    "TorchDDPPlugin saves any"
+                    f"{tuple(owned.shape)}: only element-wise state can be saved here; use "
+                    "TorchDDPPlugin, which can save any state"
                 )
             if leaf is not None:
                 entries[key] = leaf
@@ -490,7 +494,7 @@ class ZeroCheckpoint(OptimizerCheckpoint):
         found: dict[str, Any] = {}
         for key, value in entries.items():
             if isinstance(value, Counter):
-                # torch wants counters on the parameter's device only where kernels read them.
+                # torch puts counters on the parameter's device only if kernels read them.
                 found[key] = value.to_value(owned.device if captured else None)
                 continue
             whole = self.has_whole_state
@@ -513,7 +517,7 @@ class ZeroCheckpoint(OptimizerCheckpoint):
                     part = _part(parameter, state[key].view(-1), piece.offset) if alike else None
                     yield (piece.name, key), state[key] if part is None else part
 
-    # An optimizer without its model: state, and the float32 copies of parameters of 16 bits.
+    # An optimizer without its model: state, and the float32 master weights of 16-bit parameters.
 
     def export_leaves(self) -> Saved:
         """Returns this rank's optimizer state and the master weights of 16-bit parameters."""
@@ -547,7 +551,7 @@ class ZeroCheckpoint(OptimizerCheckpoint):
                         run = owned.detach().view(-1)
                         yield piece.name, _part(parameter, run, piece.offset), parameter
 
-    # Parameters whose changes travel packed, below stage 3: all ranks have others than the shards.
+    # Parameters whose changes are sent packed, below stage 3: their values differ from the shards.
 
     def exact_parameters(self, model: nn.Module) -> dict[str, Tensor]:
         """Gathers copies of the parameters from the shards, by `state_dict` name (collective)."""

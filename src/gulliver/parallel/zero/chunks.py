@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from gulliver.comm.collectives import Handle
 from gulliver.comm.watchdog import Purpose
 from gulliver.errors import GulliverError
-from gulliver.memory.buffers import ChunkLayout, ShardPiece, plan_chunks
+from gulliver.memory.buffers import ChunkLayout, Resident, ShardPiece, plan_chunks
 from gulliver.memory.chunk import Chunk, reduced_gradient
-from gulliver.memory.prefetch import Resident
 
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -29,15 +28,15 @@ class TensorSize:
     dtype: torch.dtype
     device: torch.device
     trained: bool = True
-    # Elements of each tensor that the optimizer keeps for it, before it is sharded.
+    # Elements of each of its optimizer state tensors, before sharding.
     states: tuple[int, ...] = ()
-    # Whether the optimizer has to have it whole.
+    # Whether the optimizer needs it unsplit.
     whole: bool = False
-    # Whether it is frozen, and the optimizer steps it once it is unfrozen.
+    # Whether it is frozen, but in the optimizer, which steps it once it is unfrozen.
     frozen_trainable: bool = False
-    # Whether the optimizer makes its first state in addition to what is placed.
+    # Whether the optimizer's first state needs memory in addition to that of the chunks.
     beside: bool = False
-    # Places among all names of parameters of the model; a tied one has several.
+    # Positions among all parameter names of the model; a tied parameter has several.
     places: tuple[int, ...] = ()
 
 
@@ -53,7 +52,7 @@ def chunk_layouts(
     for tensor in tensors:
         kinds.setdefault((tensor.dtype, tensor.device), []).append((tensor.name, tensor.numel))
     parts = ranks if stage else 1
-    # An all-reduce goes in parts, too: a chunk that has them needs no padding on the way.
+    # An all-reduce is also computed in equal parts; this alignment avoids padding for it.
     align = 16 if parts > 1 else 16 * ranks
     whole = any(tensor.whole for tensor in tensors)
     for (dtype, _), sizes in kinds.items():
@@ -77,10 +76,10 @@ def ordered_layouts(
     return found
 
 
-# A chunk of ZeRO: where its parameters and gradients are, and the shard that this rank owns.
+# A chunk of ZeRO: the state of its parameters and gradients, and this rank's shard.
 #
-# Two small state machines together: `Phase` here, and `Presence` of `gulliver.memory`. Who moves
-# them: the gradients `reduce.py`, the parameters `gather.py`.
+# Two state machines: `Phase` of the gradients, which `reduce.py` changes, and `Presence` of the
+# parameters (`gulliver.memory`), which `gather.py` changes.
 
 
 class Phase(Enum):
@@ -97,8 +96,8 @@ class Phase(Enum):
 LEGAL = (
     (Phase.EMPTY, Phase.COLLECTING),  # the first gradient arrives
     (Phase.COLLECTING, Phase.REDUCING),  # all gradients have arrived
-    (Phase.REDUCING, Phase.EMPTY),  # the shard has its part
-    (Phase.COLLECTING, Phase.EMPTY),  # forgotten before they travelled
+    (Phase.REDUCING, Phase.EMPTY),  # the shard has the result
+    (Phase.COLLECTING, Phase.EMPTY),  # cleared before the reduction
 )
 
 
@@ -117,38 +116,37 @@ class ShardedChunk(Resident):
     """A chunk with this rank's pieces of its parameters."""
 
     chunk: Chunk
-    # This rank's pieces: which part of which parameter, and the flat tensor that the optimizer
-    # steps.
+    # This rank's pieces: ranges of parameters, and the flat tensors that the optimizer steps.
     pieces: list[tuple[ShardPiece, nn.Parameter]]
     trained: bool = True
     phase: Phase = Phase.EMPTY
-    # Parameters that the present backward has not reached yet.
+    # Parameters that the current backward has not reached yet.
     waiting: dict[str, nn.Parameter] = field(default_factory=dict)
-    # This rank's shard of the mean gradient, flat; None without any. Where chunks lie in tiers,
-    # what stands for it outside of `gradients`.
+    # This rank's flat shard of the mean gradient, if any; with tiers, a placeholder outside of
+    # `gradients`.
     gradient_shard: Tensor | None = None
-    # What the gradient is still to be multiplied by, since it was clipped; None for 1.
+    # Pending factor of the gradient, after clipping; None for 1.
     factor: Tensor | None = None
-    # What it adds to the squared norm of all gradients, in float64, where it is known.
+    # Its contribution to the squared norm of all gradients, in float64, if known.
     squared: Tensor | None = None
     # Buffer that a reduction in flight writes.
     incoming: Tensor | None = None
     reduction: Handle | None = None
     gathering: Handle | None = None
     index: int = -1
-    # The same, counted from a start that differs between optimizers: collectives are known by it.
+    # The same plus an offset per optimizer, to identify collectives.
     number: int = 0
-    # Names of parameters whose optimizer state lies in the chunk's buffers.
+    # Names of parameters whose optimizer state is in the chunk's buffers.
     placed: set[str] = field(default_factory=set)
-    # Number of updates inside of backward.
+    # Number of updates during backward.
     updates: int = 0
-    # Whether such an update has taken the gradient, and no zero_grad has followed.
+    # Whether such an update has consumed the gradient, without a zero_grad since.
     used_up: bool = False
-    # Whether it was updated inside of backward, and the step has not followed.
+    # Whether it was updated during backward, and the step has not followed.
     is_ahead: bool = False
-    # Whether operations on its parameters are seen although it is here.
+    # Whether operations on its parameters are intercepted although it is gathered.
     asked: bool = False
-    # Tensors that share the parameters' buffer where no computation uses it.
+    # Tensors that share the parameters' buffer without using it in computations.
     users: int = 0
 
     def __post_init__(self) -> None:
@@ -158,7 +156,7 @@ class ShardedChunk(Resident):
     def own(self, pieces: Iterable[tuple[ShardPiece, nn.Parameter]]) -> None:
         self.pieces = list(pieces)
         self.owned = [owned for _, owned in self.pieces]
-        # What the pieces have for gradients outside of a step.
+        # Gradients of the pieces outside of a step.
         self.stand_ins = [reduced_gradient(owned) for owned in self.owned]
         self.hide_gradients()
 
@@ -198,10 +196,10 @@ class ShardedChunk(Resident):
     @contextmanager
     def stepped_gradient(self) -> Iterator[None]:
         """Context with the gradient shard loaded for an optimizer step, which only reads it."""
-        # [Note: clipped in tiers] To scale gradients where they lie would bring each and write it
-        # back, only for the step to bring it again. So clipping leaves a factor, which the step
-        # applies while the gradient is here. Where the store has the gradient, that copy is not
-        # written: what was scaled goes, and the factor stays.
+        # [Note: clipped in tiers] Scaling gradients in place would load each one and write it back,
+        # only for the step to load it again. So clipping records a factor, which the step applies
+        # to the loaded gradient. If the store has the gradient, that copy is not overwritten: the
+        # scaled one is dropped and the factor kept.
         parked, factor = self.gradient_shard, self.factor
         if parked is None:
             yield
@@ -275,16 +273,15 @@ def check_not_ahead(chunks: Iterable[ShardedChunk]) -> None:
             )
 
 
-# [Note: which gathers during backward] With updates during backward a chunk can be gathered as soon
-# as it is updated. If every chunk was, gathers that nobody waits for yet would be sent before the
-# last reductions, which the next forward waits for first; if none was, the link would have nothing
-# but reductions to do in backward, and forward would wait for gathers. The link is as busy in
-# forward as in backward if of the gathers a share (B - F) / (B + F) goes during backward, where F
-# and B are the times of both, so a third if backward takes twice as long: that is right for slow
-# links, which are busy all the time then, as for fast ones. So every third chunk is gathered during
-# backward, and none of the last, which would delay what forward waits for first. It is a rule of
-# numbers, and not of clocks, because gathers are collectives, which all ranks have to begin in one
-# order.
+# [Note: which gathers during backward] With updates during backward, a chunk can be gathered as
+# soon as it is updated. If all chunks were, these gathers would precede the last reductions, which
+# the next forward waits for first; if none were, the link would only carry reductions in backward,
+# and forward would wait for gathers. The link is equally busy in forward and backward if a share (B
+# - F) / (B + F) of the gathers runs during backward, where F and B are the times of both: a third
+# if backward takes twice as long. This suits slow links, which are then always busy, as well as
+# fast ones. So every third chunk is gathered during backward, but none of the last, which would
+# delay the chunks that forward waits for first. The rule depends on indices instead of times,
+# because gathers are collectives, which all ranks have to start in the same order.
 UPDATE_LAG = 2
 """Number of later chunks that are reduced before a chunk is updated during backward."""
 EVERY = 3
@@ -305,6 +302,6 @@ Squared = Callable[[ShardedChunk, Tensor], Tensor]
 def squared_norm(_: ShardedChunk, gradient: Tensor) -> Tensor:
     if gradient.device.type != "cpu":
         return torch.linalg.vector_norm(gradient, dtype=torch.float64) ** 2
-    # Five times as fast as torch's norm in another dtype, which casts element by element.
+    # Five times as fast as torch's norm with another dtype, which casts element by element.
     wide = (block.double() for block in gradient.reshape(-1).split(NORM_BLOCK))
     return torch.stack([torch.dot(block, block) for block in wide]).sum()

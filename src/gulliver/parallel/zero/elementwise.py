@@ -52,7 +52,7 @@ PER_PARAMETER: dict[str, tuple[str, Callable[[Group, Shape], list[int]]]] = {
 each state tensor for a parameter's shape. They write state in place.
 """
 NEVER = {
-    "LBFGS": "it needs closures and a history of whole gradients: use AdamW",
+    "LBFGS": "it needs closures and a history of full gradients: use AdamW",
     "SparseAdam": "it needs sparse gradients: use AdamW",
 }
 
@@ -137,9 +137,7 @@ def check_by_chunk(
 ) -> None:
     """Rejects an optimizer that cannot step chunks separately, if that is required."""
     if tiered and stage != 3:
-        raise GulliverError(
-            f"memory tiers need stage 3, which shards parameters, not stage {stage}"
-        )
+        raise GulliverError(f"memory tiers need stage 3 (sharded parameters), not stage {stage}")
     if (tiered or step_in_backward) and not steps_by_chunk(optimizer):
         what = "a memory limit" if tiered else "step_in_backward"
         raise GulliverError(
@@ -158,7 +156,7 @@ def _full_name(optimizer: torch.optim.Optimizer) -> str:
 
 
 def state_sizes(optimizer: torch.optim.Optimizer, group: Group, shape: Shape) -> tuple[int, ...]:
-    # Where that is not known, it is taken for two tensors of the parameter's size.
+    # If unknown, two tensors of the parameter's size are assumed.
     if is_per_parameter(optimizer):
         return tuple(PER_PARAMETER[_full_name(optimizer)][1](group, shape))
     count = ELEMENTWISE.get(type(optimizer).__name__)
@@ -167,8 +165,8 @@ def state_sizes(optimizer: torch.optim.Optimizer, group: Group, shape: Shape) ->
 
 def makes_beside(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the first step allocates all new state before it can be moved to chunks."""
-    # Others put a constant there for one parameter after the other; SGD copies all gradients, and
-    # of those that look at whole parameters the sizes are not known before.
+    # Others create constants one parameter at a time; SGD copies all gradients, and the state sizes
+    # of optimizers of full parameters are not known in advance.
     return not is_elementwise(optimizer) or type(optimizer).__name__ == "SGD"
 
 

@@ -30,21 +30,21 @@ MATTERS = 1e-3
 """Minimum share of the total error for a parameter to be checked."""
 
 
-# [Note: the gate] A format that harms does so silently: the loss goes down, more slowly. So in the
-# first steps, and in every hundredth after them, gradients are also reduced as they are, and
-# compared for every parameter: the cosine between the two, and the ratio of their norms. A
-# parameter that is off ends the run on all ranks, with its name. What is too small to matter in
-# the error of all is passed over: the bias of an attention's keys has no gradient but rounding
-# errors.
+# [Note: the gate] A harmful format is not obvious: the loss still falls, but more slowly. So in the
+# first steps, and in every hundredth step afterwards, gradients are also reduced unpacked and
+# compared for every parameter, by cosine and ratio of norms. A parameter beyond the limits ends the
+# run on all ranks with an error that names it. Parameters with a negligible share of the total
+# error are skipped: for instance, the bias of an attention's keys has only rounding errors as its
+# gradient.
 @dataclass(frozen=True)
 class ZeroWires:
     """Wire formats of chunks."""
 
     reduce: WireFormat = IDENTITY
     gather: WireFormat = IDENTITY
-    # Whether what packing loses of a gradient is added to the next one.
+    # Whether packing errors of a gradient are added to the next one.
     feedback: bool = False
-    # Whether gradients are compared with unpacked ones now and then.
+    # Whether gradients are regularly compared with unpacked ones.
     gate: bool = True
 
     def of_parameters(self, parts: int, part_size: int, dtype: torch.dtype) -> WireFormat:
@@ -57,8 +57,8 @@ class GradientGate:
 
     def __init__(self, wire: WireFormat, feedback: bool, on: bool) -> None:
         self.wire, self.feedback, self.on = wire, feedback, on
-        # Least cosine and largest relative difference of norms of the last check, with the names of
-        # their parameters; empty before one.
+        # Smallest cosine and largest relative difference of norms in the last check, with the names
+        # of their parameters; empty before the first check.
         self.compared: dict[str, tuple[str, float]] = {}
         self._steps = 0
         self._sums: dict[str, Tensor] = {}
@@ -91,7 +91,7 @@ class GradientGate:
         if overflow and not self._told:
             _LOG.warning("the gradient of %r is not finite, packed or not", overflow)
             self._told = True
-        # An overflow is looked for by the loss scaler or the loop.
+        # The loss scaler or the loop detects overflows.
         harmed = not overflow and not self._passes(self.compared)
         if any_rank(harmed, torch.device("cpu")):
             raise self._error(harmed)
@@ -134,7 +134,7 @@ def _worst(names: Sequence[str], exact: Tensor, packed: Tensor) -> dict[str, tup
     least = MATTERS * float(errors.nan_to_num(0.0, 0.0, 0.0).sum())
     rows = zip(names, exact.tolist(), packed.tolist(), errors.tolist(), strict=True)
     for name, whole, (dot, found), error in rows:
-        if not math.isfinite(found):  # packing has made an overflow of it
+        if not math.isfinite(found):  # packing overflowed
             return {"cosine": (name, -1.0), "norm": (name, math.inf)}
         if whole == 0 or error <= least:
             continue

@@ -22,13 +22,13 @@ from gulliver._compat import (
     storage_users,
 )
 from gulliver.comm.collectives import Group, Handle, all_gather
-from gulliver.comm.watchdog import Purpose
-from gulliver.comm.world import guard
+from gulliver.comm.watchdog import Purpose, guard
 from gulliver.errors import GulliverError
+from gulliver.memory.buffers import Presence
 from gulliver.memory.chunk import Chunk
 from gulliver.memory.managed_chunk import ManagedChunk
 from gulliver.memory.pending import before_write, mark_pending, mark_ready
-from gulliver.memory.prefetch import Pass, Prefetcher, Presence
+from gulliver.memory.prefetch import Pass, Prefetcher
 from gulliver.parallel.zero.chunks import ShardedChunk, check_not_ahead
 from gulliver.precision.wire.formats import IDENTITY
 
@@ -43,12 +43,13 @@ class SavedParameter:
         self.size, self.stride, self.offset = size, stride, offset
 
 
-# Gathers parameters from the shards: who asks for a chunk waits for just that chunk.
+# Gathers parameters from the shards; an access waits only for its chunk.
 #
 # With stages 0 to 2 a step gathers every chunk once, in the order of use. With stage 3 parameters
-# come and go in passes, see `gulliver.memory.prefetch`: touching a chunk issues the gathers up to
-# it and a few ahead, in one order on all ranks. In a backward gradients are reduced between them:
-# ranks that differ in whole chunks would reduce at another time (see `comm/watchdog.py`).
+# are gathered and freed in passes, see `gulliver.memory.prefetch`: access to a chunk issues the
+# gathers up to it and a few ahead, in the same order on all ranks. In backward, reductions are
+# issued between gathers, so ranks that skip different chunks would reduce at different times (see
+# `comm/watchdog.py`).
 
 
 _alone: WeakSet[Gatherer] = WeakSet()
@@ -66,7 +67,7 @@ _READS = frozenset({Tensor.detach, _DATA, Tensor.numpy, Tensor.tolist, Tensor.it
 
 
 def _is_unrecorded(func: Callable[..., Any]) -> bool:
-    """Whether autograd never records an operation, or a function of `torch.nn.init`."""
+    """Whether an operation is never recorded by autograd, or is a function of `torch.nn.init`."""
     return func in _READS or getattr(func, "__module__", None) == nn.init.__name__
 
 
@@ -75,29 +76,30 @@ def _comes_alone(chunk: Chunk) -> bool:
     return chunk.layout.parts == 1 or (isinstance(chunk, ManagedChunk) and chunk.has_copy)
 
 
-# [Note: reading] Touching is noticed by `gulliver.memory.pending.mark_pending`, not by hooks of
-# modules. Outside of passes and autograd, as for a state dict, the chunk is gathered for the one
-# who reads and stays until another one is read or a pass, a step or a save begins. Only then is
-# what was written to it brought to the shards. A view that is written later would change nothing:
-# it shares the version counter of its parameter, which nobody else moves while the chunk is
-# absent, so that write is refused. `full_parameters` keeps all chunks here for a block.
+# [Note: reading] Access is detected by `gulliver.memory.pending.mark_pending`, not by hooks of
+# modules. Outside of passes and autograd, as for a state dict, the chunk is gathered for the reader
+# and stays until another chunk is read, or a pass, a step or a save begins. Only then are writes to
+# it copied to the shards. A later write to a view would have no effect, so it is rejected: the view
+# shares the version counter of its parameter, which is not incremented otherwise while the chunk is
+# absent. `full_parameters` keeps all chunks gathered for a block.
 #
-# [Note: writes through .data] A write through ``parameter.data`` does not move the version counter
-# of the parameter, and no hook sees it. Below stage 3, without float32 copies, it needs no notice:
-# the shard is a view of the parameters, so the write is in what is stepped. With stage 3 the shard
-# is a tensor of its own, and the written buffer is about to be given back. So values are compared:
-# before a chunk is given back, gathered over or stepped, each rank looks at its own part of the
-# buffer, and takes what differs from the shard (`Chunk.take_writes`). Only what differs, because a
-# float32 copy has more bits than the parameters. As every rank looks at its own part only, a write
-# has to be made on all ranks alike. Packed parameters, and those under a memory limit, are compared
-# only where a version counter has moved; between passes `parameter.data` shares it.
+# [Note: writes through .data] A write through ``parameter.data`` does not increment the version
+# counter of the parameter, and no hook detects it. Below stage 3, without master weights, it needs
+# no handling: the shard is a view of the parameters, so the write also changes the shard. With
+# stage 3 the shard is a separate tensor, and the written buffer is about to be freed. So values are
+# compared: before a chunk is freed, gathered again or stepped, each rank compares its own part of
+# the buffer with the shard, and copies differing elements (`Chunk.take_writes`); only these,
+# because master weights have more bits than the parameters. As every rank only checks its own part,
+# a write must be the same on all ranks. Packed parameters, and those under a memory limit, are
+# compared only if a version counter has changed; between passes `parameter.data` shares it.
 #
-# [Note: packed parameters] In a wire format all ranks compute with the same values, the owner too,
-# and its shard keeps what they lose. With stages 1 and 2 the buffers stay between gathers, so
-# changes are sent: what this rank's part lacks to be its shard, with what earlier packing has lost.
-# So parameters stay as near to the shards as one change is lossy. With stage 3 values are sent,
-# which are as far off as the format is; nothing is gathered before the forward that uses it, for
-# between passes exact values are read. What is saved is what the shards hold.
+# [Note: packed parameters] In a wire format all ranks compute with the same rounded values,
+# including the owner, whose shard keeps the exact ones. With stages 1 and 2 the buffers persist
+# between gathers, so changes are sent: the difference between this rank's part and its shard, which
+# includes earlier packing errors. So the error of parameters is that of packing one change. With
+# stage 3 values are sent, with the full error of the format; nothing is gathered before the forward
+# that uses it, because reads between passes return exact values. Checkpoints have the values of the
+# shards.
 class Gatherer:
     """Gathers the parameters of chunks on every rank, and prefetches chunks."""
 
@@ -131,9 +133,9 @@ class Gatherer:
         self._now: list[ShardedChunk] = []
         self._at: list[tuple[int, ShardedChunk]] = []
         self._begins: list[int] = []
-        # Chunks that were gathered to be read between passes.
+        # Chunks that were gathered for reads between passes.
         self._reads: list[ShardedChunk] = []
-        # Chunks that were given back while somebody had views, with versions of parameters.
+        # Chunks that were freed while views existed, with the versions of their parameters.
         self._left: dict[ShardedChunk, list[int]] = {}
         if sharded and not every:
             _alone.add(self)
@@ -150,11 +152,11 @@ class Gatherer:
                 sharded.presence = Presence.ABSENT
                 mark_pending(sharded.chunk.members, self.touched)
 
-    # A chunk's way: absent or updated, arriving, whole, absent.
+    # States of a chunk: absent or updated, arriving, whole, absent.
 
     def start(self, sharded: ShardedChunk, exact: bool = False) -> None:
         chunk = sharded.chunk
-        # What is read between passes is as exact as what is saved.
+        # Reads between passes are as exact as checkpoints.
         exact = exact or (self.sharded and self._prefetcher.current is Pass.NONE)
         chunk.sent_exact = exact
         if sharded.presence is Presence.ABSENT:
@@ -167,7 +169,7 @@ class Gatherer:
                 chunk.publish()
         if alone := _comes_alone(chunk):
             if sharded.presence is Presence.WHOLE:
-                return  # the parameters are what was stepped
+                return  # the parameters are the stepped tensors
             sharded.gathering = Handle()
         else:
             changes = chunk.shown_part is not None and not exact
@@ -198,7 +200,7 @@ class Gatherer:
     def bring(self, sharded: ShardedChunk) -> None:
         """Starts gathering a chunk when a pass requests it."""
         if sharded.presence is not Presence.ABSENT:
-            # It is here, but the others wait for this rank's part all the same.
+            # It is loaded here, but other ranks still need this rank's part.
             self.finish(sharded)
             sharded.chunk.take_writes()
         self.start(sharded)
@@ -259,7 +261,7 @@ class Gatherer:
         why = _WHY[self._prefetcher.current] if self.sharded else "after a step"
         return sharded.purpose("gathers", why)
 
-    # Passes, of stage 3 only.
+    # Passes (stage 3 only).
 
     def enter_forward(self) -> None:
         self._depth += 1
@@ -283,8 +285,8 @@ class Gatherer:
     @contextmanager
     def whole(self) -> Iterator[None]:
         """Context in which all chunks stay unsharded, so passes neither gather nor free."""
-        # Every rank enters and leaves it; which passes each runs inside may differ. Under a limit
-        # chunks come and go, but each rank brings them from a copy of its own, made here.
+        # Every rank enters and leaves it, but may run different passes inside. Under a limit chunks
+        # are evicted and loaded, by each rank from its own copy, which is created here.
         if not self.sharded or self in _alone:
             yield
             return
@@ -303,11 +305,11 @@ class Gatherer:
             self._depth -= 1
             self.release_all()
 
-    # [Note: copies of a step] Under a memory limit stage 3 gathers chunk by chunk, which all ranks
-    # do in one order. Ranks with unequal work cannot. So when such a step begins, every chunk is
-    # gathered once, into an object of the memory manager that may leave like any other state; after
-    # that this rank brings it by itself. Behind the first memory that takes the parameters once
-    # more on each rank.
+    # [Note: copies of a step] Under a memory limit stage 3 gathers chunk by chunk, in the same
+    # order on all ranks, which is impossible for ranks with unequal work. So at the beginning of
+    # such a step, every chunk is gathered once into a managed tensor, which may be evicted like any
+    # other state; afterwards each rank loads it independently. So the slower tiers hold another
+    # copy of the parameters on each rank.
     @contextmanager
     def _from_copies(self) -> Iterator[None]:
         self.release_all()
@@ -328,7 +330,7 @@ class Gatherer:
 
     @contextmanager
     def full_parameters(self) -> Iterator[None]:
-        # Under a limit there is no room for all: each comes when it is read.
+        # Under a limit there is no room for all chunks, so each is loaded when it is read.
         self.release_all()
         if self.sharded and not self._tight:
             self._stays, self._reads = True, list(self.chunks)
@@ -357,16 +359,11 @@ class Gatherer:
 
     def end_step(self) -> None:
         self.step += 1
-        # Buffers are written behind autograd's back: a graph from before must not be used.
+        # Buffers are written without autograd, so earlier graphs must not be used.
         increment_version([p for c in self.chunks if c.trained for p in c.chunk.members])
         self.note_versions()
-        if all(c.chunk.wire is IDENTITY for c in self.chunks):
-            self._prefetch()
-
-    def _prefetch(self) -> None:
-        """Starts the first gathers of the next forward, limited to its first modules."""
-        if self.sharded:
-            self._prefetcher.prefetch()
+        if self.sharded and all(c.chunk.wire is IDENTITY for c in self.chunks):
+            self._prefetcher.prefetch()  # no more than the first modules of the next forward need
 
     def _begin(self, kind: Pass) -> None:
         self.check_views()
@@ -383,7 +380,7 @@ class Gatherer:
 
     def release_idle(self) -> None:
         """Reshards unreferenced chunks that can be gathered again at any time."""
-        # With other ranks no chunk can come again by itself: they would not take part.
+        # With several ranks, no chunk can be gathered again by one of them alone.
         for sharded in self.chunks if self in _alone else ():
             whole, wanted = sharded.presence is Presence.WHOLE, sharded.held or sharded in self._now
             if whole and not wanted and storage_users(sharded.chunk.data) <= sharded.users:
@@ -417,13 +414,13 @@ class Gatherer:
     ) -> Any:
         """Runs an operation on pending parameters, after gathering them."""
         if func == _DATA and self.sharded:
-            func = Tensor.detach  # a view by `.data` would have a version counter of its own
+            func = Tensor.detach  # a view by `.data` would have a separate version counter
         mine = [p for p in parameters if id(p) in self._chunk_of]
         chunks = {id(c): c for c in (self._chunk_of[id(p)] for p in mine)}
         check_not_ahead(chunks.values())
         reading = not torch.is_grad_enabled() or _is_unrecorded(func)
         if not reading and self._depth == 0 and backward_number() >= 0:
-            self._follow_backward()  # what is computed again there begins with its parameters
+            self._follow_backward()  # recomputation there begins with its parameters
         outside = self.idle and self in _alone and not reading
         if self.sharded and self.idle and reading and self._tight and len(chunks) > 1:
             result = self._on_copies(func, args, kwargs)
@@ -471,7 +468,7 @@ class Gatherer:
         return next((p for p, copy in copies.items() if copy is result), result)
 
     def _end_reads(self, wanted: Sequence[ShardedChunk], viewed: bool) -> None:
-        """Reshards chunks gathered for reads, except `wanted`; chunks with views if `viewed`."""
+        """Reshards chunks that were read, except `wanted`; those with views only if `viewed`."""
         reads = [] if self._stays else self._reads
         for sharded in [c for c in reads if c not in wanted and not c.held]:
             here = sharded.presence is Presence.WHOLE
@@ -500,8 +497,7 @@ class Gatherer:
         self, chunks: Iterable[ShardedChunk], func: Callable[..., Any], args: tuple, kwargs: Any
     ) -> Any:
         """Runs an operation outside a forward, such as a loss; autograd saves references."""
-        # References are saved, so that what was read may leave; below a view it stays until
-        # backward.
+        # References are saved, so that chunks may be freed; those with views stay until backward.
         with self._using(chunks), saved_tensors_hooks(self.pack, self.unpack):
             for sharded in chunks:
                 self.use(sharded)
@@ -535,11 +531,11 @@ class Gatherer:
             all_gather(whole, part, self.group, purpose=self._purpose(sharded))
         return whole
 
-    # What autograd saves.
+    # Tensors that autograd saves.
 
     def pack(self, tensor: Tensor) -> Any:
         """Saves a reference in place of a parameter, so that its buffer can be freed."""
-        # It is called for every activation too: an address tells what lies in no chunk.
+        # Also called for every activation; the address shows that a tensor is in no chunk.
         if type(tensor) is not Tensor and type(tensor) is not nn.Parameter:
             return tensor
         address = tensor.data_ptr()

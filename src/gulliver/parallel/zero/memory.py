@@ -12,11 +12,19 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, takewhile
 
-from gulliver.memory.buffers import GRADIENTS, OPTIMIZER_STATE, PARAMETERS, ByteCounter, moment_size
+from gulliver.memory.buffers import (
+    GRADIENTS,
+    OPTIMIZER_STATE,
+    PARAMETERS,
+    ByteCounter,
+    Presence,
+    Resident,
+    moment_size,
+)
 from gulliver.memory.manager import Manager
-from gulliver.memory.prefetch import Pass, Prefetcher, Presence, Resident
+from gulliver.memory.prefetch import Pass, Prefetcher
 from gulliver.parallel.zero.elementwise import state_sizes
 from gulliver.parallel.zero.reduce import IN_FLIGHT
 from gulliver.parallel.zero.state import ShardedState
@@ -30,12 +38,12 @@ class ChunkBytes:
 
     names: Sequence[str]
     whole: int
-    # Bytes of the part that a rank steps.
+    # Bytes of the part that each rank steps.
     shard: int
     trained: bool = True
     # Whether the shard is a copy in a wider dtype.
     copied: bool = False
-    # Bytes of the shard as all ranks have it, where changes of it travel packed.
+    # Bytes of the shard as all ranks have it, if changes are sent packed.
     packed: int = 0
 
 
@@ -57,10 +65,9 @@ def predicted(shards: ShardedState, pipelined: bool = False) -> dict[str, int]:
     events = list(ordinary_step(chunks, uses))
     options = shards.stage, shards.parts, shards.options.ahead, _state_bytes(shards)
     found = held_bytes(chunks, *options, events)
-    if pipelined and shards.manager is None:
-        found = after_micro_batches(found, chunks, *options[:3])
-    if shards.options.unequal:
-        found = in_unequal_step(found, chunks, *options[:2], shards.manager is not None)
+    if (pipelined and shards.manager is None) or shards.options.unequal:
+        gathered = len(chunks) if shards.options.unequal else shards.options.ahead + 2
+        found = reduced_at_end(found, chunks, shards.stage, shards.parts, gathered)
     return found if shards.manager is None else _within(found, shards.manager)
 
 
@@ -98,48 +105,38 @@ def held_bytes(
     """
     replay = _Counted(chunks, stage, parts, ahead)
     for made in (0, state):
-        # The second step begins with what the first has gathered ahead, and with the state that it
-        # has made; what is used out of order is gathered several times in the first only.
+        # The second step begins with chunks that the first one prefetched, and with existing state;
+        # only the first gathers chunks repeatedly if they are used out of order.
         replay.counter.add(OPTIMIZER_STATE, made)
         replay.run(ordinary_step(chunks) if events is None else events)
         replay.forget()
     return replay.counter.fullest
 
 
-def after_micro_batches(
-    found: Mapping[str, int], chunks: Sequence[ChunkBytes], stage: int, parts: int, ahead: int
+def reduced_at_end(
+    found: Mapping[str, int], chunks: Sequence[ChunkBytes], stage: int, parts: int, gathered: int
 ) -> dict[str, int]:
-    """Converts the bytes of a step with one backward to the bytes of a pipeline step."""
-    # Micro-batches add up in whole buffers, whatever the stage, which are reduced when the schedule
-    # has ended: then shards that travel are there besides, and at stage 3 the parameters in use.
-    if stage < 2 or parts == 1:
-        return dict(found)
-    trained = [chunk for chunk in chunks if chunk.trained]
-    flying = sum(chunk.shard for chunk in trained[: IN_FLIGHT + 1])
-    whole = sum(chunk.whole for chunk in trained) + flying
-    changed = {**found, GRADIENTS: max(found[GRADIENTS], whole)}
-    if stage == 3:  # the chunk in use, the one before it, and those gathered ahead
-        few = (sum(c.whole for c in chunks[n : n + ahead + 2]) for n in range(len(chunks)))
-        shards = sum(c.shard for c in chunks if not c.copied)
-        changed[PARAMETERS] = max(found[PARAMETERS], shards + max(few, default=0))
-    return changed
+    """Converts the bytes of an ordinary step to a step that reduces all gradients at its end.
 
-
-def in_unequal_step(
-    found: Mapping[str, int], chunks: Sequence[ChunkBytes], stage: int, parts: int, limited: bool
-) -> dict[str, int]:
-    """Converts the bytes of an ordinary step to a step that reduces all gradients at its end."""
-    # Then gradients lie whole on each rank and begin to travel together, and of stage 3 parameters
-    # lie whole there, too. Under a limit these go first.
-    if stage < 2 or parts == 1:
+    Args:
+        found: bytes by kind in an ordinary step.
+        chunks: chunks in the order of use.
+        stage: ZeRO stage.
+        parts: number of shards of a chunk.
+        gathered: number of consecutive chunks of parameters that stage 3 holds together.
+    """
+    # Gradients of micro-batches, and of steps of unequal work, accumulate in full buffers in every
+    # stage; when they are reduced, shards in flight exist in addition.
+    if parts == 1:
         return dict(found)
     trained = [chunk for chunk in chunks if chunk.trained]
     flying = sum(chunk.shard for chunk in trained[-IN_FLIGHT - 1 :])
-    whole = sum(chunk.whole for chunk in trained)
-    changed = {**found, GRADIENTS: whole + (0 if limited else flying)}
+    whole = sum(chunk.whole for chunk in trained) + flying
+    changed = {**found, GRADIENTS: max(found[GRADIENTS], whole)}
     if stage == 3:
-        homes = sum(chunk.shard for chunk in chunks if not chunk.copied)
-        changed[PARAMETERS] = homes + sum(chunk.whole for chunk in chunks)
+        together = (sum(c.whole for c in chunks[n : n + gathered]) for n in range(len(chunks)))
+        shards = sum(c.shard for c in chunks if not c.copied)
+        changed[PARAMETERS] = max(found[PARAMETERS], shards + max(together, default=0))
     return changed
 
 
@@ -196,7 +193,7 @@ class StepReplay(ABC):
             self.wait_all_reductions()
             self.engine.prefetch()
 
-    # What the prefetcher asks for.
+    # Methods of a `Mover`, for the prefetcher.
 
     def bring(self, chunk: ImaginedChunk) -> None:
         self.finish(chunk)
@@ -213,7 +210,7 @@ class StepReplay(ABC):
             self.gives_back(chunk)
             chunk.enter(Presence.ABSENT)
 
-    # What `GradientReducer` does.
+    # Behavior of `GradientReducer`.
 
     def _collect(self, chunk: ImaginedChunk) -> None:
         if chunk in self.flying:
@@ -223,7 +220,7 @@ class StepReplay(ABC):
     def _reduce(self, chunk: ImaginedChunk) -> None:
         self.sends(chunk)
         self.flying.append(chunk)
-        if self.stage >= 2 and len(self.flying) > self.in_flight:
+        if self.stage and len(self.flying) > self.in_flight:
             self.wait_reduction(self.flying[0])
 
     def wait_reduction(self, chunk: ImaginedChunk) -> None:
@@ -235,7 +232,7 @@ class StepReplay(ABC):
         while self.flying:
             self.wait_reduction(self.flying[0])
 
-    # What that means.
+    # Effects of the events.
 
     @abstractmethod
     def gathers(self, chunk: ImaginedChunk, fresh: bool) -> None:
@@ -261,6 +258,7 @@ class _Counted(StepReplay):
         super().__init__(chunks, stage, ahead, IN_FLIGHT if parts > 1 else 0)
         self.counter = ByteCounter()
         self._parts, self._buffers, self._reduced = parts, dict[int, int](), dict[int, int]()
+        self._unread = _unread(chunks)
         self.counter.add(OPTIMIZER_STATE, sum(c.shard for c in chunks if c.copied))
         held = [c.shard * (not c.copied) if stage == 3 else c.whole for c in chunks]
         beside = [c.packed + c.shard * (not c.copied) for c in chunks if c.packed]
@@ -269,6 +267,11 @@ class _Counted(StepReplay):
     def _is_handed(self, chunk: ImaginedChunk) -> bool:
         """Whether the reduced gradient reuses the full buffer."""
         return self._parts == 1 and not chunk.size.copied
+
+    def passes(self, what: str, number: int) -> None:
+        backward = self.engine.current is Pass.BACKWARD
+        if not (what == "used" and backward and number in self._unread):
+            super().passes(what, number)
 
     def gathers(self, chunk: ImaginedChunk, fresh: bool) -> None:
         self.counter.add(PARAMETERS, chunk.size.whole if fresh else 0)
@@ -285,17 +288,30 @@ class _Counted(StepReplay):
             self.counter.add(GRADIENTS, chunk.size.shard)
 
     def lands(self, chunk: ImaginedChunk) -> None:
-        # It was added to what there was.
+        # It was added to an existing gradient.
         self.counter.add(GRADIENTS, -self._reduced.get(chunk.number, 0))
         self._reduced[chunk.number] = chunk.size.shard
         if self._is_handed(chunk):
             self._buffers.pop(chunk.number, 0)
-        elif self.stage != 1:
+        else:
             self.counter.add(GRADIENTS, -self._buffers.pop(chunk.number, 0))
 
     def forget(self) -> None:
         self.counter.add(GRADIENTS, -sum(self._reduced.values()))
         self._reduced.clear()
+
+
+def _unread(chunks: Sequence[ChunkBytes]) -> set[int]:
+    """Returns the first chunks, up to the repeated blocks, which backward does not read.
+
+    Inputs need no gradient, so that neither embeddings nor a first layer use their weights.
+    """
+    names = [name for chunk in chunks for name in chunk.names]
+    first = names[0].rpartition(".")[0] if names else ""
+    entry = list(takewhile(lambda n: not any(map(str.isdigit, n.split("."))), names))
+    if len(entry) in (0, len(names)):
+        entry = [name for name in names if name.rpartition(".")[0] == first]
+    return {n for n, chunk in enumerate(chunks) if set(chunk.names) <= set(entry)}
 
 
 def ordinary_step(
@@ -317,16 +333,17 @@ def ordinary_step(
     begun: set[int] = set()
     for uses, members in backward_uses(names, again):
         yield from (("used", homes[name]) for name in uses)
-        for place, name in members:
-            number = homes[name]
-            if place != first[name]:
-                continue  # autograd adds up what all uses make, and hands it over once
-            missing[number].discard(name)
+        # Autograd sums the gradients of all uses, and passes the sum on once; the gradients of a
+        # module arrive together, in any order.
+        ended = [name for place, name in members if place == first[name]]
+        for number in dict.fromkeys(homes[name] for name in ended):
             if chunks[number].trained and number not in begun:
                 begun.add(number)
                 yield "collecting", number
-            while following and not missing[following[0]]:
-                yield "reduced", following.popleft()
+        for name in ended:
+            missing[homes[name]].discard(name)
+        while following and not missing[following[0]]:
+            yield "reduced", following.popleft()
     yield "backward ended", -1
     yield "released", -1
     yield "prefetched", -1

@@ -28,9 +28,7 @@ from gulliver.parallel.zero.elementwise import (
     check_trainable,
     needs_whole,
 )
-from gulliver.parallel.zero.gather import Gatherer
 from gulliver.parallel.zero.memory import predicted
-from gulliver.parallel.zero.reduce import GradientReducer
 from gulliver.parallel.zero.state import (
     ShardedState,
     ShardingOptions,
@@ -38,7 +36,7 @@ from gulliver.parallel.zero.state import (
     train_unfrozen,
     watch_calls,
 )
-from gulliver.parallel.zero.step import InBackward, Updates
+from gulliver.parallel.zero.step import InBackward
 from gulliver.parallel.zero.tuner import BucketTuner
 
 
@@ -73,12 +71,12 @@ class LossScaler:
         self.scale, self.good_steps = float(found["scale"]), int(found["good_steps"])
 
 
-# Buffers, such as running statistics: after every step all ranks have those of rank 0.
+# Buffers, such as running statistics: after every step all ranks have rank 0's values.
 #
-# As with torch's DDP, which sends them at the first forward after a step. Here they travel at the
-# step itself, where all ranks are anyway: one of them may then evaluate or save alone. All of them
-# travel: writes through ``.data`` and fused kernels do not raise autograd's version counters, so
-# which were written cannot be known without reading them.
+# Like torch's DDP, which sends them in the first forward after a step. Here they are sent in the
+# step itself, which all ranks run anyway, so that one rank may then evaluate or save alone. All
+# buffers are sent: writes through ``.data`` and fused kernels do not increment version counters, so
+# changed ones cannot be detected without reading them.
 
 
 MESSAGE_BYTES = 1 << 25
@@ -100,8 +98,8 @@ class BufferSync:
 
     def votes(self) -> list[int]:
         """Returns this rank's input to a max all-reduce: 1 for each buffer that stays local."""
-        # These are buffers that it has resized, such as caches, and expanded ones, whose elements
-        # share memory and cannot be written.
+        # Local are buffers that the model has resized, such as caches, and expanded ones, whose
+        # elements share memory and cannot be written.
         now = [(module._buffers.get(key), shape) for module, key, shape in self._places]
         return [
             int(b is None or b.shape != shape or (0 in b.stride() and b.numel() > 1))
@@ -141,12 +139,12 @@ class BufferSync:
         yield from pending.values()
 
 
-# The sharded optimizer: it steps this rank's part of every chunk, and gathers the others' parts.
+# The sharded optimizer: steps this rank's part of every chunk, and gathers the other ranks' parts.
 #
-# Read `ZeroOptimizer._step` first: a step is all there. `ShardedState` (`state.py`) keeps what a
-# rank has. Gradients are reduced to the shards in `reduce.py`, chunks are stepped in `step.py`,
-# and parameters are gathered in `gather.py`; `checkpoint.py` saves all of it, and cuts the chunks
-# again.
+# Read `ZeroOptimizer._step` first, which contains an entire step. `ShardedState` (`state.py`) holds
+# a rank's state. Gradients are reduced to the shards in `reduce.py`, chunks are stepped in
+# `step.py`, and parameters are gathered in `gather.py`; `checkpoint.py` saves everything and
+# re-partitions chunks.
 
 
 class ZeroOptimizer(BoostedOptimizer):
@@ -194,12 +192,15 @@ class ZeroOptimizer(BoostedOptimizer):
         check_trainable(self.names)
         for parameter in self.names:
             vars(parameter)["_boosted"] = True
-        # Some optimizers have state before their first step; the boost may come later, too.
+        # Some optimizers have state before their first step; boost may also happen later.
         exported = super().export_state()
         state = {n: {k: v for k, v in e.items() if v is not None} for n, e in exported.items()}
         sharded = dict(frozen or {}) if stage == 3 else {}
         whole = needs_whole(inner, chosen.assume_elementwise)
         self.shards = ShardedState(inner, self.names, sharded, stage, group, chosen, manager, whole)
+        self.stage, self.group = stage, group
+        self.rank, self.size = self.shards.rank, self.shards.size
+        self.gatherer, self._reducer = self.shards.gatherer, self.shards.reducer
         self.names = self.shards.names  # which grow when parameters are unfrozen
         self._frozen = [p for p in self._frozen if p not in self.shards.frozen_trainable]
         self.grad_norm: Tensor | None = None
@@ -210,35 +211,18 @@ class ZeroOptimizer(BoostedOptimizer):
         self._tuned = 0
         self._deferred = self._accumulating = False
         self._used: set[str] | None = None
-        self._updates = Updates(self.shards)
-        self._begun = InBackward(self.shards, self._updates)
-        self.checkpoint = ZeroCheckpoint(self, on_load=self._begun.mend)  # type: ignore[override]
+        self._early = InBackward(self.shards) if chosen.step_in_backward else None
+        self._suspended = ""
+        mend = None if self._early is None else self._early.mend
+        self.checkpoint = ZeroCheckpoint(self, on_load=mend)  # type: ignore[override]
         self.gives_back = stage == 3
         fp16 = any(p.dtype is torch.float16 for p in self.names)
         self.scaler = LossScaler() if fp16 else None
         scatter_state(self.shards, state)
         inner.zero_grad = self.zero_grad  # type: ignore[method-assign]
-        # Of the optimizer that boost was given, too, only the wrapper's way is right.
+        # The original optimizer's methods would also be wrong; use the wrapper's.
         inner.register_state_dict_pre_hook(_refuse_state)
         inner.register_load_state_dict_pre_hook(_refuse_state)
-
-    # What the state knows.
-
-    @property
-    def stage(self) -> int:
-        return self.shards.stage
-
-    @property
-    def group(self) -> Group:
-        return self.shards.group
-
-    @property
-    def rank(self) -> int:
-        return self.shards.rank
-
-    @property
-    def size(self) -> int:
-        return self.shards.size
 
     @property
     def all_chunks(self) -> list[ShardedChunk]:
@@ -247,14 +231,6 @@ class ZeroOptimizer(BoostedOptimizer):
     @property
     def chunks(self) -> list[ShardedChunk]:
         return self.shards.chunks
-
-    @property
-    def gatherer(self) -> Gatherer:
-        return self.shards.gatherer
-
-    @property
-    def _reducer(self) -> GradientReducer:
-        return self.shards.reducer
 
     def watch(self, model: nn.Module) -> None:
         super().watch(model)
@@ -272,7 +248,7 @@ class ZeroOptimizer(BoostedOptimizer):
     @contextmanager
     def backward_pass(self) -> Iterator[float]:
         """Context of a backward; when it ends, all reductions have started."""
-        # ``loss.backward()`` without it is right too, but then all communication waits for the
+        # ``loss.backward()`` without it is also correct, but then all communication waits for the
         # step.
         scale = 1.0 if self.scaler is None else self.scaler.scale
         train_unfrozen(self.shards)
@@ -295,11 +271,12 @@ class ZeroOptimizer(BoostedOptimizer):
         self,
     ) -> tuple[AbstractContextManager[None], Callable[[ShardedChunk], None] | None]:
         """Returns the context that updates chunks in backward, and its callback."""
-        self._begun.check_whole()
-        self._begun.refuse("backward was called")
-        if not self.steps_in_backward or self._accumulating:
+        if self._early is not None:
+            self._early.check_whole()
+        self._refuse("backward was called")
+        if self._early is None or not self.steps_in_backward or self._accumulating:
             return nullcontext(), None
-        return self._begun.backward(), self._begun.reduced
+        return self._early.backward(), self._early.reduced
 
     @contextmanager
     def saving(self) -> Iterator[None]:
@@ -324,10 +301,11 @@ class ZeroOptimizer(BoostedOptimizer):
             self._deferred, self._accumulating = before
 
     def _step(self) -> None:
-        self._begun.check_whole()
-        if self._begun.begun:
-            self._begun.finish(self._vote_and_flush(), self._finish_step)
-            return
+        if self._early is not None:
+            self._early.check_whole()
+            if self._early.begun:
+                self._early.finish(self._vote_and_flush(), self._finish_step)
+                return
         for sharded in self.all_chunks:
             sharded.chunk.check_parameters()
         self.gatherer.release_all()
@@ -339,17 +317,17 @@ class ZeroOptimizer(BoostedOptimizer):
             self.skipped += 1
             self._finish_step()
             return
-        self._updates.begin()
+        self.shards.begin_updates()
         try:
             with step_hooks(self.inner):
-                self.shards.take_writes()  # of hooks before the step, too
+                self.shards.take_writes()  # also writes by hooks before the step
                 # Waits for each chunk's gradients, steps it, and starts its gather.
                 for turn in self.shards.step_groups():
-                    self._updates.step(turn, used)
-                self._updates.end()
-                self._finish_step()  # hooks after it read and write what was stepped
+                    self.shards.update(turn, used)
+                self.shards.end_updates()
+                self._finish_step()  # hooks after the step read and write the stepped values
         finally:
-            self._updates.end()
+            self.shards.end_updates()
 
     def _finish_step(self) -> None:
         self._used = None
@@ -386,21 +364,27 @@ class ZeroOptimizer(BoostedOptimizer):
     @contextmanager
     def suspended(self, why: str, left: str) -> Iterator[None]:
         """Rejects `step`, clipping and `zero_grad`; after an exception, also the next `step`."""
-        self.unfinished = why
-        self._begun.suspend(why)
+        self.unfinished = self._suspended = why
         try:
             yield
-        except BaseException:  # a loop that is left closes its generator: that is no Exception
+        except BaseException:  # leaving a loop closes its generator, which is not an Exception
             self.unfinished = left
             raise
         else:
             self.unfinished = ""
         finally:
-            self._begun.suspend("")
+            self._suspended = ""
+
+    def _refuse(self, what: str) -> None:
+        """Raises if the step is suspended, or chunks may have been updated in backward."""
+        if self._suspended:
+            raise GulliverError(self._suspended)
+        if self._early is not None:
+            self._early.refuse(what)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients; with ``set_to_none=False``, zeroes existing ones."""
-        self._begun.refuse("zero_grad was called")
+        self._refuse("zero_grad was called")
         self._used, self.unfinished = None, ""
         self._reducer.forget(set_to_none)
         if self.tuner is not None and set_to_none and self.gatherer.step > self._tuned:
@@ -408,15 +392,15 @@ class ZeroOptimizer(BoostedOptimizer):
             self.tuner.stepped()
 
     def _landed(self) -> list[ShardedChunk]:
-        self._begun.refuse("gradients were clipped or read")
+        self._refuse("gradients were clipped or read")
         self._vote_and_flush()
         self._reducer.wait_all_reductions()
         return self.chunks
 
     def clip_grad_by_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scales the gradients so that their global norm is at most `max_norm`."""
-        # The norm is that of the mean gradient over all ranks and parameters, tied ones counted
-        # once; one number is exchanged for it. `max_norm` may be infinite, to measure only;
+        # The norm is that of the mean gradient over all ranks and parameters, counting tied ones
+        # once, and needs one number per rank. With an infinite `max_norm` it is only measured;
         # `norm_type` is 2, or infinite for the largest element.
         self.check_norm(max_norm, norm_type)
         self.grad_norm = norm = self._norm(norm_type)
@@ -449,11 +433,11 @@ class ZeroOptimizer(BoostedOptimizer):
         for sharded in self._landed():
             for shard in sharded.gradients(write=True):
                 shard.clamp_(-limit, limit)
-                del shard  # a view of memory in tiers keeps it from leaving
+                del shard  # a view would prevent the eviction of memory in tiers
 
     def full_gradients(self) -> dict[str, Tensor]:
         """Returns the existing mean gradients by name, unsharded (collective)."""
-        self._begun.refuse("gradients were read")
+        self._refuse("gradients were read")
         used = self._vote_and_flush()
         self._reducer.wait_all_reductions()
         found: dict[str, Tensor] = {}

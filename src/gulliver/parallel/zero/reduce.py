@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gulliver.comm.collectives import Group, Handle, all_reduce, group_size, reduce_scatter
 from gulliver.comm.groups import ALONE
-from gulliver.comm.host import Terms, host_team
+from gulliver.comm.host import host_team
 from gulliver.comm.watchdog import Purpose
 from gulliver.errors import GulliverError
 from gulliver.memory.chunk import Chunk, ReducedGradient
@@ -28,7 +29,7 @@ from gulliver.parallel.zero.tiers import gradient_was_set
 from gulliver.precision.wire.formats import IDENTITY
 
 IN_FLIGHT = 4
-"""Maximum reductions in flight in stages 2 and 3; bounds the full gradient buffers in memory."""
+"""Maximum reductions in flight from stage 1 on; bounds the full gradients in memory."""
 
 STEPS = Purpose("steps the optimizer, or reads its gradients", 1)
 """Purpose of the vote before a step, for the watchdog; codes of chunks begin at 256."""
@@ -342,12 +343,7 @@ class GradientReducer:
             sharded.move(Phase.EMPTY)
         sharded.chunk.gradients.clear()
         sharded.forget_gradient()
-        if not self._keeps_buffer(sharded):
-            sharded.chunk.gradients.free()
-
-    def _keeps_buffer(self, sharded: ShardedChunk) -> bool:
-        """Whether a chunk's buffer stays for the gradients of the next step."""
-        return self.stage == 1 and not (sharded.chunk.gradients.direct or sharded.reduced_in_place)
+        sharded.chunk.gradients.free()
 
     def _before_gradient(self, name: str) -> None:
         sharded = self._chunk_of[name]
@@ -417,9 +413,9 @@ class GradientReducer:
         sharded.incoming, sharded.reduction = self.sender.send(sharded)
         sharded.move(Phase.REDUCING)
         self._flying.append(sharded)
-        # From stage 2 on the buffer is freed when its reduction ends. A few in flight hide each
-        # other's latency; more would only keep more whole buffers alive.
-        if self.stage >= 2 and len(self._flying) > self._in_flight:
+        # From stage 1 on the gradients are freed when their reduction ends. A few in flight hide
+        # each other's latency; more would only keep more of them alive.
+        if self.stage and len(self._flying) > self._in_flight:
             self.wait_reduction(self._flying[0])
         if not self.overlap:
             self.wait_all_reductions()
@@ -445,8 +441,7 @@ class GradientReducer:
         # Before memory is asked for below: to make room the others may be waited for.
         self._flying.remove(sharded)
         incoming, sharded.reduction, sharded.incoming = sharded.incoming, None, None
-        if not self._keeps_buffer(sharded):
-            gradients.free()
+        gradients.free()
         if self._scale != 1.0:
             incoming /= self._scale
         if sharded.gradient_shard is None:
@@ -523,7 +518,10 @@ class GradientSender:
 
     def is_direct(self, chunk: Chunk) -> bool:
         """Whether other ranks can read a chunk's gradients where backward puts them."""
-        if isinstance(chunk, ManagedChunk) or self.wires.reduce is not IDENTITY:
+        # At stage 0 the result is whole: a buffer of the gradients becomes it, so that both are
+        # never there.
+        whole = chunk.layout.parts == 1
+        if whole or isinstance(chunk, ManagedChunk) or self.wires.reduce is not IDENTITY:
             return False
         team = host_team(self.group) if group_size(self.group) > 1 else None
         return team is not None and team.takes(chunk.master_shard, chunk.members[0], "mean")
@@ -534,50 +532,32 @@ class GradientSender:
         if chunk.gradients.direct:
             team = host_team(self.group)  # not kept: it ends with the world
             assert team is not None, "gradients are direct only where ranks read each other"
-            gradients, layout = chunk.gradients, chunk.layout
-            placed, gradients.placed = gradients.placed, {}
+            layout, placed = chunk.layout, chunk.gradients.lend()
             found = [(s.start, placed.get(s.name), s.end) for s in layout.by_address]
-            if sharded.reduced_in_place:
-                gradients.free()
-            incoming = gradients.take_reduced()
-            terms = Terms(found, layout.size, chunk.dtype)
-            return incoming, Handle(team.reduce_terms(incoming, terms, why))
-        assert chunk.gradients.buffer is not None
-        lost = self._lost_of(sharded, chunk.gradients.buffer) if self.feeds else None
-        if chunk.layout.parts == 1:
-            if sharded.reduced_in_place:
-                buffer = chunk.gradients.take()
-            else:
-                # The optimizer steps float32: an all-reduce has no wider sum, so float32 travels.
-                buffer = chunk.gradients.take_reduced()
-                buffer.copy_(chunk.gradients.buffer)
-
-            if self.checking:
-                exact = self.references[id(sharded)] = buffer.clone()
-                all_reduce(exact, "mean", self.group, purpose=why)
-            wire = self.wires.reduce
-            return buffer, all_reduce(
-                buffer, "mean", self.group, async_op=True, purpose=why, wire=wire, error=lost
-            )
-        incoming = chunk.gradients.take_reduced()
+            incoming = chunk.gradients.take_reduced()
+            work = team.reduce_terms(incoming, found, layout.size, chunk.dtype, why)
+            return incoming, Handle(work)
         gradient, dtype = chunk.gradients.buffer, chunk.master_shard.dtype
+        assert gradient is not None
+        whole = chunk.layout.parts == 1
 
+        def reduce(output: Tensor, **how: Any) -> Handle:
+            if whole:
+                return all_reduce(output, "mean", self.group, purpose=why, **how)
+            # Sixteen bits travel, or fewer, and are added up in the dtype of the optimizer.
+            how["accumulate_dtype"] = dtype
+            return reduce_scatter(output, gradient, "mean", self.group, purpose=why, **how)
+
+        lost = self._lost_of(sharded, gradient) if self.feeds else None
+        in_place = sharded.reduced_in_place
+        incoming = chunk.gradients.take() if in_place else chunk.gradients.take_reduced()
+        if whole and not in_place:
+            # The optimizer steps float32: an all-reduce has no wider sum, so float32 travels.
+            incoming.copy_(gradient)
         if self.checking:
-            exact = self.references[id(sharded)] = torch.empty_like(incoming)
-            reduce_scatter(exact, gradient, "mean", self.group, accumulate_dtype=dtype, purpose=why)
-        # Sixteen bits travel, or fewer, and are added up in the dtype of the optimizer.
-        handle = reduce_scatter(
-            incoming,
-            gradient,
-            "mean",
-            self.group,
-            async_op=True,
-            accumulate_dtype=dtype,
-            purpose=why,
-            wire=self.wires.reduce,
-            error=lost,
-        )
-        return incoming, handle
+            exact = self.references[id(sharded)] = incoming.clone()
+            reduce(exact)
+        return incoming, reduce(incoming, async_op=True, wire=self.wires.reduce, error=lost)
 
     def _lost_of(self, sharded: ShardedChunk, gradient: Tensor) -> Tensor:
         if id(sharded) not in self._lost:

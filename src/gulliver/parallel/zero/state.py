@@ -31,6 +31,7 @@ from gulliver._compat import (
     outside_transforms,
     replace_compiled_call,
     replace_recomputed,
+    step_without_hooks,
     untransformed,
     without_torch_functions,
 )
@@ -42,7 +43,13 @@ from gulliver.memory.buffers import BufferPool, ChunkLayout, ShardPiece
 from gulliver.memory.chunk import Chunk
 from gulliver.memory.managed_chunk import ManagedBufferPool, ManagedChunk
 from gulliver.memory.manager import Manager
-from gulliver.memory.pending import PendingParameter, any_read_lock, hide_from_compilers
+from gulliver.memory.pending import (
+    ASKS,
+    PendingParameter,
+    any_read_lock,
+    before_write,
+    hide_from_compilers,
+)
 from gulliver.options import Options
 from gulliver.parallel.zero.chunks import ShardedChunk, TensorSize, chunk_layouts, shard_dtype
 from gulliver.parallel.zero.elementwise import check_trainable
@@ -58,7 +65,7 @@ from gulliver.parallel.zero.tiers import (
 from gulliver.precision.wire.formats import IDENTITY
 
 HOST_CALLS = 4
-"""Calls of the optimizer in a step of ranks on one host."""
+"""Number of optimizer calls per step if all ranks are on one host."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +101,19 @@ class ShardingOptions(Options):
     wires: ZeroWires = field(default_factory=ZeroWires)
 
 
+# [Note: the pipeline of a step] With stages 1 and 2 chunks are updated one by one, in the order of
+# use. Each is waited for, stepped where it lies, and its gather started; then the next. So the link
+# carries the first chunks' parameters while the others are updated, and the next forward begins
+# while most of them are still in flight. Only clipping needs all gradients first: one number is
+# exchanged for it. With stages 0 and 3 nothing follows an update, and the chunk that is used first
+# is the last to be reduced: one call of the optimizer for all is as early, and cheaper. Where
+# chunks lie in tiers of memory they are stepped one by one, too: there is no room for all.
+#
+# [Note: order of updates] Backward completes the last chunk first, so in that order the first
+# update could begin earlier. But the gathers would be issued in it too, and the parameters that the
+# next forward waits for first would be sent last. In the order of use the forward's first chunk is
+# sent first; the price is that the first update waits for the reduction that was issued last. Who
+# wants updates during backward asks for them, see `step.py`.
 class ShardedState:
     """Chunks of a model's parameters, sharded over a process group."""
 
@@ -124,6 +144,9 @@ class ShardedState:
         self.stage, self.group, self.options, self.whole = stage, group, options, whole
         self.manager = manager
         self.rank, self.size = group_rank(group), group_size(group)
+        self.parts = self.size if stage else 1
+        self.part = self.rank if self.parts > 1 else 0
+        self.has_whole = whole or self.parts == 1
         if self.size > 1 and not isinstance(group, Torus):
             log_host_team(group)
         self.groups = OptimizerGroups(inner, group)
@@ -160,21 +183,13 @@ class ShardedState:
             tight=self.states.tiered,
         )
         self.reducer = GradientReducer(stage, group, options.overlap, options.wires)
+        # Whether the optimizer may be stepped now: users may not do so themselves.
+        self._updating = False
+        setattr(inner, ASKS, self.changed)
+        inner.register_step_pre_hook(self._refuse_step)
         self.adopt(
             [self._placed(*found) for found in self.ordered(options.order, options.chunk_bytes)]
         )
-
-    @property
-    def parts(self) -> int:
-        return self.size if self.stage else 1
-
-    @property
-    def part(self) -> int:
-        return self.rank if self.parts > 1 else 0
-
-    @property
-    def has_whole(self) -> bool:
-        return self.whole or self.parts == 1
 
     # Chunks.
 
@@ -317,10 +332,10 @@ class ShardedState:
     def step_groups(self) -> list[list[int]]:
         """Returns groups of chunks, by index, that the optimizer updates in one call.
 
-        Chunks are updated one at a time with tiers, if gathers overlap steps, or if a checkpoint
-        may still be copying other chunks. On one host there are few calls: gathers cost a rank's
-        own time there, and so does each call. An unknown optimizer always updates all chunks in one
-        call, as it may combine parameters or count calls.
+        Chunks are updated one at a time if tiers hold their state, if gathers overlap steps, or if
+        a checkpoint may still copy other chunks. If only gathers overlap and all ranks are on one
+        host, groups are larger, as gathers and optimizer calls compete for its CPU. An unknown
+        optimizer updates all chunks in one call: it may combine parameters or count calls.
         """
         numbers = list(range(len(self.chunks)))
         gathers = self.stage in (1, 2) and self.size > 1
@@ -331,6 +346,53 @@ class ShardedState:
         length = -(-len(numbers) // HOST_CALLS) if together and numbers else 1
         return [numbers[n : n + length] for n in range(0, len(numbers), length)]
 
+    def _refuse_step(self, *_: Any) -> None:
+        """Rejects `step` of the user's optimizer, which would silently do nothing."""
+        if not self._updating:
+            raise GulliverError("step the optimizer that boost returned, not the original one")
+
+    def begin_updates(self) -> None:
+        self._updating = True
+
+    def update(self, numbers: Sequence[int], used: set[str], gather: bool = True) -> None:
+        """Updates chunks, whose gradients are complete, in one optimizer step.
+
+        Args:
+            numbers: indices of the chunks.
+            used: names of parameters that have a gradient on any rank.
+            gather: start gathering the updated parameters (stages below 3).
+        """
+        chunks = [self.chunks[number] for number in numbers]
+        for sharded in chunks:
+            self.reducer.wait_reduction(sharded)
+        if self.states.tiered and chunks and chunks[0].gradient_shard is None:
+            return  # nothing to fetch it for
+        # In tiers there is one chunk; a pipeline stage that trains nothing has none, and its
+        # optimizer is stepped like that of the others.
+        with self.states.opened(chunks[0]) if chunks else nullcontext():
+            for sharded in chunks:
+                sharded.show_gradients(used)
+            self.groups.show_pieces(numbers)
+            before_write(self.states.written(chunks))
+            with self.states.making(chunks[0]) if chunks else nullcontext():
+                step_without_hooks(self.inner)
+                for sharded in chunks:
+                    if not self.states.by_chunk:  # others write in place
+                        sharded.take_assigned()
+                    self.states.place_new(sharded, used)
+        if gather and self.stage < 3:
+            for sharded in chunks:
+                self.gatherer.start(sharded)
+
+    def end_updates(self) -> None:
+        """Puts the model's parameters back into the groups, and hides the gradients."""
+        if not self._updating:
+            return
+        self._updating = False
+        self.groups.show_parameters()
+        for sharded in self.chunks:
+            sharded.hide_gradients()
+
     def changed(self) -> Iterator[Tensor]:
         """Yields tensors that steps write, for checkpoints; includes user tensors in the groups."""
         if not self.states.tiered:
@@ -340,7 +402,7 @@ class ShardedState:
     # What users write to parameters.
 
     def take_writes(self) -> None:
-        """Copies parameters that the user modified equally on all ranks to the shards."""
+        """Copies values that the user wrote to parameters, equal on all ranks, to the shards."""
         # With stage 3 none stays here: the shards may change next, and what was read would be old.
         self.gatherer.release_all()
         for sharded in self.all_chunks:

@@ -1,104 +1,28 @@
-"""Updates chunks one at a time: reduce, optimizer step, start of the gather."""
+"""Steps that differ from the ordinary: updates in backward, and unequal work per rank."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from gulliver._compat import step_hooks, step_without_hooks
+from gulliver._compat import step_hooks
 from gulliver.comm.collectives import Handle, all_gather
-from gulliver.comm.world import guard
+from gulliver.comm.watchdog import guard
 from gulliver.errors import GulliverError
-from gulliver.memory.pending import ASKS, before_write, mark_pending, mark_ready
-from gulliver.memory.prefetch import Presence
+from gulliver.memory.buffers import Presence
+from gulliver.memory.pending import mark_pending, mark_ready
 from gulliver.parallel.zero.chunks import UPDATE_LAG, ShardedChunk, gathers_in_backward
 from gulliver.parallel.zero.state import ShardedState, train_unfrozen
 from gulliver.parallel.zero.tiers import first_change
 
 if TYPE_CHECKING:
     from gulliver.parallel.zero.optimizer import ZeroOptimizer
-
-
-# [Note: the pipeline of a step] With stages 1 and 2 chunks are updated one by one, in the order of
-# use. Each is waited for, stepped where it lies, and its gather started; then the next. So the link
-# carries the first chunks' parameters while the others are updated, and the next forward begins
-# while most of them are still in flight. Only clipping needs all gradients first: one number is
-# exchanged for it. With stages 0 and 3 nothing follows an update, and the chunk that is used first
-# is the last to be reduced: one call of the optimizer for all is as early, and cheaper. Where
-# chunks lie in tiers of memory they are stepped one by one, too: there is no room for all.
-#
-# [Note: order of updates] Backward completes the last chunk first, so in that order the first
-# update could begin earlier. But the gathers would be issued in it too, and the parameters that the
-# next forward waits for first would be sent last. In the order of use the forward's first chunk is
-# sent first; the price is that the first update waits for the reduction that was issued last. Who
-# wants updates during backward asks for them, see `step.py`.
-class Updates:
-    """Runs the optimizer's step on chunks."""
-
-    def __init__(self, shards: ShardedState) -> None:
-        self._shards = shards
-        # Whether the optimizer may be stepped now: users may not do so themselves.
-        self._allowed = False
-        setattr(shards.inner, ASKS, shards.changed)
-        shards.inner.register_step_pre_hook(self._refuse)
-
-    def _refuse(self, *_: Any) -> None:
-        """Rejects `step` of the user's optimizer, which would silently do nothing."""
-        if not self._allowed:
-            raise GulliverError("step the optimizer that boost returned, not the original one")
-
-    def begin(self) -> None:
-        self._allowed = True
-
-    def step(self, numbers: Sequence[int], used: set[str], gather: bool = True) -> None:
-        """Updates chunks, whose gradients are complete, in one optimizer step.
-
-        Args:
-            numbers: indices of the chunks.
-            used: names of parameters that have a gradient on any rank.
-            gather: start gathering the updated parameters (stages below 3).
-        """
-        shards = self._shards
-        chunks = [shards.chunks[number] for number in numbers]
-        for sharded in chunks:
-            shards.reducer.wait_reduction(sharded)
-        if shards.states.tiered and chunks and chunks[0].gradient_shard is None:
-            return  # nothing to fetch it for
-        # In tiers there is one chunk; a pipeline stage that trains nothing has none, and its
-        # optimizer is stepped like that of the others.
-        with shards.states.opened(chunks[0]) if chunks else nullcontext():
-            self._step(chunks, numbers, used)
-        if gather and shards.stage < 3:
-            for sharded in chunks:
-                shards.gatherer.start(sharded)
-
-    def _step(self, chunks: Sequence[ShardedChunk], numbers: Sequence[int], used: set[str]) -> None:
-        shards = self._shards
-        for sharded in chunks:
-            sharded.show_gradients(used)
-        shards.groups.show_pieces(numbers)
-        before_write(shards.states.written(chunks))
-        with shards.states.making(chunks[0]) if chunks else nullcontext():
-            step_without_hooks(shards.inner)
-            for sharded in chunks:
-                if not shards.states.by_chunk:  # those that may be stepped by chunks write in place
-                    sharded.take_assigned()
-                shards.states.place_new(sharded, used)
-
-    def end(self) -> None:
-        """Puts the model's parameters back into the groups, and hides the gradients."""
-        if not self._allowed:
-            return
-        self._allowed = False
-        self._shards.groups.show_parameters()
-        for sharded in self._shards.chunks:
-            sharded.hide_gradients()
 
 
 # Steps each chunk inside of backward, as soon as its reduced gradient is there.
@@ -127,11 +51,11 @@ class Updates:
 class InBackward:
     """Updates chunks during backward."""
 
-    def __init__(self, shards: ShardedState, updates: Updates) -> None:
-        self._shards, self._updates = shards, updates
+    def __init__(self, shards: ShardedState) -> None:
+        self._shards = shards
         # Whether a backward has stepped chunks, or could have, and no step has followed.
         self.begun = False
-        self._torn = self._suspended = ""
+        self._torn = ""
         self._numbers: dict[ShardedChunk, int] = {}
         self._sent: deque[tuple[ShardedChunk, Tensor, Handle]] = deque()
         self._stepped: dict[int, ShardedChunk] = {}
@@ -160,7 +84,7 @@ class InBackward:
             self._forget()
             raise
         finally:
-            self._updates.end()
+            self._shards.end_updates()
 
     def reduced(self, sharded: ShardedChunk) -> None:
         """Callback for a chunk whose reduction has started; updates earlier chunks."""
@@ -185,10 +109,10 @@ class InBackward:
             self._begin()
         self._prepare(sharded)
         used = {name for name, vote in zip(names, answer, strict=False) if vote}
-        self._updates.begin()
+        self._shards.begin_updates()
         number = self._numbers.pop(sharded)
         later = self._is_gathered_later(number)
-        self._updates.step([number], used, gather=not later)
+        self._shards.update([number], used, gather=not later)
         if later:
             self._stepped[number] = sharded
         sharded.is_ahead = True  # reading it now raises, at every stage
@@ -206,7 +130,7 @@ class InBackward:
 
     def _begin(self) -> None:
         self._options = self._shards.groups.options()
-        self._updates.begin()
+        self._shards.begin_updates()
         self._hooks.enter_context(step_hooks(self._shards.inner))
 
     def _prepare(self, sharded: ShardedChunk) -> None:
@@ -227,7 +151,7 @@ class InBackward:
             self._shards.gatherer.release_all()
         if not self._options:
             self._begin()
-        self._updates.begin()
+        self._shards.begin_updates()
         try:
             for _, sharded in sorted(self._stepped.items()):
                 self._shards.gatherer.start(sharded)
@@ -235,11 +159,11 @@ class InBackward:
             for sharded in self._numbers:
                 self._prepare(sharded)
                 # An evaluation since may have let more chunks be trained.
-                self._updates.step([self._shards.chunks.index(sharded)], used)
+                self._shards.update([self._shards.chunks.index(sharded)], used)
                 if sharded.gradient_shard is not None:
                     self._shards.reducer.use_up(sharded)
         finally:
-            self._updates.end()
+            self._shards.end_updates()
         hooks = self._hooks.pop_all()
         self._forget()
         end()
@@ -255,19 +179,13 @@ class InBackward:
             )
 
     def refuse(self, what: str) -> None:
-        """Raises if the step is suspended, or if chunks may have been updated in backward."""
-        if self._suspended:
-            raise GulliverError(self._suspended)
+        """Raises if chunks may have been updated in backward."""
         if self.begun:
             raise GulliverError(
                 f"{what} between backward and step, but step_in_backward has already stepped "
                 "chunks; accumulate in no_sync, clip with the plugin's max_norm, call step first, "
                 "or disable step_in_backward"
             )
-
-    def suspend(self, why: str) -> None:
-        """Sets the message with which `refuse` rejects all calls; "" allows them again."""
-        self._suspended = why
 
     def check_whole(self) -> None:
         if self._torn:
@@ -333,7 +251,7 @@ OUTSIDE = (
 # The obvious other way, empty passes for ranks without work, keeps stage 3's memory, but makes all
 # ranks wait for the longest at every micro-batch; steps are balanced as wholes.
 class UnevenStep:
-    """The backward passes of one step on this rank."""
+    """The backward passes of one step on this rank; ranks may have different numbers of them."""
 
     def __init__(self, optimizer: ZeroOptimizer) -> None:
         self._optimizer, self.sent = optimizer, False

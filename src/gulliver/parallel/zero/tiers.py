@@ -37,7 +37,7 @@ class StateByParameter(defaultdict[Any, Any]):
         self.parameter_of = parameter_of
 
     def __reduce__(self) -> Any:
-        """Copies and pickles as a plain dict, because a copied piece would be another key."""
+        """Copies and pickles as a plain dict, as the copy of a piece would be a different key."""
         return defaultdict, (dict,), None, None, iter(self.items())
 
     def __getitem__(self, key: Any) -> Any:
@@ -140,7 +140,7 @@ class OptimizerGroups:
         )
 
     def check_members(self) -> None:
-        """Raises if the user changed the groups' parameters, on this rank."""
+        """Raises, on this rank only, if the user changed the groups' parameters."""
         if self.is_moved():
             raise GulliverError(MOVED)
 
@@ -279,7 +279,7 @@ class PieceStates:
         """Removes the optimizer's references to memory that may be evicted."""
 
     def places(self, key: str, value: Any, owned: Tensor) -> bool:
-        """Whether `place` moves a state entry, which is element-wise or factored."""
+        """Whether `place` moves a state entry: only if it is element-wise or factored."""
         if not self.by_chunk or not isinstance(value, Tensor) or is_counter(key, value, owned):
             return False
         fits = value.shape == owned.shape or self._whole

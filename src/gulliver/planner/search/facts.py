@@ -44,9 +44,9 @@ class Axes:
     data: int = 1
     # Number of ranks that share the sequences of a replica.
     sequence: int = 1
-    # Number of ranks that share its matrices.
+    # Number of ranks that share the matrices of a replica.
     tensor: int = 1
-    # Number of stages' ranks.
+    # Number of pipeline ranks.
     pipeline: int = 1
     # Sequence mode, as `HybridParallelPlugin` names it; empty for none.
     mode: str = ""
@@ -68,15 +68,15 @@ class Grid:
     axes: Axes
     # Stage of ZeRO over data and sequence ranks.
     stage: int = 0
-    # Parts of a replica's batch, one at a time: those of a pipeline, or backwards that accumulate.
+    # Micro-batches of a replica's batch, for a pipeline or for gradient accumulation.
     micro_batches: int = 1
-    # Order of a pipeline's forwards and backwards; empty without one.
+    # Pipeline schedule; empty without a pipeline.
     schedule: str = ""
     # Stages on each rank of a pipeline.
     chunks: int = 1
     # Number of blocks that backward recomputes.
     recomputed: int = 0
-    # Size of a chunk of ZeRO in MiB; 0 chooses the best.
+    # Size of a ZeRO chunk in MiB; 0 chooses the best.
     chunk_mb: int = 0
     # Tier that state is offloaded to, such as ``host``; empty keeps all on the device.
     offload: str = ""
@@ -124,7 +124,7 @@ FORWARD_ONLY = ("gpipe", "interleaved")  # schedules that differ in a forward-on
 
 
 def grids_of(axes: Axes, batch: int, blocks: int, trains: bool = True) -> Iterator[Grid]:
-    """Yields every grid on a mesh, without recomputation."""
+    """Yields every grid on a mesh; none of them recomputes blocks."""
     stages = STAGES if axes.data * axes.sequence > 1 else (0,)
     for micro in divisors(batch // axes.data):
         if axes.pipeline == 1:
@@ -148,29 +148,29 @@ def _ordered(schedule: str, stages: int, ranks: int, micro_batches: int) -> bool
     return True
 
 
-# Costs of a model's blocks for one sample, and the parts that tensor ranks split.
+# Costs of a model's blocks for one sample, and the fractions that tensor ranks divide.
 #
-# The numbers are sums over the operators of an analysis, so that a model of a hundred blocks costs
-# no more to look at than one of three.
+# The numbers are sums over the operators of an analysis, so a model of a hundred blocks is
+# evaluated as fast as one of three.
 
 
 @dataclass(frozen=True)
 class ModelPart:
     """Cost of a block, or of the part outside blocks, for one sample on one device."""
 
-    # Seconds of its forward, but for launching operators.
+    # Forward seconds, without launch overhead.
     forward_s: float = 0.0
-    # Seconds of its backward, on the same terms.
+    # Backward seconds, without launch overhead.
     backward_s: float = 0.0
-    # Bytes that it keeps for the backward.
+    # Bytes saved for backward.
     saved: int = 0
-    # Bytes of its output.
+    # Bytes of the output.
     output: int = 0
-    # Most bytes of its forward or backward beyond what it keeps and those before it.
+    # Peak bytes of forward or backward, in addition to saved bytes and those live before.
     working: int = 0
-    # Elements of its parameters.
+    # Number of parameter elements.
     parameters: int = 0
-    # Number of operators of its forward and of its backward.
+    # Number of operators in forward and in backward.
     operators: tuple[int, int] = (0, 0)
 
 
@@ -180,23 +180,23 @@ class TensorShares:
 
     # Number of ranks.
     size: int
-    # Share of the forward's seconds that they divide.
+    # Fraction of the forward seconds that is divided over the ranks.
     seconds: float = 0.0
-    # Share of the bytes that blocks keep which they divide.
+    # Fraction of the blocks' saved bytes that is divided over the ranks.
     saved: float = 0.0
-    # Share of the parameters that they divide.
+    # Fraction of the parameters that is divided over the ranks.
     parameters: float = 0.0
-    # Bytes of each output that they add up in a forward, for one sample.
+    # Bytes per sample of each output that is summed over ranks in forward.
     forward: tuple[int, ...] = ()
-    # Bytes of each gradient that they add up in a backward.
+    # Bytes per sample of each gradient that is summed over ranks in backward.
     backward: tuple[int, ...] = ()
-    # Bytes of those outputs that recomputed blocks add up again.
+    # Bytes per sample of each output that recomputed blocks sum again.
     again: tuple[int, ...] = ()
-    # Share of the bytes that head and loss keep which they divide.
+    # Fraction of the bytes saved by head and loss that is divided over the ranks.
     outside: float = 0.0
-    # Elements of a rank's parameters of each block, in order.
+    # Numbers of elements of a rank's parameters, by block in order.
     sizes: tuple[tuple[int, ...], ...] = ()
-    # Before all blocks, of head and loss, and of both without the first.
+    # The same before all blocks, after them, and after them without parameters tied to the former.
     ends: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]] = ((), (), ())
 
 
@@ -204,29 +204,29 @@ class TensorShares:
 class Facts:
     """Costs of a model and a batch, from which grids are priced."""
 
-    # Whole model, perhaps on meta.
+    # Full model, possibly on the meta device.
     model: nn.Module
-    # What a step of the batch does.
+    # Analysis of a step on the batch.
     analysis: Analysis
-    # Number of samples of that batch.
+    # Number of samples in the batch.
     samples: int
-    # Tokens of a sample; 0 where it has none.
+    # Tokens per sample; 0 if there are none.
     tokens: int
-    # Device that computes.
+    # Device of each rank.
     device: Device
-    # Numbers that the optimizer keeps for each element.
+    # Elements of optimizer state per trained element.
     states: int
-    # Bytes of a parameter as it computes.
+    # Bytes of a parameter element in forward and backward.
     item: int
     # Whether the optimizer updates float32 master weights.
     copied: bool
-    # Elements of the parameters that learn.
+    # Number of trained elements.
     trained: int
     # Size of every chunk of ZeRO; 0 leaves it to the grid.
     chunk_bytes: int = 0
-    # Bytes of keys and values that all blocks keep of a sample, to generate after it.
+    # Bytes per sample of the key-value cache of all blocks, for generation.
     cached: int = 0
-    # Number of their heads, over which tensor ranks can share them.
+    # Number of key-value heads, over which tensor ranks can shard the cache.
     cached_heads: int = 1
     # Optimizer of the parameters; None if none are trained.
     optimizer: torch.optim.Optimizer | None = None
@@ -250,7 +250,7 @@ class Facts:
 
     @cached_property
     def has_stack(self) -> bool:
-        """Whether the blocks form a chain with most of the model, which a pipeline can split."""
+        """Whether most of the model is a chain of blocks, which a pipeline can split."""
         try:
             blocks = stack_of(self.model, None).blocks
         except GulliverError:
@@ -298,13 +298,14 @@ class Facts:
         )
 
     def _each(self, seconds: float, operators: int) -> float:
-        """Seconds per sample, without launch overhead, in the analyzed batch."""
+        """Converts seconds of the analyzed batch to seconds per sample, without launch overhead."""
         return max(0.0, seconds - self.device.launch_s * operators) / self.samples
 
     @cached_property
     def ends(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Names of parameters outside blocks on the first and on the last pipeline rank."""
-        # Those of modules that every rank keeps are in both; without a pipeline the first has all.
+        # Modules that every rank keeps are in both; without a pipeline, the first has all
+        # parameters.
         inside = {f"{path}." for path in self.blocks}
 
         def rest(names: Iterable[str]) -> tuple[str, ...]:
@@ -544,7 +545,7 @@ def facts_of(
     half = HALVES.get(precision)
     followed = model
     if half is not None:
-        # Parameters of 16 bits compute as they are; their float32 copies are the optimizer's.
+        # Parameters are analyzed in 16 bits; their float32 copies belong to the optimizer.
         followed = on_meta(model)
         convert(followed, half, modules_kept(followed))
         batch = cast_floats(batch, half)
@@ -554,14 +555,14 @@ def facts_of(
         if half is None:
             raise
         raise GulliverError(
-            f"{error} (parameters and floats of the batch are {precision} here, as converted for "
-            "training; with precision fp32 dtypes are kept)"
+            f"{error} (parameters and floating-point inputs were converted to {precision}, as for "
+            "training; precision fp32 keeps their dtypes)"
         ) from error
     for opaque in analysis.opaque:
         if not opaque.path:  # neither blocks nor bytes of it are known
             raise GulliverError(
                 f"{opaque.kind} cannot be planned: it depends on its data ({opaque.where}: "
-                f"{opaque.reason}); move that into its own module, which stays unsharded"
+                f"{opaque.reason}); move this code into its own module, which stays unsharded"
             )
     tensors = [t for t in _tensors(batch) if t.ndim]
     trained, states = _trained(model, optimizer)
@@ -604,7 +605,7 @@ def _tensors(batch: Any) -> list[torch.Tensor]:
 
 
 def _trained(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple[int, int]:
-    """Number of trained elements, and of optimizer state elements per trained element."""
+    """Returns the number of trained elements, and of optimizer state elements per trained one."""
     if optimizer is None:
         return 0, 0
     count = most = 0

@@ -40,27 +40,27 @@ RESERVED = 0.06  # share of a GPU's memory reserved for its context, allocator a
 class Found:
     """Result of a search over grids."""
 
-    # Grids that fit, fastest first, of each mesh the fastest.
+    # The fastest grid that fits of each mesh, fastest first.
     best: tuple[Scored, ...]
-    # Grid that needs the least memory of all that were looked at.
+    # Grid that needs the least memory of those that were priced.
     least: Scored
     # Bytes that a rank may hold; 0 for no limit.
     limit: int
     # Number of grids that were priced.
     looked: int
-    # Number of meshes, and how many the bound left out.
+    # Number of meshes, and of those skipped by their bound.
     meshes: tuple[int, int]
-    # Why the model cannot run on some meshes, by request.
+    # Why the model cannot run on some meshes, by mesh.
     refused: dict[str, str]
     # Seconds that analysis and search took.
     seconds: tuple[float, float]
-    # The model and its batch in numbers.
+    # Costs of the model and its batch.
     facts: Facts
-    # Machines that were searched for.
+    # Machines that the search assumes.
     cluster: Cluster
-    # Memory behind that of the ranks, which state may leave for.
+    # Slower tiers that state may be offloaded to.
     behind: OffloadTiers = NOTHING
-    # Least memory that suffices with offloading, if nothing was found.
+    # Minimum memory with offloading, if no grid was found.
     offloaded: MinimumOffload | None = None
     # Offloading grids that were not replayed, to save time.
     unlooked: int = 0
@@ -138,8 +138,7 @@ def search_grids(
     facts = facts or facts_of(model, optimizer, batch, cluster.device, precision, on_cpu)
     analysed = time.perf_counter()
     limit = _limit(memory, cluster, on_cpu)
-    free = free_share(cluster.device, cluster.size)
-    scorer = Scorer(facts, cluster, samples, "cpu" if on_cpu else "cuda", free)
+    scorer = _scorer(facts, cluster, samples)
     possible, refused = _possible(scorer)
     looked = _view_of(scorer, possible, limit, best)
     offloader = Offloader(scorer, behind, limit)
@@ -160,6 +159,16 @@ def search_grids(
     )
 
 
+def scorer_of(found: Found, samples: int) -> Scorer:
+    """Returns the scorer of a search's model and cluster."""
+    return _scorer(found.facts, found.cluster, samples)
+
+
+def _scorer(facts: Facts, cluster: Cluster, samples: int) -> Scorer:
+    device = "cpu" if cluster.device.to_device_rate is None else "cuda"
+    return Scorer(facts, cluster, samples, device, free_share(cluster.device, cluster.size))
+
+
 def _possible(scorer: Scorer) -> tuple[list[Axes], dict[str, str]]:
     """Returns the meshes that can run the model, and reasons for those that cannot."""
     facts, ranks = scorer.facts, scorer.cluster.size
@@ -169,7 +178,7 @@ def _possible(scorer: Scorer) -> tuple[list[Axes], dict[str, str]]:
     possible = [axes for axes, why in refusals.items() if not why]
     refused = {axes_text(axes): why for axes, why in refusals.items() if why}
     if not possible:
-        why = next(iter(refused.values()), f"{scorer.batch} samples cannot be dealt to them")
+        why = next(iter(refused.values()), f"{scorer.batch} samples cannot be divided over them")
         raise GulliverError(f"no mesh of {ranks} ranks can run this model: {why}")
     return possible, refused
 
@@ -182,7 +191,7 @@ class _Looked(NamedTuple):
 
 
 def _view_of(scorer: Scorer, possible: Sequence[Axes], limit: int, best: int) -> _Looked:
-    """Prices the grids of each mesh in the order of their bounds, and keeps each mesh's fastest."""
+    """Prices grids mesh by mesh, in the order of their bounds; keeps the fastest of each mesh."""
     facts, tie = scorer.facts, itertools.count()
     chosen: list[tuple[float, int, Scored]] = []
     least: tuple[int, Grid] | None = None
@@ -228,20 +237,20 @@ def _with_offloaded(
     if not ranked and (explain or behind):
         offloaded = least_offloaded(offloader.scorer, possible)
     if behind and offloaded is not None and offloaded.bytes <= offloader.limit:
-        # It may not have been replayed.
+        # This grid may not have been replayed.
         last = offloader.score(replace(offloaded.grid, offload=str(behind)))
         ranked = () if last is None else (last,)
     return ranked, unlooked, offloaded
 
 
 def _order(scored: Scored) -> tuple[float, int, int]:
-    """Sorts by step time (four digits), then micro-batches, then bytes."""
+    """Sort key: step time (four digits), then micro-batches, then bytes."""
     step = float(f"{scored.seconds.step:.4g}")
     return step, scored.grid.micro_batches, scored.bytes
 
 
 def modes_of(facts: Facts) -> Sequence[str]:
-    """Sequence modes to search that a model supports."""
+    """Returns the sequence modes to search: those that the model supports."""
     family = family_of(facts.model)
     if family.sequences is None or not (family.classes or is_hugging_face(facts.model)):
         return ()
@@ -263,7 +272,7 @@ def axes_text(axes: Axes) -> str:
     return str(Grid(axes))
 
 
-# The price of memory, and the least memory and ranks that suffice.
+# Step times at other memory limits, and the minimum memory and number of ranks.
 
 
 GIB = 1 << 30
@@ -288,13 +297,13 @@ class Price:
 class MinimumResources:
     """Minimum memory and minimum number of ranks."""
 
-    # Least bytes of a rank that a grid on this cluster holds.
+    # Minimum bytes per rank over all grids on this cluster.
     bytes: int
-    # Grid that holds so few.
+    # Grid that needs these bytes.
     grid: Grid
-    # Fewest ranks that the model fits on; 0 if none of those tried.
+    # Minimum number of ranks on which the model fits; 0 if it fits on none of those tried.
     ranks: int
-    # Least memory that suffices with offloading; None if that is not less.
+    # Minimum memory with offloading; None if that is not less.
     offloaded: MinimumOffload | None = None
     # First and last number of ranks below `ranks` that were not tried.
     unlooked: tuple[int, int] | None = None
@@ -327,7 +336,7 @@ def prices_of_memory(found: Found, samples: int) -> tuple[Price, ...]:
 
 
 def _priced_one_by_one(limits: Sequence[int], search: Callable[..., Found]) -> tuple[Price, ...]:
-    # What runs under a limit also runs under a larger one, whose chunk size may be chosen worse.
+    # A grid that fits a limit also fits a larger one, for which a worse chunk size may be chosen.
     found, best = list[Price](), None
     for at in limits:
         now = _first(search(memory=at))
@@ -372,14 +381,13 @@ def minimum_resources(found: Found, samples: int) -> MinimumResources:
 def _offloaded(found: Found, samples: int) -> MinimumOffload | None:
     if found.offloaded is not None or found.facts.optimizer is None:
         return found.offloaded
-    scorer, meshes = _scorer(found.facts, found.cluster, samples)
+    scorer, meshes = _runnable(found.facts, found.cluster, samples)
     return least_offloaded(scorer, meshes)
 
 
-def _scorer(facts: Facts, cluster: Cluster, samples: int) -> tuple[Scorer, list[Axes]]:
+def _runnable(facts: Facts, cluster: Cluster, samples: int) -> tuple[Scorer, list[Axes]]:
     """Returns a scorer for a model on a cluster, and the possible meshes."""
-    on_cpu = cluster.device.to_device_rate is None
-    scorer = Scorer(facts, cluster, samples, "cpu" if on_cpu else "cuda", 0.0)
+    scorer = _scorer(facts, cluster, samples)
     blocks = len(facts.blocks) * facts.has_stack
     meshes = axes_of(cluster.size, samples, blocks, modes_of(facts))
     return scorer, [axes for axes in meshes if not scorer.why_unsupported(axes)]
@@ -408,7 +416,7 @@ def _fewest(found: Found) -> int:
     """A lower bound on the number of ranks whose memory holds the state."""
     facts = found.facts
     master = WIDE if facts.copied else facts.item
-    # What the optimizer works with: its numbers, what it steps, and the gradients of that.
+    # Optimizer state, the weights that it updates, and their gradients.
     learned = facts.trained * (WIDE * facts.states + 2 * master)
     state = learned + facts.item * (facts.parameters - facts.trained)
     return max(1, -(-state // max(1, found.limit)))
@@ -423,8 +431,8 @@ def _fits(found: Found, samples: int, ranks: int) -> bool:
 
 
 def least_bytes(facts: Facts, cluster: Cluster, samples: int, limit: int = 0) -> tuple[int, Grid]:
-    """Minimum memory per rank over all grids, with every block recomputed; and its grid."""
-    scorer, meshes = _scorer(facts, cluster, samples)
+    """Returns the minimum memory per rank over grids that recompute every block, and its grid."""
+    scorer, meshes = _runnable(facts, cluster, samples)
     again, trains = len(facts.recomputable), facts.optimizer is not None
     best: tuple[int, Grid] | None = None
     for axes in meshes:

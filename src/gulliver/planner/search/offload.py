@@ -47,9 +47,9 @@ MICRO_BATCHES = 16  # pipelines with more micro-batches are not replayed
 class MinimumOffload:
     """Minimum memory with offloading."""
 
-    # Bytes of a rank.
+    # Bytes on the device of a rank.
     bytes: int
-    # Grid that holds so few.
+    # Grid that needs these bytes.
     grid: Grid
     # Bytes of slower tiers that a rank needs.
     leaves: int
@@ -60,8 +60,8 @@ class MinimumOffload:
 
 def offloaded_grids(scorer: Scorer, axes: Axes, behind: OffloadTiers) -> Iterator[Grid]:
     """Yields every offloading grid of a mesh, with all or none of its blocks recomputed."""
-    # State is offloaded in chunks of ZeRO stage 3. Gradient accumulation is not replayed and left
-    # out, as are pipelines with more than `MICRO_BATCHES`.
+    # State is offloaded in chunks of ZeRO stage 3. Gradient accumulation is not replayed, so it is
+    # left out, as are pipelines with more than `MICRO_BATCHES` micro-batches.
     facts = scorer.facts
     again = {0, len(facts.recomputable)}
     for grid in grids_of(axes, scorer.batch, len(facts.blocks)):
@@ -118,7 +118,7 @@ class Offloader:
     def _fullest(self, grid: Grid, resolved: ResolvedPlan) -> MemoryPlan:
         facts, plan = self.scorer.facts, resolved.plan
         assert plan.tiers is not None, "what off-loads has a limit"
-        # Cached: `tiered_step` has asked for the same.
+        # Cached: `tiered_step` has computed the same.
         states, work = rank_states(resolved), rank_work(resolved)
         found = largest_residency(states, plan.tiers, work)
         moments, come, most = self.scorer.moments(grid), 0.0, MemoryPlan()
@@ -141,7 +141,7 @@ class Offloader:
         return plugin.for_model(plan, facts.model, facts.optimizer, cluster)
 
     def least(self, grid: Grid) -> MinimumOffload | None:
-        """Minimum memory of a grid; None if it cannot run."""
+        """Minimum memory with which a grid can run; None if it cannot run at all."""
         facts, model = self.scorer.facts, self.scorer.facts.model
         self._count(grid, 1)
         try:
@@ -168,13 +168,13 @@ class Offloader:
 
     def _choices(self, grid: Grid) -> tuple[Any, Plan]:
         scorer, facts = self.scorer, self.scorer.facts
-        # Plugins are a layer above: asked here for the very plan that would run.
+        # Plugins are a layer above; imported here to get exactly the plan that would run.
         from gulliver.booster.auto import plugin_of
 
         plugin = plugin_of(grid, "bf16" if facts.copied else "fp32", self.limit)
         plan = plugin.choices(scorer.cluster.size)
         assert plan.tiers is not None, "what off-loads has a limit"
-        # The machines need not be those at hand.
+        # The cluster need not be the one at hand.
         behind = self.behind
         tiers = replace(
             plan.tiers, host=behind.host, disk=behind.disk, disk_bytes=behind.disk_bytes
@@ -218,7 +218,7 @@ def _fastest(found: Iterable[Scored], best: int) -> tuple[Scored, ...]:
 
 
 def least_offloaded(scorer: Scorer, meshes: list[Axes]) -> MinimumOffload | None:
-    """Minimum memory per rank with unlimited slower tiers."""
+    """Minimum memory per rank if the slower tiers are unlimited."""
     # Grids are tried in the order of their bytes that are not state. The search ends when these
     # alone exceed the best total, or after `ASKED` micro-batches.
     on_host = host_rates(scorer.cluster.device) is not None

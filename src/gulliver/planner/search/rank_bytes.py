@@ -25,19 +25,19 @@ GATHERED = AHEAD + 2
 """Number of chunks gathered together at stage 3: prefetched, current and previous."""
 PUTS_OFF = ("zero_bubble", "zbv")  # schedules that defer weight gradients
 COLLECTED = IN_FLIGHT + 1
-"""Number of chunks with full gradients from stage 2: being reduced or being filled."""
+"""Number of chunks with full gradients from stage 1: being reduced or being filled."""
 WIDE = 4  # bytes per float32 element
 
 
 # [Note: moments] Activations peak when a backward begins, gradients when it ends, and the
-# optimizer's working memory after both. So the peak is looked for at the beginning of the backward
-# of the head and of each block, at the end of the last backward, and in the update. Bytes by kind
-# are those of the fullest moment.
+# optimizer's working memory after both. So the peak is the maximum over the beginning of the
+# backward of the head and of each block, the end of the last backward, and the update. Bytes by
+# kind are those at the peak.
 #
-# [Note: gradients] Stages 0 and 1 of ZeRO collect gradients in whole buffers, which stage 1 keeps
-# from step to step. Stages 2 and 3 give a buffer back as soon as it is reduced. A pipeline collects
-# those of all its micro-batches in whole buffers, whatever the stage: they are reduced once, when
-# the schedule has ended.
+# [Note: gradients] Stage 0 of ZeRO accumulates gradients in full buffers, and stage 1 while it
+# accumulates over micro-batches; otherwise a chunk's gradients are freed once reduced. A pipeline
+# accumulates those of all its micro-batches in full buffers at any stage, and reduces them once,
+# when the schedule has ended.
 #
 # [Note: backward in two parts] Activations of a micro-batch are freed when the gradients of its
 # weights are computed; until then the output gradients of its layers are kept as well. Under
@@ -49,11 +49,11 @@ class RankBlocks:
 
     # Numbers of the blocks in the order in which the rank runs them.
     blocks: tuple[int, ...]
-    # Whether the rank has what runs before all blocks, such as embeddings.
+    # Whether the rank has the modules before all blocks, such as embeddings.
     first: bool
     # Whether the rank has head and loss.
     last: bool
-    # Number of stages of the rank whose output goes to another one.
+    # Number of its stages whose output is sent to another rank.
     cuts: int = 0
 
     @property
@@ -69,7 +69,7 @@ class _Moment:
     kept: float
     # Bytes of working memory.
     working: float
-    # Elements of the rank's parameters whose gradients are there.
+    # Elements of the rank's parameters whose gradients are complete.
     after: float
 
     @cached_property
@@ -81,15 +81,15 @@ class _Moment:
 class _Gradients:
     """Bytes of gradients during the last backward pass of a step."""
 
-    # Bytes as it begins.
+    # Bytes at its start.
     begin: float
     # Bytes per trained element whose gradient is complete.
     rate: float
-    # Bytes of temporary whole buffers.
+    # Bytes of temporary full buffers.
     window: float
     # Bytes when all gradients are complete.
     end: float
-    # Bytes in the update.
+    # Bytes during the update.
     step: float
 
 
@@ -135,8 +135,8 @@ class RankBytes:
         moments, whole, noted = self._moments(
             stage, axes.tensor, axes.sequence, by_tensor, grid.recomputed, parts
         )
-        # Of head and loss one micro-batch is in flight, except where all forwards come first, and
-        # those that are put off.
+        # Head and loss hold only the micro-batches whose weight gradients are deferred, except
+        # under gpipe, where all forwards come first.
         heads = others if grid.schedule == "gpipe" else min(others, waiting)
         kept = others * whole + heads * stage.last * self._head(grid) + waiting * noted
         kept = micro * kept + self._inputs(grid, stage)
@@ -159,7 +159,7 @@ class RankBytes:
 
     def moments(self, grid: Grid, stage: RankBlocks) -> list[tuple[float, int]]:
         """Bytes excluding state, at each point of the backward passes and the update of a step."""
-        # Each with the elements whose gradients are there by then; in their order.
+        # In order, each with the elements whose gradients are complete by then.
         axes, inputs = grid.axes, self._inputs(grid, stage)
         by_tensor = axes.mode in SHARED_BY_TENSOR
         found = self._moments(stage, axes.tensor, axes.sequence, by_tensor, grid.recomputed, 0)[0]
@@ -236,15 +236,14 @@ class RankBytes:
             rate = 0.0 if several else facts.item
             rate += WIDE if facts.copied and not line else 0.0
             return _Gradients(begin, rate, 0.0, whole + copies, copies or whole)
-        if grid.stage == 1:
-            rate = 0.0 if line else master / parts
-            return _Gradients(whole, rate, 0.0, whole + shards, whole + shards)
         together = self._windows(stage, grid.axes.tensor, _chunk_bytes(self.facts, grid))[1]
         window = min(together * self._learns, whole)
         incoming = window * master / facts.item / parts
         if line:
             begin, rate = (whole, 0.0) if several else (0.0, float(facts.item))
             return _Gradients(begin, rate, 0.0, whole + incoming, shards)
+        if grid.stage == 1 and several:  # which adds them up before it reduces them
+            return _Gradients(whole, 0.0, 0.0, shards + window, shards)
         begin, rate = (shards + incoming, 0.0) if several else (0.0, master / parts)
         # Stage 3 peaks while chunks are still prefetched, whose gradients are not reduced yet.
         ahead = min(1.0, AHEAD / COLLECTED * window / max(whole, 1)) if grid.stage == 3 else 0.0
@@ -261,13 +260,13 @@ class RankBytes:
         own, largest = self._sums(stage, grid.axes.tensor)
         if facts.device.to_device_rate is None:
             return 2 * WIDE * largest * (self._learns > 0) / parts
-        # Stages 1 and 2 step chunk by chunk, the others all in one call.
+        # Stages 1 and 2 step chunk by chunk, the others step all chunks in one call.
         whole = WIDE * self._learns * own
         apart = parts > 1 and grid.stage < 3
         chunk = WIDE / facts.item * _chunk_bytes(facts, grid)
         return (min(whole, chunk) if apart else whole) / parts
 
-    # What a rank has.
+    # Parts of the model on a rank.
 
     def _shared(self, tensor: int) -> TensorShares:
         shared = self.facts.shared(tensor)
@@ -292,7 +291,7 @@ class RankBytes:
         return sum(sizes), max(sizes, default=0)
 
     def _windows_of(self, stage: RankBlocks, tensor: int, capacity: int) -> tuple[int, int]:
-        """Peak bytes of gathered chunks at stage 3, and of gradients being reduced from stage 2."""
+        """Peak bytes of gathered chunks (stage 3), and of gradients in reduction (stages 2, 3)."""
         chunks = _chunks(self._sizes(stage, tensor), capacity // self.facts.item)
         gathered, collected = (_most_together(chunks, n) for n in (GATHERED, COLLECTED))
         return self.facts.item * gathered, self.facts.item * collected
@@ -413,8 +412,7 @@ def stages_of(rank: int, ranks: int, chunks: int, folded: bool) -> list[int]:
 
 def under_way(grid: Grid, rank: int) -> float:
     """Maximum number of micro-batches in flight on a rank, between forward and backward."""
-    # In parts of all the rank's stages, by the definition of the schedules (Narayanan et al. 2021;
-    # Qi et al. 2024).
+    # Follows from the definition of the schedules (Narayanan et al. 2021; Qi et al. 2024).
     ranks, chunks, micro = grid.axes.pipeline, grid.chunks, grid.micro_batches
     if ranks == 1:
         return 1
@@ -430,5 +428,5 @@ def under_way(grid: Grid, rank: int) -> float:
 
 
 def put_off(grid: Grid, rank: int) -> int:
-    """Maximum number of micro-batches on a rank that only lack their weight gradients."""
+    """Maximum number of micro-batches on a rank whose weight gradients are deferred."""
     return min(grid.micro_batches - 1, rank) if grid.schedule == "zero_bubble" else 0

@@ -1,4 +1,4 @@
-"""Predicts time and memory of a grid, with the formulas for plans but without creating one.
+"""Predicts time and memory of a grid with the formulas for plans, without creating a plan.
 
 Bytes refer to the fullest rank: parameters, gradients and optimizer state of its stage,
 activations of the micro-batches in flight, and the workspace of one block.
@@ -54,11 +54,11 @@ class Scored:
     grid: Grid
     # Seconds of a step by kind.
     seconds: Seconds
-    # Bytes of the rank that holds most.
+    # Bytes of the fullest rank.
     memory: MemoryPlan
-    # Bytes of those that are neither state nor kept: what a block works with.
+    # Bytes of that rank that are neither state nor saved for backward: workspace of a block.
     working: int = 0
-    # Samples of a step, from which the throughput follows.
+    # Samples per step, for the throughput.
     samples: int = 0
     # Offloaded state and its traffic; then `working` is included in the activations.
     moved: TierTraffic | None = None
@@ -86,8 +86,8 @@ class Scorer:
     ) -> None:
         self.facts, self.cluster, self.batch = facts, cluster, batch
         self.device, self.free = device, free
-        self._links = lru_cache(None)(self._links_of)
-        self._dealt = lru_cache(None)(self._dealt_of)
+        self.links = lru_cache(None)(self._links_of)
+        self.dealt = lru_cache(None)(self._dealt_of)
         self._work = lru_cache(None)(self._work_of)
         self._summed = lru_cache(None)(self._summed_of)
         self._sharded = lru_cache(None)(self._sharded_of)
@@ -96,6 +96,10 @@ class Scorer:
         self._ends = lru_cache(None)(self._ends_of)
         self._held = lru_cache(256)(self._held_of)
         self._bytes = RankBytes(facts, batch)
+
+    def resized(self, ranks: int, batch: int) -> Scorer:
+        """The same model on another number of ranks."""
+        return Scorer(self.facts, self.cluster.resized(ranks), batch, self.device, self.free)
 
     def shared(self, axes: Axes) -> TensorShares | None:
         """How tensor ranks share the model on a mesh; None if unsupported."""
@@ -121,13 +125,13 @@ class Scorer:
         """Lower bound on the step time of all grids on a mesh: compute and exposed messages."""
         shared = self.shared(axes)
         assert shared is not None, "grids are priced whose tensors can be cut"
-        share = self._share(axes, shared)
+        share = self.share(axes, shared)
         samples = self.batch // axes.data
         compute = share * samples * (self.facts.forward_s + self.facts.backward_s) / axes.pipeline
         plan = self._plan(Grid(axes), self._work(axes, samples, 1))
         open_s = sum(
             m.seconds
-            for m in model_messages(plan, self._links(axes), 0.0, 0.0, 1.0, Volume())
+            for m in model_messages(plan, self.links(axes), 0.0, 0.0, 1.0, Volume())
             if not m.hidden and m.kind != "all_to_all"
         )
         return compute + self.free * open_s / axes.pipeline
@@ -143,21 +147,17 @@ class Scorer:
         axes = grid.axes
         shared = self.shared(axes)
         assert shared is not None, "grids are priced whose tensors can be cut"
-        work, share = self.work(grid), self._share(axes, shared)
-        plan, links, again = self._plan(grid, work), self._links(axes), self._again(grid)
+        work, share = self.work(grid), self.share(axes, shared)
         forward, backward = passes(work, share, axes.tensor, grid.micro_batches)
-        repeated, bubble, own = again * work.share_blocks * forward, 0.0, 1.0
+        repeated, bubble, own = self._again(grid) * work.share_blocks * forward, 0.0, 1.0
         if axes.pipeline > 1:
             bubble, own = self._waits(grid, forward, backward + repeated)
-        volume, blocks = self._volume(axes, work.samples), max(len(self.facts.blocks), 1) * own
         sharded = grid.axes, grid.stage, grid.micro_batches, self._part(grid), grid.chunk_mb
-        messages = list(self._sharded(*sharded))
-        for message in model_messages(plan, links, again, blocks, own, volume):
-            messages.append(in_parts(message, grid.micro_batches))
+        messages = [*self._sharded(*sharded), *self.messages(grid, own)]
         costs = predict_step(
             (own * forward, own * backward),
             own * repeated,
-            self._update(grid, own),
+            self.update(grid, own),
             messages,
             bubble,
             self.free,
@@ -207,8 +207,8 @@ class Scorer:
         if not forward:
             return 0.0, 1.0 / axes.pipeline
         sent = self.facts.hidden * (self.batch // axes.data) // micro
-        link = hop_message(self._links(axes), sent).seconds
-        _, shares = self._dealt(axes.pipeline * grid.chunks)
+        link = hop_message(self.links(axes), sent).seconds
+        _, shares = self.dealt(axes.pipeline * grid.chunks)
         folded = STYLES[grid.schedule].folded
         whole = forward + backward
         ranks = [
@@ -220,7 +220,8 @@ class Scorer:
         slowest = micro * max(ranks)
         return seconds - slowest, slowest / whole
 
-    def _update(self, grid: Grid, own: float) -> float:
+    def update(self, grid: Grid, own: float = 1.0) -> float:
+        """Seconds of the optimizer for a share of a replica's parameters."""
         axes = grid.axes
         parts = axes.data * axes.sequence if grid.stage else 1
         return self.facts.update_s * own / axes.tensor / parts
@@ -228,7 +229,7 @@ class Scorer:
     def _again(self, grid: Grid) -> float:
         return grid.recomputed / max(1, len(self.facts.blocks))
 
-    def _share(self, axes: Axes, shared: TensorShares) -> float:
+    def share(self, axes: Axes, shared: TensorShares) -> float:
         return (1 - shared.seconds * (1 - 1 / axes.tensor)) / axes.sequence
 
     def with_best_chunk_size(self, grid: Grid) -> Grid:
@@ -241,7 +242,7 @@ class Scorer:
     def _chunk_of(self, axes: Axes, stage: int, part: float) -> int:
         work, shared = self._work(axes, self.batch // axes.data, 1), self.shared(axes)
         assert shared is not None, "grids are priced whose tensors can be cut"
-        share, launch_s = self._share(axes, shared) * part, self.cluster.device.launch_s
+        share, launch_s = self.share(axes, shared) * part, self.cluster.device.launch_s
 
         def shown(chunk_mb: int) -> float:
             own = self._sharded(axes, stage, 1, part, chunk_mb)
@@ -257,12 +258,12 @@ class Scorer:
     def _part(self, grid: Grid) -> float:
         if grid.axes.pipeline == 1:
             return 1.0
-        return min(1.0, max(self._dealt(grid.axes.pipeline * grid.chunks)[1]) * grid.chunks)
+        return min(1.0, max(self.dealt(grid.axes.pipeline * grid.chunks)[1]) * grid.chunks)
 
     def _sharded_of(
         self, axes: Axes, stage: int, times: int, part: float, chunk_mb: int
     ) -> list[Message]:
-        facts, line = self.facts, self._links(axes)["replicas"]
+        facts, line = self.facts, self.links(axes)["replicas"]
         shared = self.shared(axes)
         assert shared is not None, "grids are priced whose tensors can be cut"
         own = facts.item * facts.trained * (1 - shared.parameters * (1 - 1 / axes.tensor)) * part
@@ -281,6 +282,27 @@ class Scorer:
     def _links_of(self, axes: Axes) -> dict[str, list[tuple[int, Link]]]:
         return axis_links(Plan(mesh=self._mesh(axes)), self.cluster)
 
+    def messages(self, grid: Grid, own: float = 1.0) -> list[Message]:
+        """Messages between the ranks of a replica, for a share of the blocks."""
+        axes, work = grid.axes, self.work(grid)
+        found = model_messages(
+            self._plan(grid, work),
+            self.links(axes),
+            self._again(grid),
+            max(len(self.facts.blocks), 1) * own,
+            own,
+            self._volume(axes, work.samples),
+        )
+        return [in_parts(message, grid.micro_batches) for message in found]
+
+    def passes(self, grid: Grid) -> tuple[float, float]:
+        """Seconds of a replica's forward and backward over all stages, with recomputation."""
+        axes, shared = grid.axes, self.shared(grid.axes)
+        assert shared is not None, "grids are priced whose tensors can be cut"
+        work, share = self.work(grid), self.share(axes, shared)
+        forward, backward = passes(work, share, axes.tensor, grid.micro_batches)
+        return forward, backward + self._again(grid) * work.share_blocks * forward
+
     def _mesh(self, axes: Axes) -> Mesh:
         names = ("pipeline", "data", "sequence", "tensor")
         sizes = {name: getattr(axes, name) for name in names}
@@ -290,7 +312,7 @@ class Scorer:
         axes, facts = grid.axes, self.facts
         pipeline = PipelineLayout()
         if axes.pipeline > 1:
-            stages, shares = self._dealt(axes.pipeline * grid.chunks)
+            stages, shares = self.dealt(axes.pipeline * grid.chunks)
             pipeline = PipelineLayout(
                 grid.schedule or "1f1b", grid.micro_batches, grid.chunks, stages, shares
             )
@@ -333,7 +355,7 @@ class Scorer:
         return attention_sends(plan, self.facts.model)
 
     def _dealt_of(self, stages: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
-        """Blocks and share of the work of each stage; the last one has head and loss."""
+        """Blocks of each stage, and its share of the work; the last stage has head and loss."""
         parts, outside = self.facts.parts, self.facts.outside
         costs = [part.forward_s + part.backward_s for part in parts]
         costs[-1] += outside.forward_s + outside.backward_s
@@ -368,7 +390,7 @@ class Scorer:
     def _summed_of(self, ranks: int, chunks: int, folded: bool) -> list[RankBlocks]:
         if ranks == 1:
             return [RankBlocks(tuple(range(len(self.facts.parts))), True, True)]
-        sizes, _ = self._dealt(ranks * chunks)
+        sizes, _ = self.dealt(ranks * chunks)
         starts = [sum(sizes[:n]) for n in range(len(sizes))]
         found, last = [], ranks * chunks - 1
         for rank in range(ranks):
@@ -383,7 +405,7 @@ class Scorer:
 
 
 def quick_cut(costs: Sequence[float], parts: int) -> list[int]:
-    """Splits a chain into consecutive parts that minimize the largest cost, by bisection."""
+    """Splits a chain into consecutive parts so that the largest cost is minimal, by bisection."""
     # `partition_chain` also finds the most even cut, in quadratic time.
     low, high = max(costs), sum(costs)
     best = _filled(costs, parts, high)

@@ -1,7 +1,7 @@
 """FP8 training: scaled casts, linear layers, and the choice of layers.
 
-Ranks that share a dim of a layer reduce its magnitudes (`SharedDims`). Times are predicted in
-`gulliver.hardware`.
+Ranks that shard a dim of a layer use the maximum of their magnitudes (`SharedDims`). Times are
+predicted in `gulliver.hardware`.
 """
 
 from typing import TYPE_CHECKING

@@ -28,7 +28,7 @@ from gulliver.precision.fp8.layers import (
 )
 
 HEADS = ("lm_head", "embed_out", "final_layer.linear")
-"""Paths of output heads: their errors directly affect the loss, and their sizes rarely suit."""
+"""Output heads: errors directly affect the loss, and sizes are rarely multiples of 16."""
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -157,7 +157,7 @@ _taking: set[type[nn.Module]] = set()
 
 
 def takes_fp8(kind: type[nn.Module]) -> type[nn.Module]:
-    """Registers a class of linear layers that implements the attribute ``fp8`` itself."""
+    """Registers a class of linear layers whose own forward uses the attribute ``fp8``."""
     _taking.add(kind)
     return kind
 
@@ -166,12 +166,11 @@ def _own() -> tuple[type[nn.Module], ...]:
     return tuple(_taking)
 
 
-# A model's linear layers become FP8 layers, in place, and back.
+# Converts a model's linear layers to FP8 layers and back, in place.
 #
 # Modules keep their class, their parameters and so the names and values of the state dict: weights
-# stay in the dtype that they have, as the optimizer's master weights, and are quantised on the way
-# into each product. What changes is `forward`, for which the module gets an attribute; hooks
-# around it run as before.
+# keep their dtype, as master weights of the optimizer, and are quantized before each product. Only
+# `forward` changes: the module gets an attribute of this name; hooks around it run as before.
 
 
 @dataclass(frozen=True)
@@ -204,7 +203,7 @@ def convert_to_fp8(
     Args:
         model: model, which may be on meta.
         recipe: scaling, ``tensorwise`` or ``rowwise``, or a `Recipe`.
-        emulate: emulate the numerics without FP8 units, which is slow.
+        emulate: emulate the numerics on devices without FP8 units, which is slow.
         exclude: patterns of layer paths that stay in high precision; see `select_layers`.
         layers: paths of the layers to convert; None for all supported ones.
         keep_weights: keep the FP8 copies of the weights from forward to backward (tensorwise):
@@ -215,8 +214,8 @@ def convert_to_fp8(
         The converted layers, and the reasons for the others.
 
     Raises:
-        GulliverError: no FP8 units and no `emulate`; layers are already FP8; no layer, or a path of
-            `layers`, is not supported.
+        GulliverError: there are no FP8 units and `emulate` is off, layers are already FP8, no layer
+            is supported, or a path of `layers` is not.
     """
     if isinstance(recipe, str):
         recipe = Recipe(recipe, emulate)
@@ -291,7 +290,7 @@ def has_units(device: torch.device) -> bool:
 
 
 class _Forward:
-    """Forward of an FP8 layer; a copy of the module gets a new one."""
+    """Forward of an FP8 layer, with its state; a copy of the module gets a new one."""
 
     def __init__(self, module: nn.Module, transposed: bool) -> None:
         self.module, self.transposed = module, transposed

@@ -24,17 +24,16 @@ EXPONENT = 0x7F800000
 
 
 # [Note: scales are powers of two] A scale maps the largest magnitude of a tensor (tensor-wise), of
-# each of its rows or of each of its columns (row-wise) to the upper half of the format's range.
-# Which number of that half it becomes does not matter to a floating-point format but for what
-# underflows, so the scale is rounded down to a power of two: multiplying by it, and dividing, is
-# exact; a magnitude that differs in its last bit between two ranks, or between a forward and its
-# recomputation, gives the same scale; and a product comes out the same whether it is scaled before
-# or after it is summed, which makes emulation and hardware agree.
+# each of its rows or of each of its columns (row-wise) to the upper half of the format's range. Its
+# exact position in that half only matters for underflow, so the scale is rounded down to a power of
+# two. Multiplying and dividing by it is then exact; a magnitude that differs in its last bit
+# between two ranks, or between a forward and its recomputation, gives the same scale; and a product
+# is the same whether it is scaled before or after summation, so emulation and hardware agree.
 #
-# [Note: what is no number] A scale is finite whatever the input: 0 and the tiniest magnitudes get
-# the largest one, infinities and NaN get 1. What was infinite must not come back as a large number
-# (casts of torch saturate), so a tensor, or row, with such an element becomes NaN as a whole, as it
-# nearly does in a product of high precision; the caller can count it by its magnitude.
+# [Note: non-finite elements] Scales are always finite: 0 and the tiniest magnitudes get the largest
+# scale, infinities and NaN get 1. An infinity must not become a large number (torch's casts
+# saturate), so a tensor or row with a non-finite element becomes NaN as a whole, much as it would
+# in a high-precision product; the caller can count it by its magnitude.
 #
 # Source: Micikevicius et al., FP8 formats for deep learning, 2022 (arXiv 2209.05433): e4m3 has 3
 # bits of mantissa and ends at 448, e5m2 has 2 and ends at 57344.
@@ -93,20 +92,20 @@ DIMS: dict[Role, tuple[str, str]] = {
 }
 
 
-# [Note: weights are cast in every forward] No FP8 copy of a weight outlives the graph that it was
-# made for. Nothing tells reliably that a weight has not changed since: fused optimizers, ``p.data``
-# and native kernels write without raising its version, and addresses are used again.
+# [Note: weights are cast in every forward] No FP8 copy of a weight outlives its graph, because
+# changes cannot be detected reliably: fused optimizers, ``p.data`` and native kernels write without
+# incrementing the version, and addresses are reused.
 #
 # [Note: dims that ranks share] Where a dim is sharded over ranks, a magnitude over that dim is the
-# largest of all ranks, so that each quantises its shard as one process would. `SharedDims` says
-# how, for the dims of a layer: a sum over ranks of products of such shards has the terms of one
+# largest of all ranks, so that each rank quantizes its shard as one process would. `SharedDims`
+# holds these reductions: products of such shards, summed over ranks, have the same terms as in one
 # process.
 @dataclass(frozen=True)
 class Recipe:
     """FP8 scaling of linear layers."""
 
-    # ``tensorwise``: a scale for each tensor; ``rowwise``: one for each row or column that a
-    # product sums over.
+    # ``tensorwise``: one scale per tensor; ``rowwise``: one per row or column that a product sums
+    # over.
     scaling: str = "tensorwise"
     emulate: bool = False  # Compute the same numerics without FP8 units: slower than without FP8
 
@@ -160,7 +159,7 @@ class LayerState:
 
     @property
     def rowwise(self) -> bool:
-        """Whether rows and columns have separate scales."""
+        """Whether each row or column has its own scale."""
         return self.recipe.scaling == "rowwise"
 
     def cast(self, role: Role, x: Tensor, dim: int | None) -> Scaled:
@@ -172,7 +171,7 @@ class LayerState:
         return encode(x, largest, dtype)
 
     def _count(self, what: str, happened: Tensor) -> None:
-        # On the device, without a look at the number: a look would wait for the device.
+        # Added on the device: reading the number would wait for the device.
         seen = happened.any().long()
         before = self._events.get(what)
         self._events[what] = seen if before is None else before + seen
@@ -187,17 +186,18 @@ def plain_cast(role: Role, x: Tensor, dim: int | None) -> Scaled:
     return encode(x, magnitude(x, dim), GRADIENT if role == "gradient" else FORWARD)
 
 
-# A linear layer in FP8: three products, of quantised factors, summed in high precision.
+# A linear layer in FP8: three products of quantized factors, summed in high precision.
 #
-# | product | factors | tensor-wise | row-wise: scales along | |---|---|---|---| | ``y = x W^T`` |
-# e4m3, e4m3 | one scale each | tokens of x, outputs of W | | ``dX = g W`` | e5m2, e4m3 | the same
-# W | tokens of g, inputs of W | | ``dW = g^T x`` | e5m2, e4m3 | the same g, the same x | outputs
-# of g, inputs of x |
+# | product | factors | tensor-wise | row-wise: scales along |
+# |---|---|---|---|
+# | ``y = x W^T`` | e4m3, e4m3 | one scale each | tokens of x, outputs of W |
+# | ``dX = g W`` | e5m2, e4m3 | the same W | tokens of g, inputs of W |
+# | ``dW = g^T x`` | e5m2, e4m3 | the same g, the same x | outputs of g, inputs of x |
 #
 # A scale may differ along the dims that a product keeps, never along the one that it sums over, so
-# row-wise scaling quantises each tensor twice, once for each product that it is in. Tensor-wise
-# scaling quantises it once, and then the FP8 input alone is saved for the weights' gradient: a
-# byte for each element in place of two or four.
+# row-wise scaling quantizes each tensor twice, once per product. Tensor-wise scaling quantizes it
+# once, and only the FP8 input is saved for the weight gradient: one byte per element instead of two
+# or four.
 #
 # On hardware the sums are those of the tensor cores: forward with their fast accumulation,
 # backward without it. `emulated` is the same arithmetic in float32, or in float64 for float64
@@ -209,10 +209,9 @@ MULTIPLE = 16
 
 
 # [Note: one input, several layers] Queries, keys and values are products of one tensor. Its FP8
-# copy is noted on that very tensor, so that it is made, and saved, once for all of them. Only
-# results of operations that autograd records are noted: leaves, such as batches and parameters,
-# stay alive from step to step and may be written without a new version (NumPy, ``.data``, fused
-# optimizers).
+# copy is stored on the tensor, so that it is made and saved once for all of them. This applies only
+# to results of operations that autograd records: leaves, such as batches and parameters, stay alive
+# from step to step and may be written without a new version (NumPy, ``.data``, fused optimizers).
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, state: LayerState, transposed: bool = False
 ) -> Tensor:
@@ -234,7 +233,7 @@ def _product(
     matrix = weight.t() if transposed else weight
     rows, dim = x.reshape(-1, x.shape[-1]), 1 if state.rowwise else None
     if traced:
-        # Casts stand in the graph, where they are fused, and those alike become one.
+        # Casts are part of the graph, where they are fused, and equal ones are merged.
         inputs = plain_cast("input", rows.detach(), dim)
         weights = plain_cast("weight", matrix.detach(), dim)
     else:
@@ -321,7 +320,7 @@ def matmul(a: Scaled, b: Scaled, dtype: torch.dtype, emulate: bool, fast: bool =
     if 0 in (*a.values.shape, *b.values.shape):
         return a.inverse.new_zeros(a.values.shape[0], b.values.shape[1], dtype=dtype)
     a, b = _padded(a), _padded(b.t()).t()
-    # Units read both along the dim that is summed. Scales of rows come with bf16 results only.
+    # FP8 units read both along the contracted dim. Row-wise scales require bf16 results.
     single = a.inverse.numel() == b.inverse.numel() == 1 and dtype is not torch.float64
     out = dtype if single else torch.bfloat16
     left, right = a.values.contiguous(), b.values.t().contiguous().t()
@@ -330,10 +329,10 @@ def matmul(a: Scaled, b: Scaled, dtype: torch.dtype, emulate: bool, fast: bool =
 
 
 def emulated(a: Scaled, b: Scaled, dtype: torch.dtype) -> Tensor:
-    """Emulates the matmul of FP8 units, except for the order of additions."""
+    """Emulates the matmul of FP8 units; only the order of additions differs."""
     wide = torch.float64 if dtype is torch.float64 else torch.float32
     with torch.autocast(a.values.device.type, enabled=False):
-        # One factor after the other: their product may be less than float32 has.
+        # Multiply by each inverse in turn: the product of both may underflow in float32.
         product = a.values.to(wide) @ b.values.to(wide)
     return (product * a.inverse.to(wide) * b.inverse.to(wide)).to(dtype)
 

@@ -43,7 +43,7 @@ def largest_of(weight: Tensor, path: str) -> Tensor:
 
 def check_int4(largest: Tensor, inputs: int, path: str) -> None:
     """Raises an error for weights whose int4 products would overflow."""
-    # Kernels add the groups of a row up before the row's activations are scaled back: up to 127
+    # Kernels sum the groups of a row before they apply the scale of its activations: up to 127
     # times the weights' magnitude for each input.
     most = torch.finfo(torch.float32).max / 127 / max(1, inputs)
     if not largest.is_meta and largest.numel() and float(largest.max()) > most:
@@ -98,15 +98,15 @@ def from_int4(packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     return (values * scales[:, :, None]).flatten(1).to(dtype)
 
 
-# Rounds weights so that a layer's outputs err least on inputs that were seen: GPTQ.
+# GPTQ: rounds weights to minimize the error of a layer's outputs on calibration inputs.
 #
-# Columns of a weight are rounded one at a time. What a column's rounding changes in the outputs is
-# made good by the columns after it, as far as their inputs went along with its own: the least
-# squares solution, of which the Cholesky factor of the inverse of ``x^T x`` has all that is needed.
+# Columns of a weight are rounded one at a time. The columns after it compensate for its rounding
+# error, as far as their inputs are correlated with its own: a least squares solution, which follows
+# from the Cholesky factor of the inverse of ``x^T x``.
 #
-# The numbers are kept in the formats of `formats.py`, and run on the same kernels. In int4 a
-# group's scale is that of its weights as they are when their turn comes. Columns whose input never
-# was anything but 0 are rounded to the nearest.
+# Results have the formats above, and use the same kernels. In int4, a group's scale is computed
+# from its weights when the group is reached. Columns whose inputs are always 0 are rounded to
+# nearest.
 #
 # Source: Frantar et al., GPTQ, 2022 (arXiv 2210.17323), without reordering.
 

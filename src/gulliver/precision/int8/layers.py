@@ -72,7 +72,7 @@ class QuantizedLayer(nn.Module, ABC):
         return known[1]
 
     def moved(self) -> None:
-        """Updates data pointers after buffers moved; the row sums stay valid."""
+        """Updates data pointers after buffers have moved; the row sums stay valid."""
         if self._stored is not None:
             weight, scales, version = self._state()
             self._stored = version, replace(self._stored[1], values=weight, scales=scales)
@@ -85,7 +85,7 @@ class QuantizedLayer(nn.Module, ABC):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         scales = self.weight_scale
         super()._apply(fn, recurse)
-        # As integers they only move.
+        # Viewed as integers, they are moved but not cast.
         moved = fn(scales.view(torch.int32))
         self.weight_scale = moved.view(torch.float32)
         self._stored = None
@@ -116,7 +116,7 @@ class QuantizedLayer(nn.Module, ABC):
         if not torch.is_grad_enabled():
             return self.run(x)
         bias = self.bias
-        # A bias that was to be trained must not quietly stay what it is either.
+        # A trainable bias must not silently stay untrained either.
         if x.requires_grad or (bias is not None and bias.requires_grad):
             return _Forward.apply(x, bias, self)
         with torch.no_grad():
@@ -204,7 +204,7 @@ class QuantizedEmbedding(QuantizedLayer):
     ) -> None:
         super().__init__(path, "int8", values, scales, values.shape[1])
         self.padding_idx = padding_idx
-        # Casting the model casts this, and with it the vectors.
+        # Casting the model casts this buffer, whose dtype the output has.
         self.register_buffer("like", torch.empty(0, dtype=dtype), persistent=False)
 
     @property

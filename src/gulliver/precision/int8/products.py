@@ -47,16 +47,16 @@ def kernels_problem() -> str | None:
 
 @cache
 def native_table() -> tuple[str, Any, Any] | None:
-    """Returns the instruction set, and its products of int8 and of float rows; None without."""
+    """Returns the instruction set and the extensions for int8 and float rows; None if not built."""
     if kernels_problem() is not None:
         return None
     built: Any = importlib.import_module("gulliver.precision.int8._kernels")
     name = os.environ.get("GULLIVER_INT8") or built.instructions()[0]
-    # Also without Python around it: a serving engine's decoder multiplies with the same weights.
+    # Also called without Python: the serving engine's native decoder multiplies these weights.
     return name, built.Table(name), importlib.import_module("gulliver.serve._decoder")
 
 
-# The kernels of quantised products.
+# Kernels of quantized products.
 #
 # | kernel | activations | taken from |
 # |---|---|---|
@@ -65,17 +65,16 @@ def native_table() -> tuple[str, Any, Any] | None:
 # | int_mm | int8 by row | `torch._int_mm`, scales applied after it |
 # | dequantised | as they are | `torch.nn.functional.linear` on pieces of the weight |
 #
-# All read the one int8 matrix that is kept. [Note: same bits] Integer sums are exact, and `native`
-# and `int_mm` round what is around them in the same order, but for outliers, whose few products may
-# be summed in another order. Each row is quantised by itself, so that no sample sees another of its
-# batch.
+# All read the same int8 matrix. [Note: same bits] Integer sums are exact, and `native` and `int_mm`
+# apply scales in the same order; only the few products of outliers may be summed in another order.
+# Each row is quantized separately, so a sample does not depend on others of its batch.
 
 
 MODES = ("int8", "int8_dynamic", "int4")
 KINDS = {"int8": 3, "int4": 4}
 """Kinds of weights by their numbers in `native/decoder.hpp`."""
 PIECE = 16 << 20
-"""Elements of a weight that are dequantized at a time."""
+"""Number of elements of a weight that are dequantized at a time."""
 TINY = 1e-36
 MOST_ROWS = 128
 """Rows above which dequantized products beat native ones with unrounded activations."""
@@ -99,7 +98,7 @@ class Stored:
         self.outputs = self.values.shape[0]
 
 
-# Of a tensor `len` takes microseconds, and shape[0] does not.
+# `len` of a tensor takes microseconds; shape[0] does not.
 
 
 def product(w: Stored, x: Tensor, bias: Tensor | None, largest: Tensor | None = None) -> Tensor:
@@ -109,8 +108,8 @@ def product(w: Stored, x: Tensor, bias: Tensor | None, largest: Tensor | None = 
         w: quantized weight.
         x: activations ``[rows, inputs]``.
         bias: bias ``[outputs]``, or None.
-        largest: each complete row's largest magnitude below the threshold, if `x` is a shard of its
-            inputs.
+        largest: each full row's largest magnitude below the threshold, if `x` has only a shard of
+            the inputs.
     """
     if torch.compiler.is_compiling():  # a graph ends here, and goes on behind
         return _outside_graphs(w, x, bias, largest)
@@ -133,7 +132,7 @@ def chosen_kernel(w: Stored, rows: int, device: torch.device) -> str:
 
 
 def _takes_int_mm(w: Stored, device: torch.device) -> bool:
-    # Of one input, torch takes the transposed weight for one of another layout: wrong sums.
+    # With a single input, torch mistakes the layout of the transposed weight: wrong sums.
     return (device.type == "cpu" and w.inputs > 1) or (
         device.type == "cuda" and w.inputs % 8 == 0 and w.outputs % 8 == 0
     )
@@ -179,7 +178,7 @@ def _native(w: Stored, x: Tensor, bias: Tensor | None, largest: Tensor | None) -
 
 
 def _added(out: Tensor, bias: Tensor | None, added: Tensor | None) -> Tensor:
-    """Adds a bias of another dtype than float32, which kernels have not added."""
+    """Adds a bias that is not float32, which the kernels have not added."""
     return out if bias is None or added is not None else out + bias
 
 
@@ -194,10 +193,10 @@ def _int_mm(w: Stored, x: Tensor, bias: Tensor | None, largest: Tensor | None) -
     inside = values.abs() < w.threshold  # a NaN is not
     kept = values if bool(inside.all()) else values.where(inside, 0.0)
     largest = kept.abs().amax(1) if largest is None else largest
-    # Tensor by tensor: 127.0 / largest would be a product with a rounded reciprocal.
+    # Divides two tensors: 127.0 / largest would multiply by a rounded reciprocal.
     inverse = torch.where(largest > TINY, torch.full_like(largest, 127.0) / largest, 0.0)
     rounded = (kept * inverse[:, None]).round_().to(torch.int8)
-    # CUDA's takes more than 16 rows only.
+    # On CUDA, torch._int_mm needs more than 16 rows.
     short = max(0, 17 - x.shape[0]) if x.is_cuda else 0
     rounded = F.pad(rounded, (0, 0, 0, short)) if short else rounded
     sums = torch._int_mm(rounded, w.values.t())[: x.shape[0]].float()

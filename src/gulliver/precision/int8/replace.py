@@ -50,7 +50,7 @@ class Layer:
     before: int  # Bytes of its weight
     after: int  # Bytes of its weight, scales and sums of rows
     why: str = ""  # Why it was kept, or not in the mode that was asked for
-    # Relative error of its weight in the Frobenius norm, where it was measured.
+    # Relative error of its weight in the Frobenius norm, if measured.
     error: float | None = None
 
 
@@ -90,7 +90,7 @@ class Report:
         return "\n".join(text)
 
 
-# Replaces the layers of a model by quantised ones, in place, and says what was done to each.
+# Replaces the layers of a model by quantized ones, in place, and reports on each of them.
 #
 # model = replace_module(model)                      # int8 weights and activations
 # print(report_of(model))
@@ -118,16 +118,16 @@ class QuantizeArguments:
 
     mode: str  # One of `MODES`
     threshold: float  # Magnitude of activations that are not quantised
-    # Fills a layer on meta before it is quantised, given its path.
+    # Fills a layer on meta before it is quantized, given its path.
     load: Callable[[str, nn.Module], None] | None = None
     errors: bool = False  # Whether the error of each weight is measured
-    # Weights that were rounded before, by the paths of their layers.
+    # Pre-rounded weights, by the path of their layer.
     rounded: Mapping[str, Rounded] = field(default_factory=dict)
     path: str = ""  # Path of the layer at hand
     key: int = 0  # What tells its weight from others; tied ones have the same
-    # Quantised values and scales by weight, so that tied ones stay one.
+    # Quantized values and scales by weight, so that tied weights stay tied.
     made: dict[Any, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    # Relative error of the weight that was quantised last, in the Frobenius norm.
+    # Relative error of the last quantized weight, in the Frobenius norm.
     error: float | None = None
 
     def quantised(
@@ -182,7 +182,7 @@ def replace_module(
             int8 weights only; or ``"int4"``, int4 weights in groups of 128 inputs.
         exclude: patterns of paths to keep, matching a path or its end (``"lm_head"``,
             ``"*.attn.*"``).
-        outlier_threshold: activations of at least this magnitude are not quantized; None: all are.
+        outlier_threshold: activations of at least this magnitude are not quantized; None: no limit.
         embeddings: whether to quantize embeddings.
         convolutions: whether to quantize convolutions.
         only: patterns of the paths to quantize; None for all.
@@ -212,7 +212,7 @@ def linear_modes(
     model: nn.Module, mode: str = "int8_dynamic", exclude: Iterable[str] = ()
 ) -> dict[str, str]:
     """Returns the modes that `replace_module` would use for linear layers, by path."""
-    # Those whose weights other layers share are not among them, nor are layers of other packages.
+    # Without layers whose weights others share, and without layers of other packages.
     _check(model, mode, None)
     replacing = _Replacing(model, QuantizeArguments(mode, math.inf), False, False)
     replacing.match(list(exclude), None)
@@ -235,7 +235,7 @@ def _fitting(mode: str, module: nn.Module, path: str) -> str:
 
 
 def report_of(model: nn.Module) -> Report:
-    """Returns a report of what `replace_module` did to a model.
+    """Returns the report on a model that `replace_module` has quantized.
 
     Raises:
         GulliverError: the model is not quantized.
@@ -367,7 +367,7 @@ class _Replacing:
     def _loaded(
         self, path: str, module: Any, mode: str, weight: Tensor
     ) -> tuple[nn.Module | None, str]:
-        """Quantizes a layer on meta; its float weight exists only meanwhile."""
+        """Quantizes a layer on meta; its float weight exists only during the call."""
         self.options.path, self.options.key, self.options.error = path, id(weight), None
         if self.options.load is not None:
             self.options.load(path, module)
@@ -429,10 +429,10 @@ def matrix_of(module: Any) -> Tensor:
 
 
 def _reads_weight(parent: nn.Module | None, name: str, what: str) -> bool:
-    """Whether a module's forward reads its layer's weight, as CLIP's does for the dtype."""
-    # Forwards that mention int8 are taken to know of quantised weights, as T5's does. BLOOM's has a
-    # branch for slices of its weights that no one takes, so that other uses than dtypes do not
-    # count.
+    """Whether a module's forward reads its child layer's weight, as CLIP's does for the dtype."""
+    # Forwards that mention int8 are assumed to support quantized weights, as T5's does. Only reads
+    # of the dtype count: BLOOM's forward has a branch for slices of its weights that is never
+    # taken.
     source = "" if parent is None else _source(type(parent))
     asked = re.search(rf"\bself\.{re.escape(name)}\.weight{re.escape(what)}\b", source)
     return asked is not None and "int8" not in source
@@ -473,7 +473,7 @@ def model_bytes(model: nn.Module) -> int:
     """Returns the bytes of a model's parameters, buffers and row sums; storages count once."""
     seen: dict[Any, int] = {}
     for tensor in (*model.parameters(), *model.buffers()):
-        # Those on meta have no address: each is its own.
+        # Tensors on meta have no address; each counts separately.
         key = id(tensor) if tensor.is_meta else tensor.untyped_storage().data_ptr()
         seen[key] = max(seen.get(key, 0), tensor.nbytes)
     layers = (m for m in model.modules() if isinstance(m, QuantizedLinear) and m.mode != "int4")

@@ -38,7 +38,7 @@ class ElementKind:
     mantissa: int  # Bits behind the leading one; 0 of whole numbers
     least_exponent: int  # Exponent of the least normal number
     typical: float  # Relative Frobenius error of normally distributed elements in blocks of 256
-    # Dtype that elements are cast to; None where bits are put together here.
+    # Dtype that elements are cast to; None if bits are packed here.
     dtype: torch.dtype | None
 
     @property
@@ -70,7 +70,7 @@ class WireFormat:
 
     @property
     def kind(self) -> ElementKind:
-        """Element type; the identity has none."""
+        """Element type; the identity format has none."""
         return KINDS[self.name]
 
     @property
@@ -87,15 +87,15 @@ class WireFormat:
 
     def of(self, tensor: Tensor, numel: int | None = None) -> WireFormat:
         """Returns this format, or the identity for integers and tensors that would not shrink."""
-        # Whole numbers have to be exact, and what would not become smaller is left alone. Both ends
-        # of a message know shape and dtype, so both find the same.
+        # Integers must stay exact, and tensors that would not shrink are left alone. Both ends of a
+        # message know shape and dtype, so both decide the same.
         if self.name == "identity" or not tensor.dtype.is_floating_point:
             return IDENTITY
         count = tensor.numel() if numel is None else numel
         return self if packed_bytes(count, self) < count * tensor.element_size() else IDENTITY
 
     def ratio(self, itemsize: int = 4) -> float:
-        """Returns the bytes of many packed elements relative to unpacked ones."""
+        """Returns the size of many packed elements relative to that of unpacked ones."""
         if self.name not in KINDS:
             return 1.0
         each = self.kind.bits / 8 + (SCALE_BYTES / self.block if self.scaled else 0)
@@ -110,7 +110,7 @@ def wire_format(text: str | WireFormat) -> WireFormat:
     """Parses a format such as ``fp8``, or ``fp8:128`` for another block size.
 
     Raises:
-        GulliverError: an unknown name or block.
+        GulliverError: the name or the block size is unknown.
     """
     if isinstance(text, WireFormat):
         return _checked(text)
@@ -161,7 +161,7 @@ def error_bound(wire: WireFormat) -> ErrorBound:
     if wire.name == "identity":
         return ErrorBound(0.0, 0.0, 0.0, 0.0)
     kind = wire.kind
-    # The product with the scale is rounded too, on the way out and back.
+    # Multiplying by the scale rounds too, when packing and when unpacking.
     slack = 1 + 2.0**-10
     half = 2.0 ** -(kind.mantissa + 1) * slack if kind.floats else 0.0
     if not wire.scaled:

@@ -43,21 +43,21 @@ _on_devices: dict[torch.device, Tensor] = {}
 """Counters on devices; reading them waits for the device."""
 
 
-# [Note: passes] What is packed is as large as the gradients of a chunk, and on a CPU each pass over
-# it through memory costs as much as half a gigabit link does. So it goes in runs of 64 Ki elements,
-# which stay in the cache with the one scratch buffer of a call: largest, least, product, cast for
-# fp8, one more for whole numbers. Memory is read once and written once, and a call needs 256 KiB
-# in addition to its result. On a GPU the run is all of it.
+# [Note: passes] Packed data is as large as a chunk's gradients, and on a CPU each pass over it
+# through memory costs half as much as a gigabit link. So it is processed in runs of 64 Ki elements,
+# which stay in the cache with the call's only scratch buffer: maximum, minimum, product, cast for
+# fp8, and one more for integers. Memory is read once and written once, and a call needs 256 KiB in
+# addition to its result. On a GPU the run is all of it.
 #
-# [Note: not finite] Scales are finite whatever travels: they are those of a block's finite
-# elements, which arrive as they would without the others. An infinity or a nan arrives as what the
-# format has for it: itself in e5m2 (and in bf16, which has no blocks), nan in e4m3, and nan in
-# whole numbers, as the code that no finite element has (-128 of int8, -8 of int4). So who looks for
-# overflows finds one, and where. The scale of such a block is negative: who unpacks looks at
-# elements only where one is. Such blocks are counted (`nonfinite_blocks`).
+# [Note: not finite] Scales are always finite: they are computed from a block's finite elements,
+# which are unaffected by the others. An infinity or NaN is sent as the format's code for it: itself
+# in e5m2 (and in bf16, which has no blocks), NaN in e4m3, and NaN in int8 and int4, as the code
+# that no finite element has (-128, -8). So overflows remain detectable, with their position. The
+# scale of such a block is negative, so unpacking checks the elements of these blocks only. They are
+# counted (`nonfinite_blocks`).
 #
-# [Note: small blocks] A scale is at least the least normal float32. So a block of zeros gives
-# zeros, nothing is divided by zero, and what is below 1e-35 loses bits.
+# [Note: small blocks] A scale is at least the smallest normal float32. So a block of zeros stays
+# zero, nothing is divided by zero, and values below 1e-35 lose bits.
 def nonfinite_blocks() -> int:
     """Returns the number of blocks with an infinity or NaN packed by this process."""
     return _nonfinite + sum(int(count) for count in list(_on_devices.values()))
@@ -115,7 +115,7 @@ def unpack(
         return target
     scales, values = _places(packed, numel, wire)
     scratch, factor = _scratch(target), _factor(wire.kind)
-    # A look at scales of a device would wait for it.
+    # Reading scales on a device would wait for it.
     marked = target.device.type != "cpu" or bool((scales < 0).any())
     scales = scales.abs() if marked else scales
     for start, rows, length in _runs(target, wire.block):
@@ -174,7 +174,7 @@ def _scale(run: Tensor, buffer: Tensor, scales: Tensor, kind: ElementKind) -> Ma
     if marks is not None:
         run = torch.where(marks[0], 0.0, run)
         largest = _largest(run)
-    # With the largest of scales no product is above the largest float32.
+    # With the largest scale, no product exceeds the largest float32.
     largest.div_(kind.largest)
     torch.clamp(largest, LEAST_SCALE, _LARGEST / kind.largest * (1 - 2.0**-22), out=scales)
     torch.mul(run, torch.reciprocal(scales, out=largest).unsqueeze(1), out=buffer)
@@ -241,8 +241,8 @@ def _decode(values: Tensor, buffer: Tensor, wire: WireFormat) -> None:
         buffer[:, half:].copy_((values >> 4)[:, : buffer.shape[1] - half])
         buffer.sub_(8.0)
     elif wire.kind.floats:
-        # Ten times as fast as the cast: exponent and mantissa where a float16 has them, but for a
-        # factor (`_factor`). The sign went along, and is taken from the highest bit but one.
+        # Ten times as fast as the cast: moves exponent and mantissa to their place in a float16, up
+        # to a factor (`_factor`). The sign moves along, and is taken from the second highest bit.
         bits = values.view(torch.int8).to(torch.int16)
         bits.mul_(1 << (10 - wire.kind.mantissa))
         if wire.kind.mantissa == 3:
@@ -257,9 +257,9 @@ def _factor(kind: ElementKind) -> float:
     return 2.0 ** (14 + kind.least_exponent) if kind.floats else 1.0
 
 
-# Rates at which this machine packs and unpacks, measured once for each format and kept.
+# Rates at which this machine packs and unpacks, measured once per format and cached.
 #
-# ``gulliver probe`` measures them with all else; a plan that asks before measures those it needs.
+# ``gulliver probe`` measures all of them; a plan measures the ones it needs if they are unknown.
 
 
 SAMPLE = 1 << 18
@@ -286,7 +286,7 @@ def pack_rates(wire: WireFormat, device: str = "cpu") -> PackRates:
 
 
 def _measured(wire: WireFormat, device: str) -> tuple[float, ...]:
-    # Of its own: random numbers of the program must not depend on whether rates were kept.
+    # A separate generator: the program's random numbers must not depend on cached rates.
     random = torch.Generator(device).manual_seed(1)
     sample = torch.randn(SAMPLE, device=device, generator=random)
     packed = pack(sample, wire)

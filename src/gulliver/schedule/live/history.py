@@ -145,7 +145,7 @@ def result_of(history: ScheduleHistory) -> Result:
 
 
 def _counted(job: LiveJob) -> Job:
-    """The job with the samples done so far, for the lower bound."""
+    """Returns the job with the samples done so far as its length, for the lower bound."""
     found = job.job()
     if job.phase is Phase.ENDED and job.submission.samples is not None:
         return found
@@ -172,7 +172,7 @@ def status_line(job: LiveJob, history: ScheduleHistory) -> str:
 
 def expected_ends(history: ScheduleHistory) -> dict[str, float]:
     """Predicts when jobs end if no more arrive, by simulation from the current state."""
-    # Silent jobs, and those of unknown length, are left out and keep their slots.
+    # Silent jobs, and those of unknown length, are excluded and keep their slots.
     silent = {s for job in history.jobs.values() if job.silent for s in job.held}
     here = sorted(set(history.slots) - silent)
     places = {slot: place for place, slot in enumerate(here)}

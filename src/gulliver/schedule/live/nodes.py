@@ -31,7 +31,7 @@ KILLED = -9  # exit code reported for ranks on a lost node
 class RankEnd(NamedTuple):
     """Exit of a rank."""
 
-    # LiveRun of the rank.
+    # Run that the rank belongs to.
     run: str
     rank: int
     # Exit code, negative for a signal.
@@ -154,7 +154,7 @@ class Agent:
 
 
 def own_address() -> str:
-    """Address under which other nodes reach this one."""
+    """Address at which other nodes reach this one."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("10.255.255.255", 1))
@@ -169,7 +169,7 @@ class NodeLost(Exception):
 
 @dataclass
 class LiveRun:
-    """Ranks of a running attempt: their nodes, and which are alive."""
+    """Ranks of a running attempt: their nodes, and which of them are alive."""
 
     nodes: list[str]
     alive: set[int] = field(default_factory=set)
@@ -205,7 +205,7 @@ class Nodes:
         except NodeLost as lost:
             self.remove_lost(str(lost))
             self.kill(launch.run)
-            # Some were never started, and no agent would report their end.
+            # Some ranks were never started, so no agent would report their end.
             for rank in sorted(run.alive):
                 self._lost += self._end(launch.run, rank, KILLED, f"node {lost} was lost")
 
@@ -309,7 +309,7 @@ STORE_BYTES = 80 << 20  # bytes of a local cluster's object store, which is hard
 
 
 def show_token(address: str) -> None:
-    """Lets Ray authenticate with its token at a cluster on this machine."""
+    """Lets Ray use its token to authenticate with a cluster on this machine."""
     # Ray requires one on every cluster that it starts, but does not send it to an explicit address.
     # It is never sent to other machines automatically, because they may belong to another cluster.
     host, token = address.rpartition(":")[0], Path.home() / ".ray" / "auth_token"

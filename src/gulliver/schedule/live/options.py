@@ -48,8 +48,7 @@ class SchedulerOptions(JobsFolder):
     """Options for starting a scheduler.
 
     Attributes:
-        address: Ray cluster: its address, or local to start one on this machine; here runs without
-            Ray.
+        address: Address of a Ray cluster; local starts one on this machine, here runs without Ray.
         cluster_slots: Slots of this machine, or maximum per node of a cluster; default: its GPUs or
             CPUs.
         policy: Policy: fifo, srpt, tiresias, pollux or rollout.
@@ -92,23 +91,23 @@ class Submission(Options):
         arguments: Arguments of the script, after --.
         name: Name of the job; default: that of the script.
         directory: Working directory; default: the current one.
-        samples: Samples to process; omit if unknown, and give --epoch.
+        samples: Samples to process; if unknown, set --epoch instead.
         epoch: Samples per epoch.
         slots: Requested slots.
-        most_slots: Maximum slots; default: its smallest batch size.
+        most_slots: Maximum slots; default: the smallest batch size.
         least_batch: Smallest allowed batch size; default: fixed batch size.
         most_batch: Largest allowed batch size; default: fixed batch size.
         noise: Gradient noise scale in samples, until the job reports a measured one.
-        deadline: Seconds from now at which it should be done.
+        deadline: Seconds from now within which the job should be done.
         tenant: User name for quotas.
-        sample_seconds: Seconds per sample on one slot, if known; measured as it runs.
+        sample_seconds: Seconds per sample on one slot, if known; measured while the job runs.
         step_seconds: Constant seconds per step.
         exchange_seconds: Seconds for one slot to send all gradients once.
         env: Environment variables, as NAME=VALUE.
         fresh: Start a new interpreter instead of forking one that has imported torch.
-        report_within: Seconds without a report after which a job is flagged; it keeps its slots.
-        grace: Seconds that it has to save and leave.
-        tries: Failures from the same checkpoint after which it is given up.
+        report_within: Seconds without a report after which the job is flagged; it keeps its slots.
+        grace: Seconds that the job has to save and leave.
+        tries: Failures from the same checkpoint after which the job is given up.
         submitted: Unix time of submission.
     """
 
@@ -137,7 +136,7 @@ class Submission(Options):
     submitted: Annotated[float, AT_LEAST_0] = 0.0
 
     def check_combinations(self) -> None:
-        """Rejects invalid names, and jobs whose length policies cannot predict."""
+        """Rejects invalid names, and jobs without a length that policies can predict."""
         super().check_combinations()
         if not self.name:
             object.__setattr__(self, "name", Path(self.script).stem)
@@ -150,7 +149,8 @@ class Submission(Options):
                 raise GulliverError(f"--env {text!r} is invalid; use NAME=VALUE")
         if self.samples is None and self.epoch is None:
             raise GulliverError(
-                f"job {self.name!r} has no length; set samples, or epoch if the length is unknown"
+                f"job {self.name!r} has no length; set samples, or epoch if the number of samples "
+                "is unknown"
             )
         self.job(0.0, self.first_scaling, 0.0, 0.0)
 
@@ -170,8 +170,8 @@ class Submission(Options):
     def job(self, arrival: float, scaling: Scaling, resize: float, start: float) -> Job:
         from gulliver.schedule.jobs import Job
 
-        # A rank without a sample would only block a slot, unless several share a model: then the
-        # user sets the limit.
+        # A rank without samples would only block a slot, unless several ranks share a model; the
+        # user then sets the limit.
         smallest = self.batch_size if self.least_batch is None else self.least_batch
         return Job(
             self.name,

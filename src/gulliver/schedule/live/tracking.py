@@ -208,7 +208,7 @@ class LiveJob:
     stopping: bool = False
     # Whether the attempt has reported a step.
     heard: bool = False
-    # Whether it was flagged as silent: then it is not flagged again.
+    # Whether it was flagged as silent, so that it is not flagged again.
     silent: bool = False
     progress: dict[str, Any] = field(default_factory=dict)
     # Measured seconds of its resizes.

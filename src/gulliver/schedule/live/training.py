@@ -146,7 +146,7 @@ class Elastic:
             GulliverError: the job has no length, or a step was not reported.
         """
         if last is None and self.samples is None:
-            raise GulliverError("the job has no length; pass steps(first, last)")
+            raise GulliverError("the job has no length; pass last to job.steps(first, last)")
         self._begin(first)
         step = first
         while not self._leaving and (step < last if last is not None else not self._complete()):
@@ -184,7 +184,7 @@ class Elastic:
             if self.base and self.batch != self.base
             else 1.0
         )
-        # A job at its end need not leave.
+        # A job that has reached its end need not leave.
         self._leaving = leave and not self._complete()
         if self.folder is not None and _world().is_main:
             self._write(drawn, mean)
@@ -246,7 +246,7 @@ class Elastic:
 
 
 class Pace:
-    """Measures the steps of one attempt, excluding the first, which warms up."""
+    """Measures the steps of one attempt, except the first, which is a warm-up."""
 
     def begin(self, ranks: int, first: int) -> None:
         self.ranks, self.first = ranks, first

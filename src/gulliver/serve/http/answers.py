@@ -18,7 +18,7 @@ from gulliver.serve.http.requests import RequestBody
 from gulliver.serve.sampling import Token
 
 Names = Callable[[int], str]
-"""Text of a token."""
+"""Function that returns the text of a token."""
 
 
 def names_of(tokenizer: Any) -> Names:
@@ -49,7 +49,7 @@ class Usage:
     """Token counts of a request."""
 
     prompt: int = 0
-    # Those of them that were found in the cache.
+    # Prompt tokens that were found in the cache.
     prefix_cached: int = 0
     # Tokens of the completions, including their last ones.
     answer: int = 0
@@ -65,7 +65,7 @@ class Usage:
 
 
 class AnswerFormat(ABC):
-    """How the response to a request is formatted."""
+    """Formats the response to a request."""
 
     prefix = ""
     whole_object = ""
@@ -82,19 +82,19 @@ class AnswerFormat(ABC):
         return {**made, "system_fingerprint": None}
 
     def whole(self, choices: Sequence[AnswerChoice], usage: Usage) -> dict[str, Any]:
-        """The complete response."""
+        """Formats the complete response."""
         content = [self._written(choice) for choice in choices]
         return {**self._head(self.whole_object), "choices": content, "usage": usage.json}
 
     def piece(self, choice: dict[str, Any]) -> bytes:
-        """A chunk of a stream."""
+        """Formats a chunk of a stream."""
         made = {**self._head(self.piece_object), "choices": [choice]}
         if self.body.tells_usage:
             made["usage"] = None
         return event(made)
 
     def usage(self, usage: Usage) -> bytes:
-        """The last chunk of a stream, with token counts."""
+        """Formats the last chunk of a stream, with token counts."""
         return event({**self._head(self.piece_object), "choices": [], "usage": usage.json})
 
     @abstractmethod

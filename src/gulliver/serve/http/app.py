@@ -1,7 +1,7 @@
 """`Reply`: the response to one client, from admission to the last byte.
 
 Two tasks run: one computes and sends, the other waits for the client to disconnect; the first to
-end cancels the other. The one `finally` of `__call__` always cancels the rest of the request and
+end cancels the other. The `finally` of `__call__` always cancels the rest of the request and
 releases its admission.
 """
 
@@ -70,7 +70,7 @@ class ServerContext:
     """State shared by all responses."""
 
     worker: EngineThread
-    # How much is taken on.
+    # Limits the admitted work.
     gate: Gate
     metrics: Metrics
 
@@ -133,7 +133,7 @@ class Reply(Response):
             if not self._started:
                 await response_of(error)(scope, receive, send)
             else:
-                # The status has gone out: clients look for an error in the stream.
+                # The status has been sent, so the error is part of the stream.
                 await _send_part(send, event(error.body), more=False)
 
     async def _at_once(self) -> dict[str, Any]:
@@ -220,7 +220,7 @@ async def _client_left(receive: Receive) -> None:
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    # nginx would keep pieces back.
+    # Otherwise nginx would buffer chunks.
     (b"x-accel-buffering", b"no"),
 ]
 
@@ -256,7 +256,7 @@ class Routes:
         self.context, self.limits, self.names = context, limits, names
         self._options = options
         self.body_bytes = options.body_limit(limits.facts.longest)
-        # A tokenizer that encodes may not be asked to decode by the engine meanwhile.
+        # A copy, because the engine must not decode with a tokenizer that is encoding.
         self._tokenizer = copy.deepcopy(tokenizer)
         self._thread = ThreadPoolExecutor(1, "gulliver-tokenizer")
         self.began = int(time.time())
@@ -320,7 +320,7 @@ class Routes:
     def _check_head(self, request: Request) -> None:
         kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
         if kind != "application/json":
-            # A page of another site may send what no browser asks about first: that is not JSON.
+            # Browsers send JSON to other sites only after asking the server (CORS preflight).
             message = "send the header Content-Type: application/json"
             raise ApiError(415, message, code="not_json")
         size = request.headers.get("content-length", "0")
@@ -344,7 +344,7 @@ class Routes:
             message = f"the body did not arrive within {seconds:g} seconds"
             raise ApiError(408, message, code="too_slow") from None
         except ClientDisconnect:
-            # Nobody reads it.
+            # No client reads this error.
             raise ApiError(499, "the client left") from None
         return bytes(held)
 
@@ -394,7 +394,7 @@ class Routes:
 
 def make_app(routes: Routes) -> ASGIApp:
     """Creates the application: routes, OpenAI-style errors, and request counts."""
-    # Without pages of documentation: they load scripts from elsewhere, and ask for no key.
+    # No documentation pages: they load scripts from other sites, and require no key.
     app = FastAPI(title="gulliver serve", openapi_url=None)
     app.add_api_route("/v1/completions", routes.completion, methods=["POST"])
     app.add_api_route("/v1/chat/completions", routes.chat, methods=["POST"])

@@ -23,16 +23,16 @@ from gulliver.serve.http.options import Load
 class RequestTiming:
     """Timing of one request; times are seconds on one clock."""
 
-    # When it was to be sent.
+    # Time at which it should be sent.
     due: float
     sent: float = 0.0
-    # Times at which text or tokens came.
+    # Times at which text or tokens arrived.
     heard: list[float] = field(default_factory=list)
-    # When its response was complete, or failed.
+    # Time at which its response was complete, or failed.
     ended: float = 0.0
     # Tokens of the prompt, as the server counts them.
     prompt: int = 0
-    # Tokens of the completion, likewise.
+    # Tokens of the completion, as the server counts them.
     tokens: int = 0
     # Short name of the error; None if there was none.
     error: str | None = None
@@ -94,7 +94,7 @@ class Measured:
             "first_token_seconds": _quantiles([s.first for s in good if s.first is not None]),
             "between_tokens_seconds": _quantiles(gaps),
             "request_seconds": _quantiles([s.ended - s.sent for s in good]),
-            # Where this is not small, the generator was what was slow.
+            # If this is not small, the load generator itself was too slow.
             "sent_late_seconds": _quantiles([s.sent - s.due for s in self.samples]),
         }
 
@@ -143,11 +143,11 @@ def _number(value: float | None, factor: float = 1.0) -> str:
     return "-" if value is None else f"{value * factor:.1f}"
 
 
-# `generate_load`: requests that arrive as people do, at any server of OpenAI's interface.
+# `generate_load`: sends randomly arriving requests to any server with the OpenAI API.
 #
-# Arrivals are a Poisson process: they do not wait for responses, so that a server that falls behind
-# is seen to. All that is random, times, lengths and words, follows from the seed. What is measured
-# is when pieces of text come; numbers of tokens are those that the server tells.
+# Arrivals are a Poisson process: they do not wait for responses, so the results show when a server
+# falls behind. Random times, lengths and words are determined by the seed. Times are measured when
+# chunks of text arrive; token counts are those that the server reports.
 
 
 _COMMON = (
@@ -193,7 +193,7 @@ def generate_load(
         progress: called after each request.
 
     Returns:
-        The results; after Ctrl+C, of the requests sent before.
+        The results; after Ctrl+C, those of the requests sent until then.
 
     Raises:
         GulliverError: the server is unreachable, or lists no model.
@@ -305,7 +305,7 @@ async def _listen(answer: httpx.Response, sample: RequestTiming) -> None:
 
 def _text(choice: dict[str, Any]) -> str:
     delta = choice.get("delta") or {}
-    # Models that think aloud say so in a field of its own.
+    # Reasoning models return their reasoning in a separate field.
     said = choice.get("text") or delta.get("content") or delta.get("reasoning_content")
     return said or ""
 

@@ -14,7 +14,7 @@ from gulliver.options import AT_LEAST_1, SEED, Options, Range, byte_size
 KEY_VARIABLE = "GULLIVER_API_KEY"
 """Environment variable with the API key, if no option sets it."""
 BODY_BASE, BODY_TOKEN = 64 * 1024, 32
-"""Bytes of a body excluding its prompt, and bytes per token of the prompt including escapes."""
+"""Bytes of a body without its prompt, and bytes per prompt token including escapes."""
 PROBE_S = 15
 """Seconds without data after which TCP keep-alive probes a client."""
 UNREAD_BYTES = 128 * 1024
@@ -26,7 +26,7 @@ class ServerOptions(Options):
     """Limits of a server; every limit is finite.
 
     Attributes:
-        host: Address to listen on; 0.0.0.0 accepts other machines.
+        host: Address to listen on; 0.0.0.0 accepts connections from other machines.
         port: Port to listen on; 0 chooses a free port.
         name: Model name for clients; by default that of the folder.
         api_key: Key that clients must send; unlike the option, the variable GULLIVER_API_KEY is not
@@ -87,8 +87,8 @@ class ServerOptions(Options):
         # Connections of a server that has ended may keep the port for a minute.
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         # Connections inherit these. A client whose machine is gone sends nothing, not even a FIN:
-        # the kernel finds out by probes, or by what is neither acknowledged nor taken in time.
-        # It would keep megabytes for a client that does not read.
+        # the kernel detects it by probes, or by data that is not acknowledged or read in time.
+        # Without a limit, it would buffer megabytes for a client that does not read.
         made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNREAD_BYTES)
         probes = {"TCP_KEEPIDLE": PROBE_S, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}

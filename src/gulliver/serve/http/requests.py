@@ -29,7 +29,7 @@ class ApiError(Exception):
     ) -> None:
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
-        # Seconds after which asking again may help.
+        # Seconds after which a retry may succeed.
         self.retry_after = retry_after
 
     @property
@@ -46,8 +46,8 @@ class ApiError(Exception):
         if self.retry_after is not None:
             made["retry-after"] = str(max(1, math.ceil(self.retry_after)))
         if self.status == 408:
-            # The rest of the body would be taken for a request. That of one that is too large is
-            # read and dropped for a while instead: closed at once, its client would see no answer.
+            # Otherwise the rest of the body would be parsed as a request. One that is too large is
+            # read and dropped for a while, or its client would miss the response.
             made["connection"] = "close"
         if self.status == 401:
             made["www-authenticate"] = "Bearer"
@@ -68,11 +68,11 @@ def overloaded(message: str, seconds: float) -> ApiError:
     return ApiError(429, message, code="overloaded", retry_after=seconds)
 
 
-# What a client may ask: bodies of completions and chats, checked field by field.
+# Bodies of completion and chat requests, validated field by field.
 #
-# A field is supported, or has no effect on the response (`user`), or is rejected by name. One
-# that is unknown is refused too: mostly it is a slip, and an answer drawn otherwise than was meant
-# looks like any other.
+# A field is supported, has no effect on the response (`user`), or is rejected by name. Unknown
+# fields are rejected too: most are typos, and a completion sampled with wrong settings would look
+# like any other.
 
 
 STOPS, STOP_LENGTH = 16, 1024
@@ -91,7 +91,7 @@ class StreamOptions(BaseModel):
 class RequestBody(BaseModel, ABC):
     """Fields common to completions and chats."""
 
-    # Further fields are refused by `read`, which knows those that may stand there.
+    # Other fields are rejected by `read`, which knows the permitted ones.
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
     model: str | None = None
@@ -253,7 +253,7 @@ def prompts_of(body: CompletionBody) -> list[str | list[int]]:
     if several and all(_is_token(one) for one in several):
         several = [several]
     if not several or not all(isinstance(one, str) or _are_tokens(one) for one in several):
-        raise wrong("prompt must be a text, a list of texts, tokens, or lists of tokens", "prompt")
+        raise wrong("prompt must be a text, a list of tokens, or a list of either", "prompt")
     return several
 
 
@@ -300,10 +300,10 @@ def _content(content: Any, where: str) -> str:
 def sampling_of(
     body: RequestBody, tokens: Sequence[int], limits: Limits, many: int = 1
 ) -> SamplingParams:
-    """Sampling parameters for one of `many` prompts; rejects values out of range."""
+    """Returns the sampling parameters for one of `many` prompts; rejects values out of range."""
     prompt = "prompt" if isinstance(body, CompletionBody) else "messages"
     sampling, name = _sampling(body, max(1, limits.facts.longest - len(tokens)), limits)
-    # By the names that clients know.
+    # Use the names that clients know.
     known = {"prompt": prompt, "max_tokens": name}
     wanted = sampling.max_tokens or 0
     if limits.max_tokens is not None and wanted > limits.max_tokens:
@@ -317,8 +317,8 @@ def sampling_of(
         raise wrong(f"n={sampling.n}: this server allows at most {limits.n}", "n")
     if sampling.n * many > limits.answers:
         raise wrong(
-            f"{many} prompts with n={sampling.n} are {sampling.n * many} answers, and this server "
-            f"takes {limits.answers} at a time",
+            f"{many} prompts with n={sampling.n} request {sampling.n * many} completions, but "
+            f"this server allows at most {limits.answers} per request",
             prompt,
         )
     return sampling
@@ -371,13 +371,13 @@ def _unknown(name: str, known: Collection[str]) -> ApiError:
 
 
 def _first(error: ValidationError) -> ApiError:
-    """Converts the first validation error of a body to the client's terms."""
+    """Converts the first validation error of a body to an API error, in the client's terms."""
     found = error.errors(include_url=False, include_input=False, include_context=False)[0]
     if found["type"] in ("json_invalid", "json_type") or not found["loc"]:
         return wrong(f"the body is not a JSON object: {found['msg']}", code="invalid_json")
     places = [str(part) for part in found["loc"]]
     if found["type"] == "extra_forbidden":
         return _unknown(".".join(places), StreamOptions.model_fields)
-    # Further places are branches of a union, which clients know nothing of.
+    # The rest of the location names branches of a union, which mean nothing to clients.
     message = found["msg"][0].lower() + found["msg"][1:]
     return wrong(f"{places[0]}: {message}", places[0])

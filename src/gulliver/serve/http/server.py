@@ -28,7 +28,7 @@ HEAD_BYTES = 32 * 1024
 
 
 def _protocol(header_seconds: float) -> type[H11Protocol]:
-    """Uvicorn's HTTP/1.1, with a timeout for the first request of a connection."""
+    """Returns uvicorn's HTTP/1.1 protocol with a timeout for a connection's first request."""
 
     class Protocol(H11Protocol):
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -55,7 +55,7 @@ def _protocol(header_seconds: float) -> type[H11Protocol]:
 
 
 class _Uvicorn(uvicorn.Server):
-    """uvicorn with signals that start draining."""
+    """Uvicorn server whose signals start draining."""
 
     def __init__(self, config: uvicorn.Config, signalled: Callable[[], None]) -> None:
         super().__init__(config)
@@ -145,7 +145,7 @@ class Server:
         try:
             await self._uvicorn.serve(sockets=[self._socket])
         finally:
-            # The engine's thread may be telling the loop something.
+            # The engine's thread may still be passing events to the loop.
             await self._loop.run_in_executor(None, self._worker.close)
             self._routes.close()
 
@@ -169,9 +169,9 @@ class Server:
             loop.call_soon_threadsafe(self._drain)
 
     def _drain(self) -> None:
-        # New requests are refused with 503 and `/health` says so while the socket still listens, so
-        # that a balancer in front sees it before clients do. What runs gets `drain_seconds`; what
-        # is left then ends with an error. A second signal ends all at once.
+        # New requests and `/health` return 503 while the socket still listens, so that a load
+        # balancer notices it before clients do. Running requests get `drain_seconds`; those left
+        # then end with an error. A second signal ends everything immediately.
         if self._draining is None:
             self._gate.draining = True
             self._draining = asyncio.ensure_future(self._ended())

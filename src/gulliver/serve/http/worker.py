@@ -42,7 +42,7 @@ class Gate:
         self.inside -= answers
 
 
-# `Metrics`: what a server counts, as Prometheus reads it.
+# `Metrics`: the counts of a server, for Prometheus.
 
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -113,10 +113,10 @@ class Metrics:
         return generate_latest(self._registry)
 
 
-# `EngineThread`: the engine in a thread of its own, requests in from an event loop, events back.
+# `EngineThread`: runs the engine in its own thread; an event loop sends requests, gets events.
 #
-# Everything that touches the engine happens in `_run`, between two steps: commands come by a
-# queue, and events are handed to the loop, at most `AHEAD` steps before it has looked at them.
+# All access to the engine happens in `_run`, between two steps: commands arrive through a queue,
+# and events are passed to the loop, at most `AHEAD` steps before it has processed them.
 
 
 AHEAD = 8
@@ -133,7 +133,7 @@ class EngineTicket:
 
     # Number of the request in the engine.
     number: int
-    # Index of the prompt, which its events are marked with.
+    # Index of the prompt; marks the events of the request.
     place: int
     inbox: Inbox
 
@@ -157,11 +157,11 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name="gulliver-engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
         self.dead: str | None = None
-        """Why the engine cannot go on; None while it can."""
+        """Why the engine cannot continue; None while it can."""
         self.failures = 0
-        """Steps that failed."""
+        """Number of failed steps."""
         self.counts = engine.counts()
-        """The engine's numbers after its last step."""
+        """The engine's counts after its last step."""
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Starts the thread; events go to `loop`."""
@@ -191,7 +191,7 @@ class EngineThread:
         try:
             return await taken
         except asyncio.CancelledError:
-            # The engine may have taken it in just before the client left.
+            # The engine may have accepted the request just before the client left.
             if taken.done() and not taken.cancelled() and taken.exception() is None:
                 self.cancel(taken.result())
             raise
@@ -261,26 +261,28 @@ class EngineThread:
                 self._tickets.pop(event.request, None)
         if not wanted:
             return
-        # A credit per step with events bounds what the loop has not looked at yet, so a loop that
-        # is held up (by a large body, say) stops the engine instead of piling up events. With a
-        # timeout, for at shutdown the loop waits for this thread to end and may never release one.
+        # One credit per step with events bounds the events that the loop has not processed yet, so
+        # a loop that is held up (by a large body, say) pauses the engine instead of accumulating
+        # events. The timeout is needed because at shutdown the loop waits for this thread, and may
+        # never release a credit.
         while not self._credits.acquire(timeout=0.5):
             if self._closing.is_set():
                 return
         self._call_in_loop(self._deliver, wanted)
 
     def _deliver(self, wanted: Sequence[tuple[EngineTicket, Event]]) -> None:
-        # Before the delivery: what is bounded is the loop's backlog, which this step has just left.
-        # Each client's inbox is bounded by the tokens of its completions.
+        # Released before delivery: only the loop's backlog is bounded, which this step has just
+        # left. Each client's inbox is bounded by the tokens of its completions.
         self._credits.release()
         for ticket, event in wanted:
             ticket.put(event)
 
     def _recover(self, error: Exception) -> None:
-        """Continues after a failed step."""
-        # A runner raises a `GulliverError` after all that it could do to go on: the engine is at
-        # its end. Anything else may have left it half done, and cannot be blamed on one request:
-        # all that run end with the error, and the engine starts again with an empty cache.
+        """Restarts the engine after a failed step; raises the error if it cannot continue."""
+        # A runner raises a `GulliverError` only if it cannot recover: the engine stops. Any other
+        # error may have left the engine in an inconsistent state, and cannot be attributed to one
+        # request: all running requests end with the error, and the engine restarts with an empty
+        # cache.
         if isinstance(error, GulliverError):
             raise error
         message = f"the step of this completion failed: {_one_line(error)}"

@@ -4,7 +4,7 @@ import pickle
 import sys
 
 if __name__ == "__main__":
-    # Modules may lie where only the controller's program looks for them.
+    # Modules may be in folders that only the controller's program has on its path.
     sys.path[:] = [*sys.path, *(p for p in pickle.load(sys.stdin.buffer) if p not in sys.path)]
     from gulliver.serve.ranks.controller import serve_rank
 

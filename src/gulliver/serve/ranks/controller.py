@@ -83,12 +83,11 @@ class RanksRunner:
     @property
     def max_in_flight(self) -> int:
         """Batches to keep in flight: one per stage, and one being sampled."""
-        # The stages are balanced and on one machine, so that links take next to nothing. More
-        # batches would be smaller ones, each of which reads all weights.
+        # The stages are balanced and on one machine, so links take almost no time. More batches
+        # would be smaller, and each of them reads all weights.
         return self._fixed or (1 if self.layout.stages == 1 else self.layout.stages + 1)
 
     def submit(self, batch: Batch) -> None:
-        """Sends a batch to all ranks."""
         self._in_flight.append(batch.ticket)
         self._send(batch)
 
@@ -110,9 +109,9 @@ class RanksRunner:
             self._closed = True
             for one in self._out:
                 one.put(_END)
-            # A rank that has stopped takes nothing more, and is killed.
+            # A rank that has stopped accepts no more messages, and is killed.
             _join(self._transmitting)
-            # Nobody reads a connection when it is closed: its number may be another's at once.
+            # No thread reads a connection that is closed, as its descriptor may be reused.
             for link in self._crew.links:
                 _hang_up(link)
             _join(self._receiving)
@@ -135,7 +134,7 @@ class RanksRunner:
                 link.send(said)
             link.send(None)
 
-    # What ranks say
+    # Messages of ranks
 
     def _send(self, value: Any) -> None:
         for one in self._out:
@@ -216,7 +215,7 @@ def _hang_up(link: Any) -> None:
 
 
 def _rank(rank: int, message: RankMessage | None) -> int:
-    """Priority of a failure: 0 a rank's own error, 1 a death, 2 a broken connection."""
+    """Priority of a failure: 0 is a rank's own error, 1 a dead rank, 2 a broken connection."""
     del rank
     if message is None:
         return 1
@@ -226,11 +225,11 @@ def _rank(rank: int, message: RankMessage | None) -> int:
 
 # Starting the ranks of a model on this machine, and ending them.
 #
-# Each rank is a Python of its own, ``python -m gulliver.serve.ranks``: a script needs no guard
-# around its main part, as it would for processes that import it. What a rank must know comes
-# through its standard input. It connects to the controller by a socket of this machine with a
-# secret, and to the other ranks by gloo on the loopback interface. A rank ends when its connection
-# to the controller does, however the controller ended.
+# Each rank is a separate ``python -m gulliver.serve.ranks``, so a script needs no ``__main__``
+# guard, as it would for processes that import it. A rank reads its settings from standard input. It
+# connects to the controller through a local socket with a secret, and to the other ranks through
+# gloo on the loopback interface. A rank ends when its connection to the controller is closed, even
+# if the controller was killed.
 
 
 ENDING_S = 5.0
@@ -245,18 +244,18 @@ class RankOrder:
 
     address: str
     secret: bytes
-    # File through which the ranks meet.
+    # File for the rendezvous of the ranks.
     store: str
     rank: int
     folder: Path
     options: ModelOptions
-    # Ranks of the model, and the shard of each.
+    # Ranks of the model, and the stage and shard of each.
     layout: Layout
-    # Sequences that run at a time.
+    # Number of concurrent sequences.
     sequences: int
-    # Threads that it computes with.
+    # Number of compute threads.
     threads: int
-    # Where Python looks for modules.
+    # Module search path.
     paths: list[str]
 
 
@@ -314,7 +313,7 @@ class Processes:
                     [sys.executable, "-m", "gulliver.serve.ranks"],
                     stdin=subprocess.PIPE,
                     env=environment,
-                    # Ctrl-C is the controller's: it ends them.
+                    # Only the controller handles Ctrl-C, and ends the ranks.
                     start_new_session=True,
                 )
             )
@@ -410,7 +409,7 @@ def serve_rank(order: Any) -> None:
         store=dist.FileStore(order.store, count),
         rank=order.rank,
         world_size=count,
-        # The controller decides who is late: this is for ranks that it could not end.
+        # The controller detects late ranks; this timeout is for ranks that it could not end.
         timeout=timedelta(seconds=START_S),
     )
     adopt_world(World(order.rank, count, order.rank, torch.device("cpu")))

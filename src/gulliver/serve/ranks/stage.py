@@ -39,9 +39,9 @@ from gulliver.serve.weights import (
     kept_dtype,
 )
 
-# Which rank has which layers. Ranks are counted stage by stage: rank = stage x tensor + number
-# among the stage's tensor ranks. The blocks are dealt by the exact partition of a chain
-# (`gulliver.solve`), so that the slowest stage is as fast as can be, for equal or given speeds.
+# Assignment of layers to ranks. Ranks are numbered stage by stage: rank = stage x tensor + index
+# among the stage's tensor ranks. Blocks are assigned by the exact partition of a chain
+# (`gulliver.solve`), which minimizes the time of the slowest stage, for equal or given speeds.
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class RankPlace:
     """A rank's stage and tensor index."""
 
     stage: int
-    # Number of the rank among the tensor ranks of its stage.
+    # Index of the rank among the tensor ranks of its stage.
     tensor: int
 
 
@@ -59,9 +59,9 @@ class Layout:
 
     # Ranks that each layer is sharded over.
     tensor: int
-    # Stage k has the blocks from ``bounds[k]`` up to, without, ``bounds[k + 1]``.
+    # Stage k has the blocks from ``bounds[k]`` to ``bounds[k + 1] - 1``.
     bounds: tuple[int, ...]
-    # How the blocks were dealt, in words.
+    # Explains the assignment of blocks.
     why: str = ""
 
     @property
@@ -92,7 +92,7 @@ def plan_ranks(
     """Assigns a folder's model to ranks, without loading weights."""
     if speeds is not None and (len(speeds) != pipeline or min(speeds) <= 0):
         raise GulliverError(
-            f"speeds={list(speeds)}: give {pipeline} positive numbers, one per stage"
+            f"speeds={list(speeds)}: pass {pipeline} positive numbers, one per stage"
         )
     if is_quantised(folder) and tensor > 1:
         raise GulliverError(
@@ -102,7 +102,7 @@ def plan_ranks(
     model = build_on_meta(folder, kept_dtype(folder, dtype))
     check_served(model)
     if not is_quantised(folder):
-        # A rank would find it out only after all of them have started.
+        # Otherwise a rank would detect it only after all ranks have started.
         with Source(folder, model) as source:
             source.check(model)
     try:
@@ -120,7 +120,7 @@ def _in_our_words(text: str) -> str:
     return text
 
 
-# A rank's part of the model.
+# The model's shard on a rank.
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class RankSizes:
     vocabulary: int
     # Maximum tokens of a sequence; None if unlimited.
     context: int | None
-    # Most blocks of the cache that this rank has memory for.
+    # Maximum blocks of the cache that fit in this rank's memory.
     blocks: int
 
 
@@ -157,7 +157,7 @@ class StageModel:
         with Source(folder, self._model) as source:
             stack = stack_of(self._model)
             if quantised:
-                # Of the whole: a stage does not have all the layers that the file names.
+                # Done on the full model, as a stage lacks some layers that the file names.
                 quantize_like(self._model, folder)
             slopes = self._cut(group, stack)
             filling = Filling(self._model, source, options.quantize, quantised, group)
@@ -183,8 +183,8 @@ class StageModel:
             numbers = [[stage] for stage in range(layout.stages)]
             self._forward = make_stage(self._model, stack, found, ranks, numbers).stage_forward
             if self._forward.extra == -1:
-                # To find out, blocks would run on meta, where there are no pages. All served ones
-                # return a plain tensor; one that does not is refused as it runs.
+                # Detecting it would run blocks on meta, without pages. Blocks of supported models
+                # return a plain tensor; one that does not is rejected when it runs.
                 self._forward.extra = None
         kept = dict(self._model.named_modules())
         mine = {}
@@ -200,7 +200,7 @@ class StageModel:
         return self.place.stage == self.layout.stages - 1
 
     def sizes(self, options: ModelOptions, block_size: int, sequences: int) -> RankSizes:
-        """Sizes that fit in this rank's memory."""
+        """Returns the sizes to report, including the number of blocks that fit in memory."""
         context = context_of(
             getattr(self._model.config, "max_position_embeddings", None), options.seq_length
         )
@@ -243,7 +243,7 @@ class StageModel:
     def _measure(self) -> ModelShape:
         """Measures the shapes of this rank's keys and values with a forward of one token."""
         one = torch.zeros(1, dtype=torch.int64)
-        # A stage behind the first is given hidden states of zeros.
+        # Stages after the first get zeros as hidden states.
         carry = None if self.place.stage == 0 else torch.zeros(1, 1, self.width, dtype=self.dtype)
         layers = range(*self.layout.bounds[self.place.stage : self.place.stage + 2])
         return measure(self._model, lambda: self._call(one, one, one, carry), layers, self.last)

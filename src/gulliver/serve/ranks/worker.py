@@ -32,11 +32,11 @@ class RankMessage:
 
     # ``sizes``, ``ready``, ``done``, ``logits`` or ``failed``.
     what: str
-    # The batch that it is about, or -1.
+    # Ticket of the batch that it concerns, or -1.
     ticket: int = -1
-    # Sizes, logits as ``(shape, bytes)``, or the text of an error; of ``done`` the seconds, on a
-    # clock that all ranks of the machine share, at which the rank began to wait for the batch, had
-    # it, and had computed it.
+    # Sizes, logits as ``(shape, bytes)``, or an error message; for ``done``, the times at which the
+    # rank began to wait for the batch, received it, and finished it, in seconds of a clock shared
+    # by all ranks of the machine.
     value: Any = None
 
 
@@ -57,7 +57,7 @@ def work(
     world: RankGroup | None = None,
     before: Callable[[Batch], None] | None = None,
 ) -> None:
-    """Runs batches in the order of their tickets until the controller ends it."""
+    """Runs batches in the order of their tickets until the controller ends the rank."""
     _Worker(link, model, layout, rank, world, before).run()
 
 
@@ -102,8 +102,8 @@ class _Worker:
 
     def _take(self, batch: Batch) -> None:
         # The controller sends each batch to all ranks, several ahead. The receive of a carry is
-        # posted as soon as its batch is known, which says how many tokens come: so a stage's send
-        # never waits for its receiver, and a link carries one batch while the stages compute
+        # posted as soon as its batch, and thus its number of tokens, is known: so a stage's send
+        # never waits for its receiver, and a link transfers one batch while the stages compute
         # others. Ticket order follows EnergonAI (arXiv 2209.02341); its endless wait for a lost
         # command is an error here.
         if self._ticket is not None and batch.ticket != self._ticket:
@@ -132,17 +132,17 @@ class _Worker:
             self._link.send(RankMessage("logits", one.batch.ticket, (tuple(out.shape), content)))
         elif self._next is not None:
             self._sent.append(post([], [(self._next, out)], self._group, CARRY_TAG))
-            # What was sent before the pipeline has come round has arrived.
+            # Sends that are older than a round of the pipeline have arrived.
             while len(self._sent) > KEPT:
                 self._sent.popleft().wait()
         self._link.send(RankMessage("done", one.batch.ticket, (began, got, done)))
 
 
 KEPT = 64
-"""Maximum pending sends, more than there are batches in flight."""
+"""Maximum number of pending sends; exceeds the number of batches in flight."""
 
 
-# `serve`: a rank's life: it loads its part, says what it has room for, and works.
+# `serve`: runs a rank, which loads its shard, reports its cache size, and processes batches.
 
 
 def serve(
@@ -156,7 +156,7 @@ def serve(
     before: Callable[[Batch], None] | None = None,
 ) -> None:
     """Runs a rank until the controller ends it; sends errors to the controller."""
-    # Every rank of the layout calls it, in a world whose first ranks are those of the layout.
+    # Called by every rank of the layout, in a world whose first ranks are those of the layout.
     try:
         group = tensor_group(layout, rank)
         model = StageModel(folder, options, layout, rank, group)
@@ -178,7 +178,7 @@ def serve(
 
 
 def tensor_group(layout: Layout, rank: int) -> RankGroup:
-    """Tensor group of a rank's stage; every rank of the layout must call it."""
+    """Creates the tensor group of a rank's stage; every rank of the layout must call it."""
     if layout.tensor == 1:
         return ALONE
     mine = layout.members(layout.place(rank).stage)

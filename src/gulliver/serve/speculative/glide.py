@@ -30,40 +30,40 @@ Glimpse = Callable[[int, Tensor], Tensor]
 """Attention to the target: layer number, query [B, H', S, D']; returns [B, S, H', D']."""
 
 
-# [Note: sizes] The target's values are of the target's size (a root mean square of 2 to 3 was
-# seen), and embeddings that begin at 0.02 are a hundred times smaller: an optimizer that moves all
-# weights equally then moves what was seen far more than what was read, and the draft learns worse
-# than one that sees nothing. So each head of what was seen is normalized, with a gain that is
-# learnt, and embeddings are multiplied by the root of the width.
+# [Note: scales] The target's values have a root mean square of 2 to 3, and embeddings, initialized
+# at 0.02, are a hundred times smaller. An optimizer that moves all weights equally would then
+# change the attention to the target far more than the embeddings, and the draft would learn worse
+# than without the target. So each head's attention output is normalized, with a learned gain, and
+# embeddings are multiplied by the square root of the width.
 #
-# [Note: block mask] While guesses are made the target's cache ends at the last verified token: the
-# first guess sees all before it, the d-th all but d - 1. In training positions are cut into blocks
-# of `block`, beginning anywhere, and a token sees the target's keys of blocks before its own: so
-# each depth up to `block` is learnt as it is used. ``block=1`` is training without the mask.
+# [Note: block mask] During drafting the target's cache ends at the last verified token: the first
+# guess sees all tokens before it, the d-th all but d - 1. In training, positions are divided into
+# blocks of `block` with a random offset, and a token sees the target's keys of earlier blocks, so
+# each depth up to `block` is trained as it is used. ``block=1`` is training without the mask.
 #
-# [Note: what is learnt] A guess is right where the target's token is met, not the text's: a draft
-# learns the target's distribution of each next token, which also says more of it than one token
-# does.
+# [Note: distillation] A guess is right if it equals the target's token, not the text's. So a draft
+# learns the target's distribution of each next token, which is also more informative than a single
+# token.
 #
-# The layers know no cache: what attends is handed to them.
+# The layers have no cache; the attention functions are passed to them.
 @dataclass(frozen=True)
 class GlideConfig(Options):
     """Sizes of a draft model, and facts about its target."""
 
     vocabulary: int
     hidden: int
-    # Heads of its own attention.
+    # Number of heads of its self-attention.
     heads: int
     feed_forward: int
     layers: int
-    # Layers of the target, one for each of the draft, that it looks at; none for a plain draft.
+    # Target layers that the draft's layers attend to, one each; empty for a plain draft.
     glimpses: tuple[int, ...]
     # ``model_type``, heads of queries, size of a head and width of the target.
     target_type: str
     target_heads: int
     target_dim: int
     target_hidden: int
-    # Tokens of a block of the mask it was trained with.
+    # Block size of the mask with which it was trained.
     block: int = 5
 
     @property
@@ -143,7 +143,7 @@ class Glide(nn.Module):
     ) -> Tensor:
         """Runs the layers."""
         theirs = self.target_frequencies if len(self.target_frequencies) else None
-        # The head has the same weights, and wants them small: Vaswani and others, 2017, 3.4.
+        # The head shares these weights, and needs small ones (Vaswani and others, 2017, 3.4).
         x = self.embedding(tokens) * self.config.hidden**0.5
         for layer in self.layers:
             assert isinstance(layer, GlideLayer)
@@ -167,7 +167,7 @@ class Glide(nn.Module):
         values: Sequence[Tensor] = (),
         teacher: Tensor | None = None,
     ) -> Tensor:
-        """Mean cross-entropy of the next tokens, or against the target's distributions."""
+        """Returns the mean cross-entropy against the next tokens, or the target's distributions."""
 
         def attend(number: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             del number
@@ -175,7 +175,7 @@ class Glide(nn.Module):
             return out.transpose(1, 2)
 
         mask = torch.arange(tokens.shape[1], device=tokens.device)[None] < seen[:, None]
-        # A row without any key would be NaN: it sees the first, and its result is dropped.
+        # A row without keys would be NaN: it attends to the first, and its result is dropped.
         some = (seen > 0)[:, None, None]
         mask[:, 0] |= seen == 0
 
@@ -195,7 +195,7 @@ class Glide(nn.Module):
         learnt = labels[:, 1:] != -100
         found = self.logits(x[:, :-1][learnt]).float()
         wanted = teacher[:, :-1][learnt].to(found.dtype).softmax(-1)
-        # Summed, since a rank without any has no mean.
+        # Summed, because a rank without labels has no mean.
         return F.cross_entropy(found, wanted, reduction="sum") / learnt.sum().clamp(min=1)
 
 
@@ -232,7 +232,7 @@ def save_draft(
     """Writes a draft model."""
     folder.mkdir(parents=True, exist_ok=True)
     write_tensors(folder / "model.safetensors", weights)
-    # Last: a folder with a configuration is whole.
+    # Written last: a folder with a configuration is complete.
     known = {"model_type": KIND, **asdict(config), "training": facts}
     write_json(folder / "config.json", known)
 
@@ -258,7 +258,7 @@ def load_draft(folder: Path) -> Glide:
     return model.eval()
 
 
-# `GlideDraft`: a `Glide` that guesses for the engine, over its own pages and the target's.
+# `GlideDraft`: a `Glide` that drafts for the engine, with its own pages and the target's.
 
 
 class Glimpses:
@@ -272,7 +272,7 @@ class Glimpses:
         self._looks = [look for look in looks if look.count > 0]
 
     def __call__(self, layer: int, query: Tensor) -> Tensor:
-        """Computes attention as `Glimpse` of `glide.py`; tokens without visible keys get zeros."""
+        """Computes attention to the target (`Glimpse`); tokens without visible keys get zeros."""
         query = query[0]
         out = query.new_zeros(query.shape[1], query.shape[0], query.shape[2])
         keys, values = (
@@ -303,14 +303,14 @@ class GlideDraft(ModelDraft):
         if facts.vocabulary != config.vocabulary:
             raise GulliverError(
                 f"the draft has a vocabulary of {config.vocabulary} tokens and the model one of "
-                f"{facts.vocabulary}: give a draft that was trained for this model"
+                f"{facts.vocabulary}: use a draft that was trained for this model"
             )
         pages: Pages | None = getattr(runner, "pages", None)
         if config.glimpses:
             if pages is None:
                 raise GulliverError(
-                    "this draft looks at the model's keys and values, which are not in this "
-                    "process: serve on one device, or take a small model or a look-up"
+                    "this draft attends to the model's keys and values, which are not in this "
+                    "process: serve on one device, or use a small model or a look-up"
                 )
             check_pages(config.glimpses, config.target_dim, pages)
             self._glimpses = Glimpses(pages, config.glimpses)
@@ -331,12 +331,12 @@ class GlideDraft(ModelDraft):
             count = len(new.tokens)
             blocks = list(self._cache.blocks(new.one.sequence))
             spans.append(Span(new.one.sequence, new.start, list(new.tokens), blocks, 1))
-            # The last token sees what lies before it in the target's cache.
+            # The last token attends to the tokens before it in the target's cache.
             seen = min(new.start + count - 1, new.one.cached)
             looking = min(1 if only_last else count, seen)
             table = torch.tensor(new.one.blocks, dtype=torch.int64)
             at = index if only_last else first + count - looking
-            # Each sees a key more than the one before it.
+            # Each attends to one key more than the one before it.
             sees = torch.arange(seen - looking, seen)
             looks.append(PagedSpan(at, looking, seen - looking, table, None, sees))
             first += count
@@ -351,7 +351,7 @@ class GlideDraft(ModelDraft):
             return pages.attend(layer, query[0], key[0], value[0], scale)[None]
 
         def none(layer: int, query: Tensor) -> Tensor:
-            raise AssertionError("a draft without glimpses looks nowhere")
+            raise AssertionError("a draft without glimpses does not attend to the target")
 
         glimpse: Any = none
         if self._model.config.glimpses:
@@ -372,6 +372,6 @@ def check_pages(layers: Sequence[int], dim: int, pages: Pages) -> None:
     if max(layers) >= len(pages.keys) or pages.keys[max(layers)].shape[-1] != dim:
         raise GulliverError(
             f"the draft looks at layer {max(layers)}, with heads of {dim}, and this model has "
-            f"{len(pages.keys)} layers with heads of {pages.keys[-1].shape[-1]}: give a draft that "
+            f"{len(pages.keys)} layers with heads of {pages.keys[-1].shape[-1]}: use a draft that "
             "was trained for this model"
         )

@@ -17,12 +17,12 @@ from gulliver.serve.batch import Runner, Wanted
 class Proposal:
     """Candidate draft tokens: a tree whose first path comes first."""
 
-    # Guessed tokens; parents precede their children.
+    # Draft tokens; parents precede their children.
     tokens: Sequence[int]
-    # Index of each one's parent, -1 for the sequence's last token.
+    # Index of each token's parent, -1 for the sequence's last token.
     parents: Sequence[int]
-    # Chance of each to be right where its parent is, as the proposer has it; it is calibrated by
-    # what becomes of guesses, so that its order counts more than its size.
+    # The proposer's estimate of the probability that each token is right if its parent is. It is
+    # calibrated by the outcomes, so its ranking matters more than its values.
     sure: Sequence[float]
 
     @property
@@ -45,10 +45,10 @@ class Proposer(ABC):
     name: str
     """Name in messages."""
     free: bool
-    """Whether proposing is nearly free; proposals are then always made, and learned from, even if
-    none is verified."""
+    """Whether proposing is nearly free; then proposals are always made and evaluated, even if none
+    is verified."""
     apart: float = 0.0
-    """Seconds of the last `propose` spent once per sequence, such as on its prompt."""
+    """Seconds of the last `propose` for work done once per sequence, such as its prompt."""
 
     def begin(self, runner: Runner) -> None:  # noqa: B027 - optional
         ...
@@ -64,12 +64,12 @@ class Proposer(ABC):
         ...
 
 
-# Look-up drafts, without training: what followed the same tokens before.
+# Look-up drafts, without training: the tokens that followed the same context before.
 #
-# `Followers` counts what followed each context of up to `longest` tokens. `LookUp` reads a
-# sequence's own tokens into one, and with ``shared=True`` those of all sequences into another, so
-# that answers which others have had are found as well (suffix decoding: Oliaro and others, arXiv
-# 2411.04975; n-grams of the prompt: Saxena, prompt-lookup-decoding).
+# `Followers` counts what followed each context of up to `longest` tokens. `LookUp` counts a
+# sequence's own tokens, and with ``shared=True`` also those of all sequences, so that completions
+# of other requests are found as well (suffix decoding: Oliaro and others, arXiv 2411.04975; n-grams
+# of the prompt: Saxena, prompt-lookup-decoding).
 
 
 LONGEST, SHORTEST = 8, 2
@@ -88,13 +88,13 @@ class Followers:
         self._after: dict[tuple[int, ...], dict[int, int]] = {}
 
     def read(self, tokens: Sequence[int], begin: int) -> None:
-        """Reads tokens starting at an index; earlier ones are contexts only."""
+        """Counts tokens from an index; earlier ones serve only as context."""
         for place in range(max(begin, self.shortest), len(tokens)):
             token = tokens[place]
             front = tuple(tokens[max(0, place - self.longest) : place])
             for cut in range(len(front) - self.shortest + 1):
                 counts = self._after.setdefault(front[cut:], {})
-                # Taken out and put in again: the newest of equally frequent ones stands last.
+                # Removed and inserted again, so that the newest of equally frequent tokens is last.
                 counts[token] = counts.pop(token, 0) + 1
         self.size += len(tokens) - begin
 
@@ -156,6 +156,5 @@ class LookUp(Proposer):
         self._own.pop(sequence, None)
 
     def close(self) -> None:
-        """Drops all texts."""
         self._own.clear()
         self._all = [Followers(self._longest) for _ in self._all]

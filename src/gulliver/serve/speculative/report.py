@@ -21,24 +21,24 @@ from gulliver.serve.speculative.train_config import ReportConfig
 from gulliver.serve.weights import load
 
 
-# [Note: what is predicted] A round of n guesses gives E tokens, of which one is the model's own,
-# and takes t(n + 1) + d seconds instead of t(1): speed is E t(1) / (t(n + 1) + d). Seconds t are
-# measured by forwards over an empty cache, d and E are taken from the run.
+# [Note: what is predicted] A round of n guesses yields E tokens, including one of the model's own,
+# and takes t(n + 1) + d seconds instead of t(1): the speedup is E t(1) / (t(n + 1) + d). Seconds t
+# are measured by forwards over an empty cache, d and E are taken from the run.
 @dataclass(frozen=True)
 class SpeculationReport:
     """Speedup and costs of drafts."""
 
     draft: str
-    # Share of guesses that were right, by depth, where those before them were.
+    # Fraction of guesses that were right, by depth, given right ones before them.
     acceptance: tuple[float, ...]
-    # Texts that were continued, and how many at a time.
+    # Number of texts that were continued, and how many of them ran concurrently.
     texts: int
     sequences: int
     # Measured tokens per second without drafts.
     plain_rate: float
     # The same with `depth` guesses in each round.
     drafted_rate: float
-    # The same with as many guesses as pay.
+    # The same with as many guesses as pay off.
     guarded_rate: float
     # Predicted `drafted_rate` over `plain_rate`.
     predicted: float
@@ -97,7 +97,7 @@ def measure_draft(
     rounds: int = 3,
     sequences: int = 1,
 ) -> SpeculationReport:
-    """Measures a draft of a model.
+    """Measures the acceptance rate, cost and speedup of a model's draft.
 
     Args:
         model: causal language model of transformers.
@@ -106,7 +106,7 @@ def measure_draft(
         texts: prompts.
         asked: sampling parameters.
         depth: draft tokens per round.
-        rounds: alternating runs with and without drafts; medians are reported.
+        rounds: number of runs with and without drafts, in turn; medians are reported.
         sequences: concurrent sequences.
     """
 
@@ -185,6 +185,6 @@ def step(runner: LocalRunner, tokens: int, wide: int, before: int = 64) -> float
     spans = [Span(n, start, [0] * size, blocks, size) for n, size in enumerate(sizes)]
     begun = perf_counter()
     runner.submit(Batch(0, spans))
-    # As the engine does: only then a device is done.
+    # Like the engine, which waits for the device here.
     runner.collect().argmax(-1).tolist()
     return perf_counter() - begun

@@ -40,7 +40,7 @@ class DraftCache:
         self._kept: OrderedDict[int, Cached] = OrderedDict()
 
     def valid(self, sequence: int, tokens: Sequence[int], known: int) -> int:
-        """Length of the cached prefix of a text; everything after it is dropped."""
+        """Returns the length of the cached prefix of a text; drops everything after it."""
         kept = self._kept.setdefault(sequence, Cached())
         self._kept.move_to_end(sequence)
         end = min(len(kept.tokens), len(tokens) - 1)
@@ -72,21 +72,22 @@ class DraftCache:
             self.pool.release(kept.blocks)
 
 
-# `ModelDraft`: what draft models have in common: they guess token by token, for all sequences.
+# `ModelDraft`: base class of draft models, which guess token by token for all sequences.
 #
-# A subclass runs the model: `_run` is given new tokens of sequences and returns the logits of each
-# one's last. Read `propose`: the text that the model has not seen, then one token at a time.
+# A subclass runs the model: `_run` takes new tokens of sequences and returns the logits of each
+# sequence's last token. Read `propose`: it runs text that the model has not seen, then one token at
+# a time.
 
 
 CHUNK = 512
 """Maximum prompt tokens in one forward of a draft model."""
 SHORT = 16
-"""Maximum unseen tokens that run together with a text's last token, not before it."""
+"""Maximum unseen tokens that run in the same forward as a text's last token."""
 
 
-# [Note: sampled requests] A draft is sampled from the draft model's own distribution as the model's
-# token will be, with the same parameters and the same noise of each token, so that the two meet as
-# often as their distributions allow without changing a draw: see `serve/sampling.py`.
+# [Note: sampled requests] A draft is sampled from the draft model's distribution in the same way as
+# the target's token will be, with the same parameters and the same noise per token, so the two
+# agree as often as their distributions allow, without changing any sample: see `serve/sampling.py`.
 @dataclass
 class _Path:
     """An unfinished proposal: its first path, and alternatives to each token of it."""
@@ -115,7 +116,7 @@ class New:
     # Tokens before them in the draft's cache.
     start: int
     tokens: Sequence[int]
-    # Guesses among them: 0 where the last of them is the text's last token.
+    # Number of guesses among them; 0 if the last one is the text's last token.
     ahead: int
 
 
@@ -214,11 +215,11 @@ class ModelDraft(Proposer):
         self._cache.drop(sequence)
 
 
-# `SmallModel`: a draft by another, smaller language model of transformers.
+# `SmallModel`: drafts with another, smaller language model of transformers.
 
 
 class SmallModel(ModelDraft):
-    """Drafts with a separate model, with its own pages."""
+    """Drafts with a separate model that has its own pages."""
 
     name = "small model"
 
@@ -269,7 +270,7 @@ def check_tokenizers(draft: Any | None, target: Any | None) -> None:
     odd = odd or next((token for token in mine if token not in theirs), None)
     if odd is not None:
         raise GulliverError(
-            f"the draft has another vocabulary: token {odd!r} is number {mine.get(odd)} in it "
-            f"and {theirs.get(odd)} in the model; give a draft that was trained with the model's "
+            f"the draft has another vocabulary: token {odd!r} is number {mine.get(odd)} in it, but "
+            f"{theirs.get(odd)} in the model; use a draft that was trained with the model's "
             "tokenizer"
         )

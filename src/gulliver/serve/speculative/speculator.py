@@ -31,7 +31,7 @@ log = logging.getLogger("gulliver")
 LEAST_GAIN = 1.02
 """Minimum predicted speedup for drafting, which covers the error of predictions."""
 TRIAL = 0.01
-"""Maximum fraction of the time for trials of whether drafting pays off again."""
+"""Maximum fraction of the time spent on trials of whether drafting pays off again."""
 FEW, SHARE = 4, 8
 """A trial runs on one of `SHARE` sequences, at most `FEW`, oldest first, so that a draft model's
 prefill of their texts is short compared with the batch's steps."""
@@ -47,7 +47,7 @@ class SpeculationOptions(Options):
 
     Attributes:
         depth: maximum tokens of a path.
-        nodes: maximum draft tokens of a sequence; attention over pages is slower above 15.
+        nodes: maximum draft tokens of a sequence; attention is slower above 15.
         fixed: whether to always draft and verify `depth` tokens, whatever the cost; for
             measurements.
     """
@@ -59,7 +59,7 @@ class SpeculationOptions(Options):
 
 @dataclass
 class Mean:
-    """Moving average whose first values count in full."""
+    """Moving average that starts as a plain mean of the first values."""
 
     value: float = 0.0
     count: int = field(default=0, repr=False)
@@ -73,8 +73,8 @@ class Mean:
 class StepCost:
     """Seconds of a forward by its number of tokens."""
 
-    # Means at sizes that are half a power of two apart, and straight lines between them. Seconds
-    # never fall with tokens.
+    # Means at sizes that are half a power of two apart, interpolated linearly. Seconds never
+    # decrease with the number of tokens.
 
     def __init__(self) -> None:
         self._points: dict[int, tuple[Mean, Mean]] = {}
@@ -82,13 +82,13 @@ class StepCost:
 
     def note(self, tokens: int, seconds: float) -> None:
         """Records the duration of a forward."""
-        # While nothing is drafted only small batches are seen. Longer contexts or another process
-        # slow all sizes down, so each measurement moves a scale that all of them share.
+        # Without drafts, only small batches are measured. Longer contexts or another process slow
+        # down all sizes, so each measurement updates a scale that they share.
         if self._points:
             self._scale *= min(max(seconds / float(self.seconds(tokens)), 0.1), 10.0) ** 0.1
         size, mean = self._points.setdefault(round(2 * math.log2(tokens)), (Mean(), Mean()))
         seconds /= self._scale
-        # What took three times as long was disturbed by something else.
+        # A forward that took three times as long was disturbed by something else.
         mean.add(min(seconds, 3 * mean.value) if mean.count else seconds)
         size.add(tokens)
 
@@ -104,8 +104,8 @@ class StepCost:
 class AcceptanceRate:
     """Acceptance rate of guesses by the proposer's confidence."""
 
-    # Guesses are counted by kind and by tenths of how sure the proposer was. Its own word counts as
-    # four guesses.
+    # Guesses are counted by kind, and by tenths of the proposer's confidence. Its own estimate
+    # counts as four guesses.
 
     REMEMBERED = 400
 
@@ -171,9 +171,9 @@ class _Pending:
 class SpeculationStats:
     """Counts since the start."""
 
-    # Rounds in which something could have been drafted.
+    # Rounds in which drafting was possible.
     rounds: int = 0
-    # Rounds in which something was verified.
+    # Rounds in which drafts were verified.
     drafted: int = 0
     # Guesses that were verified.
     guesses: int = 0
@@ -181,7 +181,7 @@ class SpeculationStats:
     accepted: int = 0
     # Guesses by depth whose parent was right; verified or not.
     seen: dict[int, int] = field(default_factory=dict)
-    # Those of them that were right.
+    # Number of these guesses that were right, by depth.
     right: dict[int, int] = field(default_factory=dict)
 
     def acceptance(self) -> list[float]:
@@ -210,12 +210,12 @@ class Speculator(Drafter):
         self.why = ""
         self._pending: dict[int, _Pending] = {}
         self._rested = 0
-        # By level, the power of two of the sequences: gains of the last rounds, and from when on a
-        # trial may be made, in seconds of steps.
+        # By level, the power of two of the sequences: gains of the last rounds, and the earliest
+        # time of a trial, in seconds of steps.
         self._gains: dict[int, Mean] = {}
         self._rest_until: dict[int, float] = {}
         self._clock = 0.0
-        # Seconds of guesses by the number of sequences, of one depth where a model makes them.
+        # Seconds of drafting by number of sequences; those of one depth if a model drafts.
         self._guessing = StepCost()
         # Probability that a proposed path is right down to a depth.
         self._reach = [Mean(0.7 ** (depth + 1), 5) for depth in range(self.options.depth)]
@@ -230,7 +230,7 @@ class Speculator(Drafter):
         return self.options.fixed or (gain is not None and gain.value >= LEAST_GAIN)
 
     def rests(self, sequences: int) -> bool:
-        """Whether drafting is off for this many sequences; called before gathering them."""
+        """Whether drafting is off for this many sequences; then `draft` is not called."""
         if self._pending or not self._resting(sequences):
             return False
         self.stats.rounds += 1
@@ -344,8 +344,8 @@ class Speculator(Drafter):
 
     def ran(self, batch: Batch, seconds: float) -> None:
         """Records the duration of a forward; prompt chunks cost differently and are skipped."""
-        # While it rests a few are enough to follow the machine: learning from one takes 15 to 30
-        # microseconds, where a step of a small model takes 2000.
+        # While drafting is off, a few steps are enough to track the machine: learning from one
+        # takes 15 to 30 microseconds, and a step of a small model 2000.
         if batch.outputs == batch.tokens and self._rested % LOOKED_AT == 0:
             self.cost.note(batch.tokens, seconds)
         self._clock += seconds
@@ -414,7 +414,7 @@ def _level(sequences: int) -> int:
 
 
 def _kind(one: Wanted) -> object:
-    """Key of requests with the same sampling, which are counted together."""
+    """Key that requests with the same sampling share, so that they are counted together."""
     sampling = one.sampling
     return "greedy" if sampling.greedy else round(sampling.temperature * 4)
 
@@ -433,7 +433,7 @@ def _part(proposal: Proposal, nodes: Sequence[int]) -> Draft:
     return Draft(tokens, None if is_chain else parents)
 
 
-# `speculator`: what ``LLM(folder, speculation=...)`` understands.
+# Creates the drafter for ``LLM(folder, speculation=...)``.
 
 
 LOOK_UPS = ("ngram", "suffix")

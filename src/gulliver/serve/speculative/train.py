@@ -49,7 +49,7 @@ def target_frequencies(model: Any) -> list[float]:
     if kind not in HALVES or not found:
         raise GulliverError(
             f"drafts cannot attend to the keys of a {kind} model, only of {', '.join(HALVES)}, "
-            f"{', '.join(UNROTATED)}; for any model, use a small model or a look-up"
+            f"{', '.join(UNROTATED)}; for others, use a small model or a look-up"
         )
     return found[0].tolist()
 
@@ -97,7 +97,7 @@ class _KeptKeys:
 def glimpses_of(
     model: Any, tokens: Tensor, layers: Sequence[int]
 ) -> tuple[list[Tensor], list[Tensor], int]:
-    """A model's keys and values of texts, as cached in serving."""
+    """Returns a model's keys and values of texts, as cached in serving, and its query heads."""
     kept, _ = _read(model, tokens, layers, False)
     return [kept.keys[n] for n in layers], [kept.values[n] for n in layers], kept.heads
 
@@ -105,7 +105,7 @@ def glimpses_of(
 def lesson_of(
     model: Any, tokens: Tensor, layers: Sequence[int]
 ) -> tuple[list[Tensor], list[Tensor], Tensor]:
-    """Training data of a draft: the target's keys and values of texts, and its logits."""
+    """Returns training data of a draft: the target's keys and values of texts, and its logits."""
     kept, logits = _read(model, tokens, layers, True)
     keys, values = ([of[n] for n in layers] for of in (kept.keys, kept.values))
     return keys, values, logits.unflatten(0, tokens.shape)
@@ -115,7 +115,7 @@ def lesson_of(
 def _read(
     model: Any, tokens: Tensor, layers: Sequence[int], rows: bool
 ) -> tuple[_KeptKeys, Tensor]:
-    """Runs a model on texts; if no logits are needed, computes only one row."""
+    """Runs a model on texts; if no logits are needed, computes only one row of them."""
     count, length = tokens.shape
     kept = _KeptKeys(count, layers)
     positions = torch.arange(length, device=tokens.device).repeat(count)
@@ -125,11 +125,11 @@ def _read(
     return kept, logits
 
 
-# Training of a draft: the target is frozen, and gives keys, values and logits of each batch.
+# Trains a draft; the frozen target provides keys, values and logits of each batch.
 #
-# Read `train_draft`, then `DraftTrainer`. The draft alone is boosted, so that any plugin shards
-# it; each rank has the target whole, in evaluation mode. The run lies in ``training`` in the
-# draft's folder; its checkpoints go when the draft is written.
+# Read `train_draft`, then `DraftTrainer`. Only the draft is boosted, so any plugin can shard it;
+# each rank has the full target, in evaluation mode. The run is stored in ``training`` in the
+# draft's folder; its checkpoints are deleted when the draft is written.
 
 
 LOG_EVERY = 20
@@ -151,7 +151,7 @@ class Trained:
     loss: float
     # Number of the draft's parameters.
     parameters: int
-    # Whether it has come to its end; a signal stops it at the end of a step.
+    # Whether the run is complete; a signal stops it after a step.
     over: bool = True
 
 
@@ -264,7 +264,7 @@ class DraftTrainer(TrainingLoop):
         device, sizes = self.world.device, self.sizes
         tokens = batch["input_ids"].to(device)
         labels = tokens.masked_fill(batch["attention_mask"].to(device) == 0, -100)
-        # A seed of its own for each step: a resumed run needs no saved generator.
+        # Each step has its own seed, so a resumed run needs no saved generator.
         offset = derive(self.config.seed, 7, step, self.world.rank) % sizes.block
         seen = seen_keys(tokens.shape[1], sizes.block, offset).to(device)
         if self.config.distill:
@@ -304,11 +304,11 @@ def glide_config(config: TrainDraftConfig, model: Any) -> GlideConfig:
     hidden = config.hidden or max(64, -(-width // 2 // 64) * 64)
     heads_of_own = max(1, hidden // 64)
     if hidden % heads_of_own or hidden // heads_of_own % 2:
-        raise GulliverError(f"--hidden {hidden}: give a multiple of 64, or an even number below")
+        raise GulliverError(f"--hidden {hidden}: use a multiple of 64, or an even number below 128")
     dim = keys[0].shape[-1]
     wide = config.feed_forward or -(-hidden * 8 // 3 // 16) * 16
     if config.plain:
-        # Two matrices of the width and the target's heads; three in the feed-forward part.
+        # Adds the size of two matrices (width x target heads) to the feed-forward part's three.
         wide += round(2 * heads * dim / 3)
     return GlideConfig(
         model.get_output_embeddings().weight.shape[0],

@@ -31,7 +31,7 @@ class TrainDraftConfig(DataConfig):
     """Layers of the target that the draft's layers attend to, one each; by default the last
     ones."""
     plain: bool = False
-    """Do not attend to the target, with as many parameters, as a baseline."""
+    """Do not attend to the target: a baseline with as many parameters."""
     block: Annotated[int, Range(1, 64)] = 5
     """Draft length to train for: tokens per block of the mask; 1 for no mask."""
     distill: bool = True
@@ -76,7 +76,7 @@ def check_train_draft(config: TrainDraftConfig) -> None:
             f"{config.layers} --layers of the draft"
         )
     if config.glimpses and config.plain:
-        raise GulliverError("--plain excludes --glimpses")
+        raise GulliverError("--plain excludes --glimpses: omit one of them")
     if (config.out / "config.json").exists():
         raise GulliverError(
             f"--out {config.out} already has a draft or a model: use another folder"

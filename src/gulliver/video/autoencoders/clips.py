@@ -27,7 +27,7 @@ DECODED_TOGETHER = 16
 
 
 class FrameWindow(NamedTuple):
-    """Frame windows of a table row that start in [first, first + starts)."""
+    """Windows of a table row's frames; they start at `first` to `first + starts - 1`."""
 
     row: int
     first: int

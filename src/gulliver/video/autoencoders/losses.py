@@ -35,7 +35,7 @@ Features = Callable[[Tensor], Tensor | Sequence[Tensor]]
 """A perceptual network: maps clips to features [N, C, ...] of one or several layers."""
 LARGEST_ADAPTIVE = 1e4
 SMALLEST_NORM = 1e-4
-"""Epsilon of the norm that the adaptive weight is divided by."""
+"""Added to the norm by which the adaptive weight is divided."""
 LOG_VARIANCES = (-30.0, 20.0)
 """Range to which a posterior's log-variance is clamped, as in published autoencoders."""
 
@@ -240,8 +240,8 @@ def squared_error(video: Tensor, decoded: Tensor) -> Tensor:
 def ssim(video: Tensor, decoded: Tensor) -> Tensor:
     """Computes the structural similarity of each frame, [B, T] (Wang et al. 2004).
 
-    The window is 11 x 11 pixels, only where it is inside the frame. Similarities are averaged over
-    channels.
+    The window has 11 x 11 pixels; only positions where it is inside the frame count. Similarities
+    are averaged over channels.
     """
     x = _frames((video.clamp(-1, 1) + 1) / 2)
     y = _frames((decoded.clamp(-1, 1) + 1) / 2)
@@ -260,7 +260,7 @@ def _frames(video: Tensor) -> Tensor:
 
 
 def _blurred(frames: Tensor) -> Tensor:
-    """Applies the Gaussian window to rows and then columns, because it is separable."""
+    """Applies the Gaussian window, which is separable, to rows and then to columns."""
     distances = torch.arange(WINDOW, dtype=frames.dtype, device=frames.device) - WINDOW // 2
     weights = torch.exp(-distances.square() / (2 * DEVIATION**2))
     kernel = (weights / weights.sum()).expand(frames.shape[1], 1, 1, -1)
@@ -279,7 +279,7 @@ def measure(
     sums = torch.zeros(4, dtype=torch.float64, device=device)
     dtype = next(model.parameters()).dtype
     for index in range(share[0], min(MOST_CLIPS, len(dataset)), share[1]):
-        # If samples are assigned to buckets anew each epoch, the first epoch lacks some.
+        # If each epoch assigns samples to buckets again, the first epoch lacks some.
         known = dataset.bucket_of(index) is not None
         videos = collate(dataset, [index]).videos if known else None
         if videos is None:
@@ -293,7 +293,7 @@ def measure(
     if share[1] > 1:
         all_reduce(sums)
     error, clips, similar, frames = sums.tolist()
-    # All of these few clips may be gone by now.
+    # These few clips may all have been deleted since.
     mean = error / clips if clips else math.nan
     return Quality(
         -10 * math.log10(mean) if mean else math.inf, similar / frames if frames else math.nan

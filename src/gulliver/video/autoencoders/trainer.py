@@ -220,7 +220,7 @@ def build_autoencoder(config: TrainAutoencoderConfig) -> VideoAutoencoder:
 
 
 class AutoencoderTrainer(TrainingLoop):
-    """An autoencoder, its optimizers and its clips, and the training loop."""
+    """Training loop of an autoencoder, with its optimizers and clips."""
 
     def __init__(
         self,

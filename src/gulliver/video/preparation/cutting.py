@@ -355,13 +355,13 @@ def _with_written_clips(folder: Path) -> Iterator[None]:
         raise
     except GulliverError as error:
         raise GulliverError(
-            f"{error}; finished clips stay in {folder} without a table, and the same command "
-            "continues"
+            f"{error}; finished clips stay in {folder} without a table; run the same command to "
+            "continue"
         ) from error
 
 
 class _Frames:
-    """Frames of a file by increasing index."""
+    """Reads frames of a file in the order of their indices."""
 
     def __init__(self, path: Path) -> None:
         self._coming: Iterator[tuple[int, Frame]] = enumerate(source_frames(path))
@@ -379,7 +379,7 @@ class _Frames:
 
 
 def _is_inherited(name: str) -> bool:
-    """Whether clips inherit this column of their source: not if it describes the whole file."""
+    """Whether clips inherit a column of their source, which must not describe the whole file."""
     told = (*COLUMNS, *FACTS, *SOURCE, *IN_THE_BOX)
     plugged = {point.name for point in entry_points(group=GROUP)}
     return name == "text" or (name not in told and name not in plugged)

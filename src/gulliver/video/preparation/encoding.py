@@ -354,7 +354,7 @@ class _Job:
         named = {shard.file for shard in shards}
         for path in (out / SHARDS).iterdir():
             if path.name not in named:
-                # From another table and an interrupted call; or of unreadable clips only.
+                # Left by an interrupted call for another table, or has unreadable clips only.
                 path.unlink()
         names = {
             rows[self.wanted[ClipWindow(clip, bucket, start)].row].name: why

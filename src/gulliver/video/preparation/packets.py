@@ -73,7 +73,7 @@ class Packets:
         return self.missing > FEW * max(longest, 1 / self.rate if self.rate else 0.04)
 
     def ends_early(self, frames: int, last: float | None) -> str:
-        """Describes undecoded packets: some decoders skip damage without an error."""
+        """Describes packets that were not decoded, as some decoders skip damage silently."""
         lost = 0.0 if self.codec in HIDING else float(self.packets - frames)
         if self.has_times and last is not None and (usual := _usual(self.times)):
             lost = float(self.times[-1] - last) * usual
@@ -105,7 +105,7 @@ class Packets:
         return last + (number + 1 - len(self.times)) * step
 
     def moments(self, count: int) -> np.ndarray:
-        """Returns midpoints of equal parts of the clip, in seconds, or in frames without times."""
+        """Returns midpoints of equal parts of the clip, in seconds (in frames without times)."""
         begin, length = 0.0, float(max(1, self.packets or self.stated))
         if self.has_times:
             steps = np.diff(self.times)

@@ -47,7 +47,7 @@ class ScanResult:
 
     table: Table
     broken: list[tuple[str, str]]
-    # Number of other files, by suffix.
+    # Number of files that are not clips, by suffix.
     ignored: Counter[str]
 
 
@@ -229,7 +229,7 @@ def read_facts(path: Path, decode: bool = False) -> dict[str, Any]:
 
 
 def _count_frames(path: Path) -> tuple[int, str | None, dict[int, tuple[int, int]]]:
-    """Decodes a file; returns its frames, an error, and each new size by first frame."""
+    """Decodes a file; returns its frame count, an error, and each new size by first frame."""
     frames, size = 0, None
     sizes: dict[int, tuple[int, int]] = {}
     try:

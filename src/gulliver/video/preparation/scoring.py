@@ -54,7 +54,7 @@ def motion(samples: Samples) -> float:
 
 
 def text_share(samples: Samples) -> float:
-    """Fraction of the picture inside text boxes, 0 to 1, mean of three moments."""
+    """Fraction of the picture inside text boxes, from 0 to 1; the mean over three moments."""
     # A line of text is a row of strong edges that are close together (morphological gradient,
     # closed along the row), flat, mostly filled, and crossed by as many strokes as it has letters.
     cv2 = _cv2()
@@ -208,7 +208,7 @@ def score(
         workers: threads; 0 uses one per core.
 
     Raises:
-        GulliverError: an unknown scorer.
+        GulliverError: a scorer is unknown.
     """
     scorers, out = find_scorers(names), Path(out or table.path)
     check_suffix(out)

@@ -61,8 +61,8 @@ class Table:
         """Reads a .parquet or .csv file.
 
         Raises:
-            GulliverError: it is missing or unreadable, has no column `path`, a duplicate column, or
-                a numeric column with other values.
+            GulliverError: the file is missing or unreadable, lacks a column `path`, has a duplicate
+                column, or other values in a numeric column.
         """
         path = Path(path)
         if path.is_dir():
@@ -166,7 +166,7 @@ class Table:
         if same and self.stamp is not None and stamp_of(path) not in (None, self.stamp):
             raise GulliverError(
                 f"{path} was changed by hand or by another step since it was read, and is not "
-                "replaced; results are kept, and the same command continues"
+                "replaced; results are kept; run the same command to continue"
             )
 
     def _moved(self, path: Path) -> Table:
@@ -359,7 +359,7 @@ def _round_trips(cast: Any, text: Any) -> bool:
 
 
 def _fractions(path: Path, name: str, column: Any) -> Any:
-    """Parses numbers with fractions among them, such as 30000/1001."""
+    """Parses numbers, some of which may be fractions such as 30000/1001."""
     values: list[float | None] = []
     for row, cell in enumerate(column.to_pylist(), 1):
         try:

@@ -1,4 +1,4 @@
-"""Runs a function per file in parallel, with progress, resumable."""
+"""Runs a function per file in parallel, with progress; resumes after an interruption."""
 
 from __future__ import annotations
 
