@@ -114,6 +114,8 @@ def one_table(
 
 
 def _checked_offsets(where: str, offsets: Tensor, count: int, last: bool) -> Tensor:
+    if offsets.dim() != 1 or offsets.is_floating_point():
+        raise GulliverError(f"{where}: offsets must be one-dimensional integers")
     offsets = offsets.detach().cpu().long()
     if last and not len(offsets):
         raise GulliverError(f"{where}: include_last_offset=True needs at least the last offset")

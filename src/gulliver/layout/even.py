@@ -9,10 +9,10 @@ Interval = tuple[int, int]
 """First index, and one past the last."""
 
 
-def split_evenly(count: int, parts: int, grain: int = 1) -> tuple[int, ...]:
-    """Splits a count as evenly as possible into multiples of `grain`, larger parts first."""
-    each, more = divmod(count // grain, parts)
-    return tuple(grain * (each + (part < more)) for part in range(parts))
+def split_evenly(count: int, parts: int) -> tuple[int, ...]:
+    """Splits a count as evenly as possible, larger parts first."""
+    each, more = divmod(count, parts)
+    return tuple(each + (part < more) for part in range(parts))
 
 
 def intervals(sizes: Sequence[int]) -> tuple[Interval, ...]:

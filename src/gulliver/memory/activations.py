@@ -176,12 +176,9 @@ class ActivationOffload:
         self._backward = -1
 
     @contextmanager
-    def saving(
-        self, module: nn.Module | None = None, others: Iterable[Tensor] = ()
-    ) -> Iterator[None]:
+    def saving(self, module: nn.Module | None = None) -> Iterator[None]:
         self.sweep()
         buffers = set() if module is None else {_key(buffer) for buffer in module.buffers()}
-        buffers |= {_key(tensor) for tensor in others}
         with saved_tensors_hooks(lambda tensor: self._pack(tensor, buffers), self._unpack):
             yield
 

@@ -41,19 +41,18 @@ class FreedMemory:
 
     _open = 0
 
-    def __init__(self, mapped: int = MAPPED) -> None:
+    def __init__(self) -> None:
         # Reason why memory cannot be returned here; empty if it can.
         self.reason = _reason()
         self._libc = None if self.reason else ctypes.CDLL(None)
-        self._mapped = mapped
         if self._libc is not None:
             FreedMemory._open += 1
             self.keep(False)
 
     def keep(self, keeps: bool) -> None:
         if self._libc is not None:
-            self._libc.mallopt(_M_MMAP_THRESHOLD, _GROWN_MMAP if keeps else self._mapped)
-            self._libc.mallopt(_M_TRIM_THRESHOLD, _ALL if keeps else self._mapped)
+            self._libc.mallopt(_M_MMAP_THRESHOLD, _GROWN_MMAP if keeps else MAPPED)
+            self._libc.mallopt(_M_TRIM_THRESHOLD, _ALL if keeps else MAPPED)
             if not keeps:
                 self.trim()
 
@@ -175,8 +174,6 @@ class Footprint:
     Args:
         held: function that returns the manager's bytes in the fast tier.
         device: device whose memory is the fast tier.
-        base: bytes used before the model was created; None for the bytes used now, without the
-            manager's.
         interval: seconds between measurements, on a CPU.
         gauge: gauge to read; None for the device's.
 
@@ -193,18 +190,16 @@ class Footprint:
         held: Callable[[], int],
         device: torch.device | str = "cpu",
         *,
-        base: int | None = None,
         interval: float = INTERVAL_S,
         gauge: Gauge | None = None,
     ) -> None:
         device = torch.device(device)
         self.gauge = gauge or (CudaGauge(device) if device.type == "cuda" else ProcessGauge())
         self._held, self._interval = held, interval
-        if base is None:
-            # Memory that malloc has kept would be returned later, so the base would be too high.
-            trim_heaps()
-            base = self.gauge.used() - held()
-        self.base = base
+        # Memory that malloc has kept would be returned later, so the base would be too high.
+        trim_heaps()
+        # Bytes used before the model was created.
+        self.base = self.gauge.used() - held()
         self.alarm: int | None = None
         self.alarmed = False
         self._lock = threading.Lock()

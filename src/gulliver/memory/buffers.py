@@ -53,11 +53,14 @@ class ByteCounter:
 # sizes, so a small cache of them pays. Devices with a caching allocator need none.
 
 
+FREE_BUFFERS = 4
+"""Free buffers of a size that are kept."""
+
+
 class BufferPool:
     """Allocates flat buffers, and reuses buffers that no view refers to."""
 
-    def __init__(self, kept: int = 4) -> None:
-        self.kept = kept
+    def __init__(self) -> None:
         self.counter = ByteCounter()
         self._free: dict[tuple[int, torch.dtype, torch.device], list[Tensor]] = {}
 
@@ -80,7 +83,7 @@ class BufferPool:
         if buffer.device.type != "cpu":
             return
         free = self._free.setdefault((buffer.numel(), buffer.dtype, buffer.device), [])
-        if len(free) < self.kept:
+        if len(free) < FREE_BUFFERS:
             free.append(buffer)
 
     def clear(self) -> None:

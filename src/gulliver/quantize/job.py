@@ -365,12 +365,10 @@ def perplexity(model: nn.Module, tokens: Tensor, length: int = 256, batch: int =
 
 
 @torch.no_grad()
-def generation_seconds(
-    model: Any, batch: int, prompt: int = 16, tokens: int = 16, turns: int = 3
-) -> float:
+def generation_seconds(model: Any, batch: int, tokens: int = 16, turns: int = 3) -> float:
     """Returns the median seconds of greedy generation."""
     seed = torch.Generator().manual_seed(0)
-    ids = torch.randint(model.config.vocab_size, (batch, prompt), generator=seed)
+    ids = torch.randint(model.config.vocab_size, (batch, 16), generator=seed)
     found = []
     for _ in range(turns + 1):
         begun = time.perf_counter()

@@ -68,6 +68,8 @@ def read_trace(path: str | Path) -> tuple[Job, ...]:
 def write_trace(path: str | Path, jobs: Sequence[Job]) -> None:
     """Writes a trace as CSV."""
     path = Path(path)
+    if path.suffix != ".csv":
+        raise GulliverError(f"trace {path} has an unknown suffix; use .csv")
     out = StringIO()
     writer = csv.DictWriter(out, COLUMNS, lineterminator="\n")
     writer.writeheader()

@@ -200,28 +200,25 @@ def _windowed(
     call: Callable[[Tensor], Tensor],
     weight: Tensor | None = None,
     keep: bool = True,
-    value: float = 0.0,
 ) -> Sharded:
     rows, sizes = window_rows(x, window, after, name, weight)
     start, stop = rows.outputs
     if start == stop:
-        local = call(rows.all(window.span, value)).narrow(x.cut.dim, 0, 0)
+        local = call(rows.all(window.span)).narrow(x.cut.dim, 0, 0)
     elif keep or (len(rows.parts) == 1 and rows.start == rows.wanted[0]):
-        local = call(rows.take(*rows.wanted, value))
+        local = call(rows.take(*rows.wanted))
     else:
-        local = _in_pieces(rows, window, call, value)
+        local = _in_pieces(rows, window, call)
     return like(x, local, x.cut.resized(sizes))
 
 
-def _in_pieces(
-    rows: Rows, window: SlidingWindow, call: Callable[[Tensor], Tensor], value: float
-) -> Tensor:
+def _in_pieces(rows: Rows, window: SlidingWindow, call: Callable[[Tensor], Tensor]) -> Tensor:
     """Computes the output in chunks; only chunks at the border copy their halo."""
     start, stop = rows.outputs
     step, out = -(-(stop - start) // PIECES), None
     for low in range(start, stop, step):
         high = min(low + step, stop)
-        made = call(rows.take(*window.needs(low, high), value))
+        made = call(rows.take(*window.needs(low, high)))
         if out is None:
             shape = list(made.shape)
             shape[rows.dim] = stop - start

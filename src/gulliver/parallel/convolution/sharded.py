@@ -118,13 +118,13 @@ class Rows:
     wanted: Interval  # Requested positions, which may include padding
     outputs: Interval  # Outputs that need them
 
-    def take(self, start: int, stop: int, value: float = 0.0) -> Tensor:
+    def take(self, start: int, stop: int) -> Tensor:
         if start >= stop:
             # Part of the graph, so that backward sends the same messages on all ranks.
             return torch.cat([part.narrow(self.dim, 0, 0) for part in self.parts], self.dim)
         taken, at = [], self.start
         if start < at:
-            taken.append(self._filled(min(stop, at) - start, value))
+            taken.append(self._filled(min(stop, at) - start))
         for part in self.parts:
             end = at + part.shape[self.dim]
             low, high = max(start, at), min(stop, end)
@@ -132,19 +132,19 @@ class Rows:
                 taken.append(part.narrow(self.dim, low - at, high - low))
             at = end
         if stop > at:
-            taken.append(self._filled(stop - max(start, at), value))
+            taken.append(self._filled(stop - max(start, at)))
         return taken[0] if len(taken) == 1 else torch.cat(taken, self.dim)
 
-    def all(self, span: int, value: float = 0.0) -> Tensor:
+    def all(self, span: int) -> Tensor:
         """Returns the input of all windows, or one constant window if the shard has no output."""
         if self.outputs[0] == self.outputs[1]:
-            return torch.cat([self.take(0, 0), self._filled(span, value)], self.dim)
-        return self.take(*self.wanted, value)
+            return torch.cat([self.take(0, 0), self._filled(span)], self.dim)
+        return self.take(*self.wanted)
 
-    def _filled(self, count: int, value: float) -> Tensor:
+    def _filled(self, count: int) -> Tensor:
         shape = list(self.parts[0].shape)
         shape[self.dim] = count
-        return self.parts[0].new_full((), value).expand(shape)
+        return self.parts[0].new_zeros(()).expand(shape)
 
 
 class Sharded(Tensor):

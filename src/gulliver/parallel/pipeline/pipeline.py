@@ -55,7 +55,6 @@ class Pipeline:
         style: name of the schedule, ``gpipe``, ``1f1b``, ``interleaved``, ``zero_bubble``, ``zbv``
             or ``dualpipev``.
         micro_batches: number of micro-batches per batch; None for two per stage.
-        call: function to call instead of the model, such as one with autocast.
         readers: function that returns the rank groups that must read the same batch; the first has
             all ranks of the pipeline. None for the pipeline's group.
         check_batch: compare the batches of these ranks in every run.
@@ -73,14 +72,13 @@ class Pipeline:
         style: str = "1f1b",
         micro_batches: int | None = None,
         *,
-        call: Callable[..., Any] | None = None,
         readers: Callable[[], Sequence[RankGroup]] | None = None,
         check_batch: bool = True,
         look: Callable[[Any], None] | None = None,
         before: Callable[[int, int], None] | None = None,
     ) -> None:
         style_of(style, len(stage.own))
-        self.stage, self.style, self.call = stage, style, call
+        self.stage, self.style = stage, style
         self.micro_batches = micro_batches or 2 * stage.cut.stages
         self.look, self.before = look, before
         self.readers = readers or (lambda: [stage.rank_group])
@@ -208,7 +206,7 @@ class Pipeline:
         self, micros: Sequence[MicroBatch], states: str, keep: bool, added: dict[str, Any]
     ) -> PipelineRun:
         kinds = [_short(f"{states}|{micro.shapes()}") for micro in micros]
-        run = PipelineRun(micros, kinds, self.call or self.model, keep, added)
+        run = PipelineRun(micros, kinds, self.model, keep, added)
         run.weights = [p for p in self.model.parameters() if p.requires_grad]
         return run
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -358,7 +358,6 @@ def analyse(
     batch: Any,
     criterion: Criterion | None = None,
     *,
-    autocast: torch.dtype | None = None,
     kernels: str = "cpu",
     prepare: Callable[[nn.Module], None] = lambda _: None,
     repeats: bool = True,
@@ -374,7 +373,6 @@ def analyse(
             argument; real or on meta.
         criterion: computes the loss from the output; None uses the output's own ``loss``, or the
             cross entropy of its floating-point tensors.
-        autocast: dtype of autocast.
         kernels: device type whose operators are used: "cpu" or "cuda".
         prepare: called with the model before it runs, for example to enable recomputation; its
             changes to modules are undone.
@@ -383,7 +381,7 @@ def analyse(
     Raises:
         GulliverError: the model does not run on this batch.
     """
-    step = _Step(model, batch, criterion, autocast, kernels, prepare)
+    step = _Step(model, batch, criterion, kernels, prepare)
     opaque = dict[str, UntracedModule]()
     while True:
         recorder = _Ran()
@@ -425,11 +423,10 @@ class _Step:
         model: nn.Module,
         batch: Any,
         criterion: Criterion | None,
-        autocast: torch.dtype | None,
         kernels: str,
         prepare: Callable[[nn.Module], None],
     ) -> None:
-        self.model, self.criterion, self.autocast = model, criterion, autocast
+        self.model, self.criterion = model, criterion
         self.kernels, self.prepare = kernels, prepare
         plain = not isinstance(batch, Mapping)
         args = (batch if isinstance(batch, tuple) else (batch,)) if plain else ()
@@ -501,12 +498,9 @@ class _Step:
     def _run(
         self, recorder: Recorder, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> None:
-        device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        context = torch.autocast(device.type, self.autocast) if self.autocast else nullcontext()
         with recorder.following():
-            with context:
-                output = model(*args, **kwargs)
-                loss = (self.criterion or stand_in_loss)(output)
+            output = model(*args, **kwargs)
+            loss = (self.criterion or stand_in_loss)(output)
             recorder.backward = True
             if loss.requires_grad:
                 # `loss.backward()` would leave the kernel-selecting mode while checkpoints
