@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import tyro
 
+from benchmarks._every_rank import simulate_every_rank
 from benchmarks._harness import Report, at_least, at_most, finish
 from benchmarks._planner_ranks import Slowed, _batch, _collectives, _seconds, calibrated
 from benchmarks._tensor_models import Sizes
@@ -247,10 +248,10 @@ def grow(ranks: int, jitter: float) -> None:
     grid = Grid(Axes(data=ranks), 1, recomputed=32)
     point = fastest(scorer, grid)
     before, begun = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
-    every = simulate_step(scorer, point.grid, point.torus, every_rank=True)
+    every = simulate_every_rank(scorer, point.grid, point.torus)
     took = time.process_time() - begun
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    uneven = simulate_step(scorer, point.grid, point.torus, jitter=jitter)
+    uneven = simulate_every_rank(scorer, point.grid, point.torus, jitter)
     values = {
         "cpu_s": took,
         "MiB": (most - before) / 1024,
