@@ -220,6 +220,7 @@ class _StepProgram(StepReplay):
                     self._exchange(axis, each)
             ends = following is None or following.chunk not in (part.chunk, None)
             if reduces and part.chunk is not None and ends:
+                self._collect(self.chunks[part.chunk])  # may wait for the last micro-batch's
                 self._reduce(self.chunks[part.chunk])
         if kind != WEIGHTS:
             self._pass("forward ended" if forward else "backward ended")
