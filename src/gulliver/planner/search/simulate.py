@@ -205,6 +205,8 @@ class _StepProgram(StepReplay):
         kind, stage, _ = work
         forward = kind == FORWARD
         share = 0.5 if kind in (INPUTS, WEIGHTS) else 1.0
+        if self._grid.recomputed:  # then no backward is split
+            share = float(kind != WEIGHTS)
         if kind != WEIGHTS:
             self._pass("FORWARD" if forward else "BACKWARD")
         parts = self._parts[stage] if forward else self._parts[stage][::-1]
