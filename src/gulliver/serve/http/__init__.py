@@ -18,12 +18,4 @@ if TYPE_CHECKING:
 
 __all__ = ["Load", "Measured", "RequestTiming", "Server", "ServerOptions", "generate_load"]
 
-__getattr__, __dir__ = lazy_exports(
-    __name__,
-    {
-        "gulliver.serve.http.load": ["Measured", "RequestTiming", "generate_load"],
-        "gulliver.serve.http.options": ["Load", "ServerOptions"],
-        "gulliver.serve.http.server": ["Server"],
-    },
-    extra="serve",
-)
+__getattr__, __dir__ = lazy_exports(__name__, extra="serve")
