@@ -2,11 +2,13 @@
 
 `python -m benchmarks._planning_page docs/planning.md` runs every block that begins with
 ``$ gulliver plan`` and keeps its first three grids. Refusals, sources and the seconds that the
-search itself took are left out. `--check` only says which answers differ.
+search itself took are left out. The table of weak scaling comes from the kept result of
+`benchmarks.scaling`. `--check` only says which answers differ.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -16,8 +18,10 @@ from io import StringIO
 from pathlib import Path
 from unittest import mock
 
+from benchmarks._harness import RESULTS, markdown_table
 from gulliver.cli.dispatch import main as command
 
+SCALING = re.compile(r"(<!-- weak scaling -->\n).*?(<!-- end -->)", re.DOTALL)
 BLOCK = re.compile(r"```text\n\$ gulliver (plan [^\n]*)\n(.*?)```", re.DOTALL)
 GRIDS = 3
 WIDTH = "160"  # Columns that a row of the table has, so that none is broken
@@ -46,8 +50,24 @@ def shown(arguments: str) -> str:
     return "\n".join(found) + "\n"
 
 
+def scaling_table() -> str:
+    """Efficiency by number of ranks, from the kept result."""
+    kept = sorted(RESULTS.glob("scaling_*.md"))[-1].read_text(encoding="utf-8")
+    figures = json.loads(kept.split("```json\n")[1].split("\n```")[0])["figures"]
+    curves = {name: curve for name, curve in figures.items() if "Llama" in name}
+    rows = []
+    for ranks in next(iter(curves.values())):
+        cells = [f"{int(ranks):,}"]
+        for curve in curves.values():
+            simulated, measured = curve[ranks]
+            cells.append(f"{simulated:.1%}" + (f" ({measured:.1%})" if measured else ""))
+        rows.append(cells)
+    return markdown_table(["ranks", *curves], rows) + "\n"
+
+
 def written(page: str) -> str:
     """The page with the answers of now."""
+    page = SCALING.sub(lambda m: m[1] + scaling_table() + m[2], page)
     return BLOCK.sub(lambda m: f"```text\n$ gulliver {m[1]}\n{shown(m[1])}```", page)
 
 

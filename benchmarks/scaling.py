@@ -11,16 +11,20 @@ itself grows.
 from __future__ import annotations
 
 import json
+import pickle
 import resource
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 import tyro
 
+from benchmarks._every_rank import simulate_every_rank
 from benchmarks._harness import Report, at_least, at_most, finish
 from benchmarks._planner_ranks import Slowed, _batch, _collectives, _seconds, calibrated
 from benchmarks._tensor_models import Sizes
@@ -54,6 +58,8 @@ class Options:
     chunks: tuple[int, ...] = (1, 4)  # MiB
     steps: int = 5
     jitter: float = 0.02  # Of each computation, where every rank is simulated
+    measured: Path | None = None
+    """File with measurements of an earlier run; without the file, measures and writes it, alone."""
     keep: bool = False  # Write benchmarks/results
 
 
@@ -66,6 +72,16 @@ class Measured:
     link: Link | None = None
     # Seconds of a step, and their spread, by stage and MiB of a chunk.
     steps: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
+
+
+def measured(options: Options) -> tuple[dict[int, Measured], float]:
+    """Measurements by number of ranks, and the cores that others used meanwhile."""
+    meter, found = LoadMeter(), dict[int, Measured]()
+    for ranks in options.ranks:  # before this process computes: its ranks are forked
+        net = Net(ranks, options.rate) if ranks > 1 else nullcontext()
+        with net as place:
+            found[ranks] = run(measure, place, options, ranks=ranks)[0]
+    return found, meter.cores()
 
 
 def device_of(flops: float) -> Device:
@@ -247,10 +263,10 @@ def grow(ranks: int, jitter: float) -> None:
     grid = Grid(Axes(data=ranks), 1, recomputed=32)
     point = fastest(scorer, grid)
     before, begun = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
-    every = simulate_step(scorer, point.grid, point.torus, every_rank=True)
+    every = simulate_every_rank(scorer, point.grid, point.torus)
     took = time.process_time() - begun
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    uneven = simulate_step(scorer, point.grid, point.torus, jitter=jitter)
+    uneven = simulate_every_rank(scorer, point.grid, point.torus, jitter)
     values = {
         "cpu_s": took,
         "MiB": (most - before) / 1024,
@@ -306,15 +322,13 @@ def main() -> None:
         "Weak scaling: steps simulated and measured, with the same batch on each rank",
         ("", "ranks", "simulated", "efficiency", "measured", "chunk", "torus"),
     )
-    meter, found = LoadMeter(), dict[int, Measured]()
-    for ranks in options.ranks:  # before this process computes: its ranks are forked
-        net = Net(ranks, options.rate) if ranks > 1 else None
-        if net is None:
-            found[ranks] = run(measure, None, options, ranks=1)[0]
-            continue
-        with net:
-            found[ranks] = run(measure, net, options)[0]
-    foreign = meter.cores()
+    if options.measured is not None and options.measured.exists():
+        found, foreign = pickle.loads(options.measured.read_bytes())
+    else:
+        found, foreign = measured(options)
+        if options.measured is not None:
+            options.measured.write_bytes(pickle.dumps((found, foreign)))
+            return
     add_small(report, options, found)
     add_large(report)
     add_growth(report, options.jitter)

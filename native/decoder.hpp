@@ -12,7 +12,8 @@ enum Kind : Index { FLOAT32, FLOAT16, BFLOAT16, INT8, INT4 };
 // A linear layer, rows as torch has them, [outputs, inputs].
 struct Matrix {
   const void* data;
-  const float* scale;  // INT8: of each output; INT4: of each 128 values of an output
+  // INT8: a float32 for each output; INT4: a scale and a minimum in float16 for each 32 values.
+  const void* scale;
   const float* bias;   // or null
   Index outputs, inputs, kind;
 };

@@ -24,7 +24,7 @@ namespace {
 constexpr Index LANES = BYTES / 4;
 constexpr Index OUTPUTS = 4;
 constexpr Index UNIT = 16;   // outputs that threads are given at a time
-constexpr Index GROUP = 128;  // values of INT4 that have a scale
+constexpr Index GROUP = 32;  // values of INT4 that have a scale and a minimum
 constexpr Index ROWS = BYTES == 64 ? 6 : 3;
 constexpr Index WIDE = 2 * LANES;  // rows of a tile
 constexpr Index TALL = 12;         // outputs that one vector of rows is multiplied with at a time
@@ -233,21 +233,41 @@ inline void widen(const W* from, Index count, float* to) {
   for (Index k = 0; k < count; k += LANES) store(to + k, load(from + k));
 }
 
-// [Note: int4] 128 values of a row lie in 64 bytes: byte i has value i below and value 64 + i
-// above, each plus 8.
-inline void widen_nibbles(const std::uint8_t* from, const float* scale, Index count, float* to) {
-  for (Index k = 0; k < count; k += GROUP, from += GROUP / 2, to += GROUP) {
-    const Floats factor = all(scale[k / GROUP]), eight = all(8.0f);
-    for (Index i = 0; i < GROUP / 2; i += LANES) {
-      std::int8_t low[LANES], high[LANES];
-      for (Index l = 0; l < LANES; ++l) {
-        low[l] = static_cast<std::int8_t>(from[i + l] & 15);
-        high[l] = static_cast<std::int8_t>(from[i + l] >> 4);
-      }
-      store(to + i, (load(low) - eight) * factor);
-      store(to + GROUP / 2 + i, (load(high) - eight) * factor);
-    }
+// [Note: int4] 32 values of a row lie in 16 bytes: byte i has value i below and value 16 + i above.
+// A value v stands for v * scale + minimum of its group, a pair of float16.
+constexpr Index PARTS = GROUP / LANES;
+
+#if BYTES == 64
+inline void split(const std::uint8_t* from, Floats to[PARTS]) {
+  const __m512i both = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+  to[0] = _mm512_cvtepi32_ps(_mm512_and_si512(both, _mm512_set1_epi32(15)));
+  to[1] = _mm512_cvtepi32_ps(_mm512_srli_epi32(both, 4));
+}
+#else
+inline void split(const std::uint8_t* from, Floats to[PARTS]) {
+  for (Index i = 0; i < 2; ++i) {
+    const auto* at = reinterpret_cast<const __m128i*>(from + i * LANES);
+    const __m256i both = _mm256_cvtepu8_epi32(_mm_loadl_epi64(at));
+    to[i] = _mm256_cvtepi32_ps(_mm256_and_si256(both, _mm256_set1_epi32(15)));
+    to[i + 2] = _mm256_cvtepi32_ps(_mm256_srli_epi32(both, 4));
   }
+}
+#endif
+
+inline void widen_groups(const std::uint8_t* from, const Half* pairs, Index count, float* to) {
+  for (Index k = 0; k < count; k += GROUP, from += GROUP / 2, pairs += 2, to += GROUP) {
+    std::int32_t bits;
+    std::memcpy(&bits, pairs, 4);
+    const __m128 pair = _mm_cvtph_ps(_mm_cvtsi32_si128(bits));
+    const Floats scale = all(pair[0]), least = all(pair[1]);
+    Floats values[PARTS];
+    split(from, values);
+    for (Index i = 0; i < PARTS; ++i) store(to + i * LANES, fma(values[i], scale, least));
+  }
+}
+
+inline const Half* pairs_of(const Matrix& w, Index row) {
+  return static_cast<const Half*>(w.scale) + row * w.inputs / GROUP * 2;
 }
 
 inline Index row_bytes(const Matrix& w) {
@@ -264,8 +284,12 @@ inline void widen_row(const Matrix& w, Index row, Index first, Index count, floa
     case BFLOAT16: return widen(reinterpret_cast<const Brain*>(at) + first, count, to);
     case INT8: return widen(reinterpret_cast<const std::int8_t*>(at) + first, count, to);
     default:
-      widen_nibbles(at + first / 2, w.scale + (row * w.inputs + first) / GROUP, count, to);
+      widen_groups(at + first / 2, pairs_of(w, row) + first / GROUP * 2, count, to);
   }
+}
+
+inline float scale_of(const Matrix& w, Index output) {
+  return w.kind == INT8 ? static_cast<const float*>(w.scale)[output] : 1.0f;
 }
 
 // Where sums go: stored to, or added to, rows of [rows, width].
@@ -275,28 +299,72 @@ struct Into {
   bool add;
 };
 
+// Few rows of INT4, an output at a time: values are multiplied as they are, and a group's sum by its
+// scale. Minima are multiplied with the sums of x in each group, [rows, pitch]: sum, 0, sum, 0, ...
+template <int M>
+inline void group_products(const Matrix& w, const float* x, Index begin, Index end, float* panel,
+                           const Into& into) {
+  const Index count = w.inputs / GROUP * 2, pitch = (count + LANES - 1) / LANES * LANES;
+  float *pairs = panel, *sums = panel + pitch;
+  for (Index i = 0; i < M * pitch; ++i) sums[i] = 0.0f;
+  for (Index m = 0; m < M; ++m) {
+    for (Index k = 0; k < w.inputs; ++k) sums[m * pitch + k / GROUP * 2 + 1] += x[m * w.inputs + k];
+  }
+  for (Index n = begin; n < end; ++n) {
+    const auto* own = static_cast<const std::uint8_t*>(w.data) + n * w.inputs / 2;
+    const Half* given = pairs_of(w, n);
+    Floats acc[M];
+    for (int m = 0; m < M; ++m) acc[m] = all(0.0f);
+    for (Index i = 0; i < pitch; i += LANES) {
+      Half rest[LANES] = {};
+      if (count - i < LANES) std::memcpy(rest, given + i, (count - i) * sizeof(Half));
+      const Floats both = load(count - i < LANES ? rest : given + i);
+      store(pairs + i, both);
+      for (int m = 0; m < M; ++m) acc[m] = fma(both, load(sums + m * pitch + i), acc[m]);
+    }
+    for (Index k = 0; k < w.inputs; k += GROUP) {
+      Floats values[PARTS];
+      split(own + k / 2, values);
+      const Floats scale = all(pairs[k / GROUP * 2]);
+      for (int m = 0; m < M; ++m) {
+        const float* row = x + m * w.inputs + k;
+        Floats sum = values[0] * load(row);
+        for (Index i = 1; i < PARTS; ++i) sum = fma(values[i], load(row + i * LANES), sum);
+        acc[m] = fma(sum, scale, acc[m]);
+      }
+    }
+    for (int m = 0; m < M; ++m) {
+      float* to = into.out + m * into.width + n;
+      *to = (into.add ? *to : 0.0f) + total(acc[m]) + (w.bias ? w.bias[n] : 0.0f);
+    }
+  }
+}
+
+template <int M>
+inline void some_groups(Index rows, const Matrix& w, const float* x, Index begin, Index end,
+                        float* panel, const Into& into) {
+  if constexpr (M > 0) {
+    if (rows == M) {
+      group_products<M>(w, x, begin, end, panel, into);
+    } else {
+      some_groups<M - 1>(rows, w, x, begin, end, panel, into);
+    }
+  }
+}
+
 // Few rows: each output is a dot product.
 template <class W>
 inline void dot_products(const Matrix& w, const float* x, Index rows, Index begin, Index end,
-                         float* panel, const Into& into) {
-  const bool direct = w.kind != INT4;
+                         const Into& into) {
   for (Index n = begin; n < end; n += OUTPUTS) {
     const W* own[OUTPUTS];
-    const float* wide[OUTPUTS];
     float sums[ROWS][OUTPUTS];
     for (Index j = 0; j < OUTPUTS; ++j) {
-      const Index row = smaller(n + j, end - 1);
-      own[j] = static_cast<const W*>(w.data) + row * w.inputs;
-      wide[j] = panel + j * w.inputs;
-      if (!direct) widen_row(w, row, 0, w.inputs, panel + j * w.inputs);
+      own[j] = static_cast<const W*>(w.data) + smaller(n + j, end - 1) * w.inputs;
     }
-    if (direct) {
-      some<ROWS, W>(rows, x, w.inputs, own, w.inputs, OUTPUTS * w.inputs, sums);
-    } else {
-      some<ROWS, float>(rows, x, w.inputs, wide, w.inputs, 0, sums);
-    }
+    some<ROWS, W>(rows, x, w.inputs, own, w.inputs, OUTPUTS * w.inputs, sums);
     for (Index j = 0; j < smaller(OUTPUTS, end - n); ++j) {
-      const float scale = w.kind == INT8 ? w.scale[n + j] : 1.0f;
+      const float scale = scale_of(w, n + j);
       const float bias = w.bias ? w.bias[n + j] : 0.0f;
       for (Index r = 0; r < rows; ++r) {
         float* to = into.out + r * into.width + n + j;
@@ -391,7 +459,7 @@ inline void put(const Matrix& w, const float* sums, Index height, Index first, I
     const Index wide = smaller<Index>(8, count - j);
     float scales[8], biases[8];
     for (Index i = 0; i < wide; ++i) {
-      scales[i] = w.kind == INT8 ? w.scale[n + j + i] : 1.0f;
+      scales[i] = scale_of(w, n + j + i);
       biases[i] = bias && w.bias ? w.bias[n + j + i] : 0.0f;
     }
     for (Index r = 0; r < rows; r += 8) {
@@ -475,10 +543,11 @@ inline void product_into(const Matrix& w, const float* x, const float* tiles, In
   const Into into{out, w.outputs, add};
   if (rows > ROWS) return outer_products(w, tiles, rows, begin, end, me.panel, into);
   switch (w.kind) {
-    case FLOAT32: return dot_products<float>(w, x, rows, begin, end, me.panel, into);
-    case FLOAT16: return dot_products<Half>(w, x, rows, begin, end, me.panel, into);
-    case BFLOAT16: return dot_products<Brain>(w, x, rows, begin, end, me.panel, into);
-    default: return dot_products<std::int8_t>(w, x, rows, begin, end, me.panel, into);
+    case FLOAT32: return dot_products<float>(w, x, rows, begin, end, into);
+    case FLOAT16: return dot_products<Half>(w, x, rows, begin, end, into);
+    case BFLOAT16: return dot_products<Brain>(w, x, rows, begin, end, into);
+    case INT8: return dot_products<std::int8_t>(w, x, rows, begin, end, into);
+    default: return some_groups<ROWS>(rows, w, x, begin, end, me.panel, into);
   }
 }
 
@@ -760,8 +829,7 @@ inline void embed(const Model& m, const Step& s, const Member& me) {
   for (Index t = begin; t < end; ++t) {
     float* x = s.x + t * m.hidden;
     widen_row(m.embedding, s.token[t], 0, m.hidden, x);
-    const float scale = m.embedding.kind == INT8 ? m.embedding.scale[s.token[t]] : 1.0f;
-    const Floats factor = all(m.embedding_scale * scale);
+    const Floats factor = all(m.embedding_scale * scale_of(m.embedding, s.token[t]));
     for (Index k = 0; k < m.hidden; k += LANES) store(x + k, load(x + k) * factor);
   }
 }
@@ -823,7 +891,7 @@ inline void in_threads(Index threads, Index widest, const Body& body) {
 #pragma omp parallel num_threads(static_cast<int>(threads))
   {
     static thread_local Scratch<float> panel;
-    panel.resize(larger(widest * OUTPUTS, PANEL * PITCH));
+    panel.resize(larger(widest, PANEL * PITCH));
     body(Member{omp_get_thread_num(), omp_get_num_threads(), team, panel.data()});
   }
 }

@@ -56,10 +56,10 @@ void expect(bool right, const char* what) {
 // Address of values, of scales and of the bias; outputs, inputs, kind.
 Matrix matrix(const std::vector<Address>& of) {
   expect(of.size() == 6, "a matrix has 6 numbers");
-  const Matrix made{at<const void>(of[0]), at<const float>(of[1]), at<const float>(of[2]),
+  const Matrix made{at<const void>(of[0]), at<const void>(of[1]), at<const float>(of[2]),
                     static_cast<Index>(of[3]), static_cast<Index>(of[4]),
                     static_cast<Index>(of[5])};
-  expect(made.inputs % (made.kind == INT4 ? 128 : 16) == 0, "inputs are a multiple of 16 or 128");
+  expect(made.inputs % (made.kind == INT4 ? 32 : 16) == 0, "inputs are a multiple of 16 or 32");
   return made;
 }
 
@@ -247,7 +247,7 @@ class Decoder {
 
 NB_MODULE(_decoder, module) {
   nb::set_leak_warnings(false);  // the kernel is kept until the interpreter ends
-  module.attr("INTERFACE") = 2;
+  module.attr("INTERFACE") = 3;
   module.def("instructions", &instructions);
   module.def("multiply", &multiply);
   nb::class_<Sequences>(module, "Sequences")

@@ -67,16 +67,18 @@ def quantised(outputs: int, inputs: int, kind: int) -> tuple[np.ndarray, np.ndar
         values = draw.integers(-127, 128, (outputs, inputs), dtype=np.int8)
         scale = draw.uniform(0.5, 1, outputs).astype(np.float32)
         return values, scale, values * scale[:, None]
-    codes = draw.integers(-8, 8, (outputs, inputs // 128, 128))
-    low, high = np.split(codes + 8, 2, axis=2)
-    scale = draw.uniform(0.5, 1, (outputs, inputs // 128)).astype(np.float32)
-    weight = (codes * scale[..., None]).reshape(outputs, inputs)
-    return (low | high << 4).astype(np.uint8), scale, weight
+    codes = draw.integers(0, 16, (outputs, inputs // 32, 32))
+    low, high = np.split(codes, 2, axis=2)
+    pairs = draw.uniform(0.5, 1, (outputs, inputs // 32, 2)).astype(np.float16)
+    known = pairs.astype(np.float64)
+    weight = (codes * known[..., :1] - known[..., 1:]).reshape(outputs, inputs)
+    pairs[..., 1] *= -1
+    return (low | high << 4).astype(np.uint8), pairs, weight
 
 
 def check_rows(decoder: Any, name: str) -> None:
     for count, outputs, kind in itertools.product((1, 2, 5, 6, 7, 13), (1, 6, 131), (0, 3, 4)):
-        inputs = 256 if kind == 4 else 80
+        inputs = 288 if kind == 4 else 80
         x, bias, scale = normal(count, inputs), normal(outputs), np.zeros(0, np.float32)
         values = weight = normal(outputs, inputs)
         if kind:

@@ -202,7 +202,7 @@ class Options(metaclass=_RenamingType):
             self.check_combinations()
 
     def check_combinations(self) -> None:
-        """Rejects combinations of values; subclasses override it and call it on their bases."""
+        """Rejects invalid combinations of values; subclasses extend it."""
 
 
 RENAMED: dict[str, tuple[str, ...]] = {

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import statistics
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
+from benchmarks._every_rank import simulate_every_rank
 from benchmarks._models import llama
 
 from gulliver.hardware.cluster import Axis, Link
@@ -53,13 +55,13 @@ GRIDS = (
 def test_one_rank_of_each_kind_stands_for_all(grid: Grid) -> None:
     priced = scorer(grid.axes.size)
     alone = simulate_step(priced, grid)
-    assert simulate_step(priced, grid, every_rank=True) == pytest.approx(alone, rel=1e-12)
+    assert simulate_every_rank(priced, grid) == pytest.approx(alone, rel=1e-12)
 
 
 def test_torus_of_all_ranks_equals_one_rank() -> None:
     grid = Grid(Axes(data=16), 3, chunk_mb=4)
     alone = simulate_step(scorer(16), grid, (2, 8))
-    assert simulate_step(scorer(16), grid, (2, 8), every_rank=True) == pytest.approx(alone)
+    assert simulate_every_rank(scorer(16), grid, (2, 8)) == pytest.approx(alone)
     assert alone != simulate_step(scorer(16), grid)
 
 
@@ -90,10 +92,12 @@ def test_closed_form_is_no_slower_than_the_simulation_by_more_than_its_window() 
 
 
 def test_jitter_slows_down_more_ranks_more() -> None:
-    few, many = (Grid(Axes(data=n), 1, chunk_mb=4) for n in (2, 32))
-    lone = simulate_step(scorer(2), few, jitter=0.2) / simulate_step(scorer(2), few)
-    all_of_them = simulate_step(scorer(32, samples=256), many, jitter=0.2)
-    assert 1 < lone < all_of_them / simulate_step(scorer(32, samples=256), many)
+    def slowdown(ranks: int) -> float:
+        grid, priced = Grid(Axes(data=ranks), 1, chunk_mb=32), scorer(ranks, samples=8 * ranks)
+        each = [simulate_every_rank(priced, grid, (), 0.2, seed) for seed in range(4)]
+        return statistics.mean(each) / simulate_step(priced, grid)
+
+    assert 1 < slowdown(2) < slowdown(16)
 
 
 def test_weak_scaling_keeps_the_work_of_a_replica() -> None:

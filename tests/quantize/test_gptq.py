@@ -12,7 +12,13 @@ from torch import Tensor, nn
 import gulliver
 from gulliver.errors import GulliverError
 from gulliver.precision.int8 import report_of
-from gulliver.precision.int8.formats import from_int4, from_int8, round_calibrated, to_int4
+from gulliver.precision.int8.formats import (
+    from_int4,
+    from_int8,
+    pairs_int4,
+    round_calibrated,
+    to_int4,
+)
 from gulliver.precision.int8.replace import linear_modes
 from gulliver.quantize import replace_calibrated
 
@@ -36,15 +42,13 @@ def by_least_squares(weight: Tensor, x: Tensor, mode: str, damping: float) -> Te
     rows = torch.cat([x, damp * torch.eye(inputs, dtype=torch.float64)])
     wanted = weight.double() @ rows.t()
     current, done = weight.double().clone(), torch.zeros_like(weight, dtype=torch.float64)
-    steps = weight.abs().amax(1).float().div(127).double()
+    steps, least = weight.abs().amax(1).float().div(127).double(), torch.zeros(len(weight))
     for column in range(inputs):
-        if mode == "int4" and column % 128 == 0:
-            group = current[:, column : column + 128].float()
-            peak = group.gather(1, group.abs().argmax(1, keepdim=True))[:, 0]
-            steps = (peak / -8).double()
-        low, high = (-8, 7) if mode == "int4" else (-127, 127)
-        codes = (current[:, column] / steps).round().clamp(low, high)
-        done[:, column] = codes * steps
+        if mode == "int4" and column % 32 == 0:
+            steps, least = pairs_int4(current[:, column : column + 32].float()).double().unbind(1)
+        low, high = (0, 15) if mode == "int4" else (-127, 127)
+        codes = ((current[:, column] - least) / steps).round().clamp(low, high)
+        done[:, column] = codes * steps + least
         if column + 1 < inputs:
             missing = wanted - done @ rows.t()
             found = torch.linalg.lstsq(rows[:, column + 1 :], missing.t()).solution

@@ -119,10 +119,10 @@ def test_int4_over_ranks_has_the_groups_of_one_rank(pool: Pool, tmp_path: Path, 
 
 
 def test_ranks_that_would_cut_a_group_of_int4_are_refused_by_name(pool: Pool, tmp_path: Path):
-    save_huggingface(wide(128), tmp_path)
-    for told in pool.run(int4_streamed_on, 2, str(tmp_path), 128, "torch"):
-        assert "self_attn.o_proj has 128 inputs, which 2 ranks" in told
-    for told in pool.run(int4_streamed_on, 2, str(tmp_path), 128, "wrong"):
+    save_huggingface(wide(96), tmp_path)
+    for told in pool.run(int4_streamed_on, 2, str(tmp_path), 96, "torch"):
+        assert "self_attn.o_proj has 96 inputs, which 2 ranks" in told
+    for told in pool.run(int4_streamed_on, 2, str(tmp_path), 96, "wrong"):
         assert "rank_group is a int" in told
 
 

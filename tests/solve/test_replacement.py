@@ -165,14 +165,14 @@ def test_training_moves_little_more_than_the_least_that_any_policy_could(in_back
         budget = int(share * sum(sizes.values())) + beside
         bound = Cycle(events, sizes, budget, ahead=0).residency.bound
         moved = {}
-        for policy, ahead in (("planned", 0), ("planned", None), ("farthest", 0), ("recent", 0)):
+        for policy, ahead in (("planned", 0), ("planned", None), ("farthest", 0)):
             steps = simulate([events] * 5, sizes, budget, ahead=ahead, policy=policy)
             assert policy == "farthest" or steps[-1] == steps[-2]
             moved[policy, ahead] = sum(m.bytes_in + m.bytes_out for m in steps[-2:]) / 2
         assert moved["planned", 0] <= 1.2 * bound
         # Room for what is on its way costs a little; still no rule on demand is much better.
         assert moved["planned", None] <= 1.15 * moved["planned", 0]
-        assert moved["planned", 0] <= moved["farthest", 0] <= moved["recent", 0]
+        assert moved["planned", 0] <= moved["farthest", 0]
 
 
 def test_plan_cost_equals_bytes_moved():

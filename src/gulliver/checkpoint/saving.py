@@ -428,7 +428,9 @@ class AsyncCheckpointer:
 
     def _ready_engine(self) -> Engine:
         if self._engine is None:
-            self._engine = default_engine(page_bytes=PAGE, pages=self._ring_pages, queue=QUEUE, nice=NICE)
+            self._engine = default_engine(
+                page_bytes=PAGE, pages=self._ring_pages, queue=QUEUE, nice=NICE
+            )
             if self.rank == 0:
                 log.info("checkpoints: %s, %s", self._engine.kind, self.held)
         return self._engine

@@ -442,11 +442,6 @@ class Search(Options):
     flops=x1.5."""
     weak_scaling: bool = False
     """Also simulate the fastest grid on fewer replicas, each with as many samples."""
-    price_per_hour: Annotated[float | None, POSITIVE] = None
-    """Hourly price of a device; also prints the cost of a trillion tokens."""
-    watts: Annotated[float | None, POSITIVE] = None
-    """Power of a device including its share of the machine; also prints the energy of a trillion
-    tokens."""
     json: bool = False
     """Print JSON, in seconds and bytes."""
 

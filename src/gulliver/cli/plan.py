@@ -29,7 +29,6 @@ from gulliver.planner.search.facts import facts_of
 from gulliver.planner.search.grids import (
     Found,
     minimum_resources,
-    prices_of_memory,
     scorer_of,
     search_grids,
     searched_again,
@@ -69,7 +68,7 @@ def answer_of(options: Search, progress: Callable[[str], None] = lambda part: No
         limit = byte_size("--memory-limit", options.memory_limit) if options.memory_limit else None
         changed = searched_again(found, samples, other, memory=limit)
     why = why_module(found, options.why) if options.why else None
-    prices, least = prices_of_memory(found, samples), minimum_resources(found, samples)
+    least = minimum_resources(found, samples)
     scaling = ()
     if options.weak_scaling and found.best:
         progress("simulating weak scaling")
@@ -80,7 +79,7 @@ def answer_of(options: Search, progress: Callable[[str], None] = lambda part: No
                 "use more ranks or a smaller batch"
             )
         scaling = tuple(weak_scaling(scorer_of(found, samples), grid))
-    return Answer(subject, found, prices, least, changed, why, scaling)
+    return Answer(subject, found, least, changed, why, scaling)
 
 
 def _searched(
@@ -138,9 +137,6 @@ def plain(answer: Answer) -> dict[str, Any]:
         "best": [_plain(scored) for scored in found.best],
         "why_none": "" if found.best else found.why_none(),
         "refused": found.refused,
-        "prices": [
-            {"limit": p.limit, "step": p.scored and p.scored.seconds.step} for p in answer.prices
-        ],
         "enough": {
             "bytes": answer.minimum_resources.bytes,
             "grid": str(answer.minimum_resources.grid),

@@ -20,8 +20,6 @@ from gulliver.plan.analysis.records import BACKWARD, FORWARD
 from gulliver.planner.search.grids import (
     Found,
     MinimumResources,
-    Price,
-    saved_by_a_gib,
 )
 from gulliver.planner.search.score import Scored
 from gulliver.planner.search.simulate import ScalingPoint
@@ -132,8 +130,6 @@ class Answer:
 
     subject: Subject
     found: Found
-    # Fastest grids under other memory limits.
-    prices: tuple[Price, ...]
     minimum_resources: MinimumResources
     # Result on the changed cluster; None if nothing was changed.
     changed: Found | None = None
@@ -158,7 +154,6 @@ GENERATED = "token generation: seconds are those of one forward, the prefill"
 CACHE = "keys and values, whose size is unknown"
 SAMPLES = (1, 8, 64)
 """Batch sizes for which inference memory is printed."""
-HOUR, TRILLION = 3600.0, 1e12
 
 
 def show_answer(answer: Answer, options: Search) -> None:
@@ -176,7 +171,7 @@ def show_answer(answer: Answer, options: Search) -> None:
             console.print(line)
     for line in _refusals(found):
         console.print(line)
-    for line in [*_prices(answer.prices, found), *_after(answer, options)]:
+    for line in _after(answer):
         console.print(line)
     if answer.why is not None:
         _show_why(console, answer.why)
@@ -318,22 +313,7 @@ def timeline(best: Scored) -> list[str]:
     return [*lines, f"{'':>10}  {text} more of communication is hidden behind compute"]
 
 
-def _prices(prices: Sequence[Price], found: Found) -> list[str]:
-    if not prices:
-        return []
-    best = found.best[0]
-    saved = saved_by_a_gib(prices, found.limit)
-    text = f"saves {seconds_text(saved)}" if saved > 0 else "saves nothing"
-    lines = [f"price of memory: 1 GiB more {text}; the best holds {size_text(best.bytes)}"]
-    for price in prices:
-        text = "nothing fits"
-        if price.scored is not None:
-            text = f"{seconds_text(price.scored.seconds.step)}, {price.scored.grid}"
-        lines.append(f"  {size_text(price.limit):>10}: {text}")
-    return lines
-
-
-def _after(answer: Answer, options: Search) -> list[str]:
+def _after(answer: Answer) -> list[str]:
     found, need = answer.found, answer.minimum_resources
     lines = [
         f"least memory on these ranks: {size_at_least(need.bytes)} ({need.grid})",
@@ -354,8 +334,6 @@ def _after(answer: Answer, options: Search) -> list[str]:
     if answer.changed is not None:
         lines += _changes(found, answer.changed)
     lines += scaling_lines(answer.scaling)
-    if found.best:
-        lines += _costs(found.best[0], found.cluster.size, answer.subject.tokens, options)
     return lines
 
 
@@ -391,22 +369,6 @@ def _changes(found: Found, changed: Found) -> list[str]:
         ratio = found.best[0].seconds.step / after.seconds.step
         line += f": {ratio:.2f} x as fast"
     return [line]
-
-
-def _costs(best: Scored, ranks: int, tokens: int, options: Search) -> list[str]:
-    """Cost and energy of a trillion tokens, or of a million samples without tokens."""
-    each, unit = (tokens, "trillion tokens") if tokens else (1, "million samples")
-    number = TRILLION / each if tokens else 1e6
-    hours = best.seconds.step * number / best.samples * ranks / HOUR
-    lines = []
-    if options.price_per_hour is not None:
-        lines.append(
-            f"a {unit}: {hours:,.0f} device hours, {hours * options.price_per_hour:,.0f} at "
-            f"{options.price_per_hour:g} an hour"
-        )
-    if options.watts is not None:
-        lines.append(f"a {unit}: {hours * options.watts / 1e6:,.2f} MWh at {options.watts:g} W")
-    return lines
 
 
 def _show_why(console: Console, why: ModuleDecision) -> None:

@@ -73,7 +73,7 @@ class TierRates:
 
 @dataclass(frozen=True)
 class Transfer:
-    """Bytes of a transfer that starts with a visit."""
+    """A transfer that starts with a visit."""
 
     # Number of bytes.
     bytes: int

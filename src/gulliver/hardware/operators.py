@@ -154,8 +154,8 @@ def fp8_seconds(
     """
     if FP8 not in device.matmul:
         raise GulliverError(
-            f"{device.name} has no FP8 rate; FP8 needs hardware support, as in an H100 or a 4090, "
-            "and gulliver probe measures its rate"
+            f"{device.name} has no FP8 rate; FP8 needs a GPU such as an H100 or a 4090, whose rate "
+            "gulliver probe measures"
         )
     products = 1 + BACKWARD_OF_LINEAR
     plain = products * matmul_seconds(device, tokens, inputs, outputs, "bfloat16")

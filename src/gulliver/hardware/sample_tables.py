@@ -59,7 +59,7 @@ class TableCosts:
         _check(self.seconds, self.lengths)
         if math.isinf(self.memory):
             raise GulliverError(
-                "the memory per rank is unknown, so the largest batch is not defined; pass memory="
+                "the memory per rank, and so the largest batch, is unknown; pass memory="
             )
 
     @classmethod
@@ -87,7 +87,7 @@ class TableCosts:
             lengths = {shape: _tokens(shape, model["resolutions"]) for shape in seconds}
             cap = float(model["cap_tokens_per_gpu"])
         except OSError as error:
-            raise GulliverError(f"cost table {path}: {error.strerror}") from None
+            raise GulliverError(f"cost table {path} cannot be read: {error.strerror}") from None
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise GulliverError(
                 f"{path} is not a cost table; it needs cost_table, by shape, degree and batch, "
@@ -241,7 +241,7 @@ def _check(
                 )
             if values != sorted(values):
                 raise GulliverError(
-                    f"shape {shape!r} on {degree} ranks: more samples take less time in this "
+                    f"more samples of shape {shape!r} on {degree} ranks take less time in this "
                     "table; measure the costs again"
                 )
     by_length: dict[int, list[tuple[int, float, str]]] = {}
@@ -257,7 +257,7 @@ def _check(
             if after < before / 2:
                 raise GulliverError(
                     f"the table contradicts itself: {long!r} has more tokens than {short!r} but "
-                    f"takes {after:.3g} s, not {before:.3g} s, on {degree} ranks; measure it again"
+                    f"takes less ({after:.3g}, not {before:.3g} s on {degree} ranks); measure again"
                 )
 
 

@@ -201,7 +201,7 @@ class SampleCosts:
     def batches(
         self, shape: SampleShape, degree: int, pac: bool = True, most: int = 4096
     ) -> BatchCosts:
-        """Costs of micro-batches of 1, 2, ... samples on a group of ranks, as far as they fit."""
+        """Costs of micro-batches of 1, 2, ... samples that fit on a group of ranks."""
         fit, model = self.fit, self.model
         tokens = shape.tokens / degree
         each = tokens * (fit.token_bytes + model.depth * fit.block_bytes)
@@ -262,7 +262,7 @@ def fit_samples(
     """
     if len({p.depth for p in points}) < 2 or len({(p.shape, p.batch) for p in points}) < 2:
         raise GulliverError(
-            "sample costs need points with two depths and two batch sizes; measure more"
+            "sample costs need at least two depths and two batch sizes; measure more points"
         )
     if any(not (math.isfinite(p.seconds) and p.seconds > 0 and p.bytes > 0) for p in points):
         raise GulliverError(
@@ -429,11 +429,11 @@ def _read(path: Path | str) -> dict[str, Any]:
         format_, found = values["format"], values["fingerprint"]
         whole = isinstance(found, Mapping) and isinstance(values["fit"], Mapping)
     except OSError as error:
-        raise GulliverError(f"sample costs {path}: {error.strerror}") from None
+        raise GulliverError(f"sample costs {path} cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError) as error:
         raise GulliverError(f"{path} has no sample costs ({error!r})") from None
     if not whole:
-        raise GulliverError(f"{path} has no sample costs (no tables of fingerprint and fit)")
+        raise GulliverError(f"{path} has no sample costs (fingerprint or fit is missing)")
     if format_ != FORMAT:
         raise GulliverError(
             f"{path} has format {format_}, but this version reads {FORMAT}; measure it again"
@@ -447,9 +447,7 @@ def _fit(path: Path | str, rates: Mapping[str, Any]) -> SampleFit:
     except (TypeError, ValueError) as error:
         raise GulliverError(f"{path} has no sample costs ({error})") from None
     if any(not (math.isfinite(rate) and rate >= 0) for rate in vars(fit).values()):
-        raise GulliverError(
-            f"{path} has rates that are not finite numbers of at least 0; measure it again"
-        )
+        raise GulliverError(f"{path} has rates that are negative or not finite; measure it again")
     return fit
 
 

@@ -244,8 +244,8 @@ def layer_seconds(device: Device, weights: int, tokens: int, dtype: str = "float
 
 
 UNFUSED = {0: 3, 1: 8, 2: 21}
-"""Tensors that unfused torch optimizers read and write, by number of states: SGD, SGD with
-momentum, and AdamW.
+"""Number of tensors that unfused torch optimizers read and write, by number of states: SGD, SGD
+with momentum, and AdamW.
 """
 
 

@@ -150,7 +150,7 @@ class Accelerator(accelerate.Accelerator):
         device_placement: bool | None = None,
         evaluation_mode: bool = False,
     ) -> nn.Module:
-        """Moves a model to its device, with autocast and compilation; not yet boosted."""
+        """Moves a model to its device, and adds autocast and compilation; it is boosted later."""
         if isinstance(model, nn.parallel.DistributedDataParallel):
             raise GulliverError("the model is wrapped by DDP; prepare the unwrapped model")
         if any(p.is_meta for p in model.parameters()) or owner_of(model) is not None:

@@ -464,7 +464,7 @@ def choose_plugin(
 
 def _check_plugin(plugin: Plugin, rest: list[str]) -> None:
     if rest:
-        raise GulliverError(f"plugin= and {rest[0]}= exclude each other; pass it to the plugin")
+        raise GulliverError(f"plugin= and {rest[0]}= exclude each other; pass the latter to plugin")
     if isinstance(plugin, HybridParallelPlugin) or not isinstance(
         plugin, TorchDDPPlugin | LowLevelZeroPlugin | GeminiPlugin
     ):

@@ -312,7 +312,7 @@ def _state_below(
 
 
 def mapped_state(booster: Booster, model: nn.Module, folder: Path | None) -> dict[str, Tensor]:
-    """Gathers one tensor at a time, so that the full model is never in memory."""
+    """Returns rank 0's full state, mapped from a file that is written tensor by tensor."""
     main = current_world().is_main
     with TemporaryDirectory(dir=folder if main else None, prefix=".gulliver-") as place:
         path = Path(place) / "model.safetensors"

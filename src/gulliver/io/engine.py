@@ -147,7 +147,7 @@ def check_process(owner: int) -> None:
     """Raises an error if an engine or ticket is used in a forked process."""
     if os.getpid() != owner:
         raise GulliverError(
-            "this I/O engine belongs to the parent process and its threads do not exist here; "
+            "this I/O engine belongs to the parent process, whose threads do not exist here; "
             "create another one after forking"
         )
 
@@ -268,7 +268,7 @@ class Engine(ABC):
     @property
     @abstractmethod
     def regions(self) -> list[tuple[int, int]]:
-        """The pool's memory as (address, bytes): one region at first, plus one per growth."""
+        """The pool's memory as (address, bytes): one region at first, one more per `grow`."""
 
     @property
     @abstractmethod
@@ -362,7 +362,7 @@ class Engine(ABC):
         """
         self._check_process()
         if nbytes > page.nbytes:
-            raise GulliverError(f"{nbytes} bytes exceed the page of {page.nbytes}")
+            raise GulliverError(f"{nbytes} bytes exceed the page of {page.nbytes} bytes")
         request = Request("page", file, offset, page.address, nbytes, priority, page=page)
         return self._submit(request)
 

@@ -134,10 +134,10 @@ class TrainingLoop(ABC):
         return False
 
     def evaluate(self) -> None:  # noqa: B027
-        """Called after every step, before saving, for evaluation and samples."""
+        """Called after every step, before its checkpoint, to evaluate and to draw samples."""
 
     def after_saving(self, stopping: bool) -> bool:
-        """Called after every step, after saving; returns whether a signal stopped the run."""
+        """Called after every step and its checkpoint; returns whether a signal stopped the run."""
         return False
 
     def describe(self, line: dict[str, Any], batch: Any, seconds: float) -> dict[str, str]:

@@ -94,9 +94,10 @@ Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 # [Note: saved tensors] The entire storage of a tensor is copied, once for all its saved views. Two
 # saves share a copy while the storage is alive and unmodified. Parameters and their views, small
 # tensors, and tensor subclasses are not copied. With saved-tensor hooks autograd does not compare
-# versions, so this is done here, with autograd's error message. Nor does it call outer hooks; if
-# these matter, such as hooks that reshard parameters between forward and backward, pass them as
-# `outer`.
+# versions, so this is done here, with autograd's error message.
+#
+# Nor does it call outer hooks; if these matter, such as hooks that reshard parameters between
+# forward and backward, pass them as `outer`.
 #
 # [Note: lifetimes] A copy lives while autograd refers to it: until its node has run, or until the
 # graph is freed without a backward. Its managed tensor is then discarded without I/O and reused for

@@ -266,7 +266,7 @@ STEADY_SHARE = 4
 """Changes of the budget below margin / `STEADY_SHARE` are skipped; each needs a new schedule."""
 WINDOW = 8
 KEPT_SHARE, KEPT_BYTES = 0.4, 64 << 20
-"""Unmanaged memory added to keep freed memory, as a share; minimum unmanaged bytes to keep it."""
+"""If freed memory is kept: reserve as a share of unmanaged memory; minimum bytes of the latter."""
 FEW_WAITS, MANY_WAITS = 0.1, 0.25
 """Shares of step time spent waiting below which freed memory is kept, and above which it is not."""
 
@@ -275,10 +275,11 @@ FEW_WAITS, MANY_WAITS = 0.1, 0.25
 # in the last steps (before the first step, its prediction). It falls immediately and rises by a
 # quarter of the room per step, so that alternating sequence lengths do not move chunks to and fro.
 # Each change needs a new schedule of all moves, which takes longer than a small step, so
-# differences below a quarter of the margin, which are usual between steps, are ignored. Within a
-# step, an alarm half a margin below the limit lowers the budget at the next position by twice the
-# missing amount, because usage that grew so far continues to grow. The budget never falls below the
-# bytes that the manager needs at the same time; a warning is then logged.
+# differences below a quarter of the margin, which are usual between steps, are ignored.
+#
+# Within a step, an alarm half a margin below the limit lowers the budget at the next position by
+# twice the missing amount, because usage that grew so far continues to grow. The budget never falls
+# below the bytes that the manager needs at the same time; a warning is then logged.
 #
 # [Note: freed memory] If steps hardly wait for transfers and there is room, freed memory is kept
 # for the next tensors, which avoids page faults; budgets then leave room for fragmentation. The

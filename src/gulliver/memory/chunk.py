@@ -385,11 +385,11 @@ class Chunk:
         self.pool.counter.add(OPTIMIZER_STATE if self.has_master else PARAMETERS, nbytes)
 
     def opened(self, write: bool = False, moments: bool = False) -> AbstractContextManager[None]:
-        """Context with `master_shard`, and with `moments` all optimizer state, in memory."""
+        """Context in which the master shard, and with `moments` all state, is in memory."""
         return _ALWAYS
 
     def shown(self, fill: bool = False) -> AbstractContextManager[None]:
-        """Context with `master_shard` and all optimizer state readable, or with `fill` writable."""
+        """Context in which shard and optimizer state are readable, or writable with `fill`."""
         return _ALWAYS
 
     @property

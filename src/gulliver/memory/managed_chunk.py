@@ -299,7 +299,7 @@ class ManagedChunk(Chunk):
 
     @contextmanager
     def opened(self, write: bool = False, moments: bool = False) -> Iterator[None]:
-        """Context with `master_shard`, and with `moments` all optimizer state, in the fast tier."""
+        """Context in which the master shard, and with `moments` all state, is in the fast tier."""
         before, outer = self.master_shard, self._stack
         try:
             with ExitStack() as self._stack:
@@ -320,7 +320,7 @@ class ManagedChunk(Chunk):
 
     @contextmanager
     def shown(self, fill: bool = False) -> Iterator[None]:
-        """Context with the shard and all optimizer state readable in place, in any tier."""
+        """Context in which shard and optimizer state are readable in place, in any tier."""
         before = self.master_shard
         try:
             self.master_shard = self._manager.view(self._shard, write=fill)

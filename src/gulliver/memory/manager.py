@@ -147,7 +147,7 @@ class Manager:
             return stored
 
     def arrive(self, managed: ManagedTensor, stored: bool, write: bool) -> Tensor:
-        """Waits for the load of `begin_use`; undoes the use on failure."""
+        """Waits for the load that `begin_use` started; undoes the use on failure."""
         with self._entered():
             try:
                 self._traffic.wait_arrived(managed)
@@ -348,7 +348,7 @@ class Manager:
         return managed
 
     def _check_total(self, managed: ManagedTensor) -> None:
-        """Raises an error early if the tensors do not fit all tiers together."""
+        """Raises an error early if all tiers together are too small for the tensors."""
         total, behind = self._total + managed.kept, self.store.capacity if self.store else 0
         if self.store is not None and total > self.budget + behind:
             raise GulliverError(

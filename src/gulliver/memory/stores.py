@@ -33,9 +33,11 @@ ROOM = 4
 # [Note: pages] A fresh page is filled with zeros and costs a fault on first access, which takes
 # longer than reading its content from a fast disk. Tensors have many sizes, so evicted and loaded
 # tensors seldom have the same size, and freeing one buffer and allocating another would cost a
-# fault for each page that moves. So a buffer has address space to grow, which costs nothing. A
-# buffer that replaces another keeps its pages, and surplus pages are returned to the system
-# immediately (MADV_DONTNEED), even if views of them are left.
+# fault for each page that moves.
+#
+# So a buffer has address space to grow, which costs nothing. A buffer that replaces another keeps
+# its pages, and surplus pages are returned to the system immediately (MADV_DONTNEED), even if views
+# of them are left.
 @dataclass(frozen=True)
 class _Room:
     """Address range of a buffer."""
@@ -58,7 +60,7 @@ class _Room:
         return cls(memory, -first % HUGE if spare else 0, nbytes)
 
     def shown(self, nbytes: int) -> Tensor:
-        """Returns the first bytes as a flat uint8 tensor; bytes beyond must not be touched."""
+        """Returns the first bytes as a flat uint8 tensor; later bytes must not be accessed."""
         # Fewer page faults on first access, which would cost more than a copy. Only for huge pages
         # entirely inside, because an accessed huge page is allocated as a whole.
         if self.nbytes >= HUGE and hasattr(mmap, "MADV_NOHUGEPAGE"):
@@ -330,7 +332,7 @@ class DiskStore:
 
 
 class _Opened:
-    """The open file of a disk store, which lives until all transfers have ended."""
+    """The file of a disk store, which stays open until all transfers have ended."""
 
     def __init__(self, folder: Path, capacity: int, engine: Engine | None) -> None:
         self.under_way: set[DiskTransfer] = set()

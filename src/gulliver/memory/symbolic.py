@@ -78,8 +78,9 @@ class FakeTensors:
 #
 # `activation_peak` runs forward and backward with tensors that have shapes but no memory, under a
 # dispatch mode that sees every operation (`StorageCounter`). A storage counts from the operation
-# that creates it until its last reference ends, including those of autograd: frees are real, only
-# the bytes are not. Operations that are recomputed in backward run and count again there.
+# that creates it until its last reference ends, including references of autograd: allocations and
+# frees happen as in a real step, only without bytes. Operations that are recomputed in backward run
+# and count again there.
 #
 # Parameters and buffers are not counted, nor gradients once they are accumulated, nor the
 # workspaces of kernels, which are not visible from Python. Offloading of activations runs the

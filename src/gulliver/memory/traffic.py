@@ -329,7 +329,7 @@ class Traffic:
             self._begin(managed, memory)
 
     def _is_gone(self, managed: ManagedTensor, wait: bool) -> bool:
-        """Whether a tensor to be loaded again is evicted; with `wait`, waits for the eviction."""
+        """Whether the eviction of a tensor has ended; with `wait`, waits for it."""
         if managed.residency is Residency.LEAVING:
             if wait:
                 self.raise_write_error()

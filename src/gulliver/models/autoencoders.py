@@ -205,7 +205,7 @@ def check_causal(what: Autoencoder, frames: int) -> int:
     if frames < 1 or (frames - 1) % step:
         right = max(0, round((frames - 1) / step)) * step + 1
         raise GulliverError(
-            f"{frames} frames do not fit the autoencoder; use {step} k + 1, such as {right}"
+            f"{frames} frames do not fit the autoencoder; use {step} k + 1 frames, such as {right}"
         )
     return (frames - 1) // step + 1
 
@@ -228,7 +228,7 @@ def check_length(what: Autoencoder, latents: Tensor, num_frames: int | None) -> 
     if wanted != latents.shape[2]:
         raise GulliverError(
             f"{latents.shape[2]} latent frames do not match a clip of {num_frames} frames, which "
-            f"has {wanted}"
+            f"has {wanted} of them"
         )
 
 

@@ -194,7 +194,7 @@ def autoencoder_fields_of(shapes: Shapes) -> tuple[str, dict[str, Any]]:
         if look in AUTOENCODER_LOOKS:
             right += "; for diffusers classes give the folder with its config.json"
         raise GulliverError(
-            f"the weights are not a video autoencoder: they look like {found}; expected {right}"
+            f"the state dict is not a video autoencoder: it looks like {found}; expected {right}"
         )
     try:
         return look.kind, FIELDS[look.kind](shapes)

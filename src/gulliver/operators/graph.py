@@ -185,7 +185,7 @@ def graph_of(trace: Trace, sizes: tuple[int, ...], blocks: Sequence[str]) -> Gra
     trace = with_forks(trace)
     nodes = list(_nodes(trace, blocks))
     if not any(v.flows for v in trace.values):
-        raise GulliverError("the forward computes nothing that has a gradient")
+        raise GulliverError("no result of the forward has a gradient; unfreeze some parameters")
     return Graph(trace, nodes, sizes)
 
 

@@ -80,7 +80,7 @@ def batch_from(plan: Plan) -> Batch:
             made = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
         except (ValueError, AttributeError, TypeError) as error:
             told = plan.describe_field(join("operators.batch", name))
-            raise GulliverError(f"{told}: write dtype and sizes, such as int64 8 x 128") from error
+            raise GulliverError(f"{told} needs dtype and sizes, such as int64 8 x 128") from error
         if name.isdigit():
             args.append(made)
         else:
@@ -112,7 +112,7 @@ def find_operators(
         axes: names and sizes of the mesh axes, slowest links first; None for one axis.
         memory: bytes per rank for state and activations; None for the device's memory.
         optimizer: optimizer whose state is counted; None for Adam.
-        states: number of states that the search keeps per kind.
+        states: maximum partial plans of each kind that the search keeps.
 
     Raises:
         GulliverError: the forward cannot be sharded exactly, or no plan fits in memory.
@@ -297,7 +297,7 @@ class _Compiler:
         )
         some = "; ".join(", ".join(way) for way in list(shardings)[:6])
         raise GulliverError(
-            f"{choice.operator} does not support this layout: {lines}; possible: {some}"
+            f"{choice.operator} does not support this layout: {lines}; supported are {some}"
         )
 
     def _fates(self) -> tuple[dict[int, int], frozenset[int]]:

@@ -355,7 +355,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
     feedback: Any = None
     spreads_state = False
     pipeline: Any = None
-    """Runs batches through pipeline stages; None without a pipeline."""
+    """The pipeline that runs batches through stages; None without one."""
     gives_back = False
     """Whether gathered full parameters are released after use."""
     unfinished = ""

@@ -61,11 +61,11 @@ class Seconds:
 class TierTraffic:
     """State in slower tiers, and the traffic of a step between tiers."""
 
-    # Least limit that suffices.
+    # Smallest sufficient limit.
     minimum: int = 0
     # Bytes of state that are in use at once.
     needed: int = 0
-    # The chunk that decides that.
+    # The chunk that determines this.
     decides: str = ""
     # Bytes of state that always stay on the device.
     stays: MemoryPlan = field(default_factory=MemoryPlan)
@@ -81,7 +81,7 @@ class TierTraffic:
     disk_read: int = 0
     # Bytes that a step writes to that disk.
     disk_written: int = 0
-    # What the step waits for.
+    # The step's bottleneck.
     bottleneck: str = ""
     # Seconds that more memory would save.
     price: str = ""
@@ -91,18 +91,18 @@ class TierTraffic:
 class Predicted:
     """Predicted costs of a step."""
 
-    # Name of the machines that seconds are of.
+    # Name of the cluster for which seconds are predicted.
     cluster: str = ""
     # Seconds of a step, by kind.
     seconds: Seconds = field(default_factory=Seconds)
     # Bytes sent by the first rank in a step; without a sample, those that do not depend on the
     # batch.
     sent: int = 0
-    # Bytes of the fullest rank, by kind.
+    # Bytes of the rank with the most memory, by kind.
     bytes: MemoryPlan = field(default_factory=MemoryPlan)
     # Traffic between tiers; None without a limit.
     moved: TierTraffic | None = None
-    # The fullest rank; the first of equals.
+    # The rank with the most memory; the first of equals.
     fullest: int = 0
 
 

@@ -160,7 +160,7 @@ class ZeroPlan:
 
     # What is sharded: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too.
     stage: int = choice(1, 0, 1, 2, 3)
-    # Size of a chunk; a larger tensor gets its own chunk.
+    # Chunk size; a larger tensor gets a separate chunk.
     chunk_bytes: int = choice(4 * 2**20, least=1)
     # ``auto`` tunes the size in the first steps, ``again`` although an earlier job did.
     tuning: str = choice("off", "off", "auto", "again")
@@ -174,8 +174,7 @@ class ZeroPlan:
     assume_elementwise: bool = False
     # Whether it may be sharded by whole parameters.
     assume_per_parameter: bool = False
-    # Whether a chunk is stepped as soon as its gradient is complete; with `tiers` their own value
-    # counts.
+    # Whether a chunk is stepped as soon as its gradient is complete; `tiers` have a separate value.
     step_in_backward: bool = False
     # Folder that tuning writes ``chunks.json`` to.
     report: str | None = None
@@ -201,7 +200,7 @@ class DDPPlan:
     find_unused_parameters: bool = False
     # Size of a gradient bucket in MiB.
     bucket_mb: int = choice(25, least=1)
-    # Promise that the graph never changes.
+    # Whether the graph never changes (DDP's static_graph).
     static_graph: bool = False
 
 
@@ -209,9 +208,9 @@ class DDPPlan:
 class TensorLayout:
     """How modules are sharded over the tensor axis."""
 
-    # Style by path suffix; overrides what is known of the model.
+    # Style by path suffix; overrides the model's built-in plan.
     rules: dict[str, str] = field(default_factory=dict)
-    # Whether modules that no rule knows stay whole, instead of being rejected.
+    # Whether modules without a rule are replicated instead of rejected.
     replicate_rest: bool = False
     # Style of each path with parameters.
     modules: dict[str, str] = field(default_factory=dict)
@@ -245,11 +244,11 @@ class OperatorPlan:
 
     # Dtype and sizes of each argument of the model, of all ranks together.
     batch: dict[str, str]
-    # Bytes of a rank that it was made for.
+    # Bytes per rank for which it was made.
     budget: int = choice(0, least=0, size=True)
     # The operators of all blocks.
     blocks: tuple[OperatorBlock, ...] = ()
-    # Most bytes of a rank, as predicted; a result.
+    # Predicted peak bytes of a rank; a result.
     peak: int = 0
 
 
@@ -328,7 +327,7 @@ class Wire:
     pipeline: str = "identity"
     # Whether packing errors of a gradient are added to the next one.
     error_feedback: bool = False
-    # Whether gradients are compared with unpacked ones now and then.
+    # Whether gradients are regularly compared with unpacked ones.
     gate: bool = True
 
     @property
@@ -403,11 +402,11 @@ class Work:
     peak_offloaded: int = choice(0, least=0)
     # The same with the plan's choice for each block.
     peak_mixed: int = choice(0, least=0)
-    # The same for the fullest rank of this mesh and recomputation; 0 if not counted.
+    # The same for this mesh and recomputation, on the rank with the most; 0 if not counted.
     peak_rank: int = choice(0, least=0)
-    # Why the step could not be followed with fake tensors; empty if it could.
+    # Reason why the step could not be traced with fake tensors; empty if it could.
     unfollowed: str = ""
-    # Blocks in the order of forward, and last what is outside of them.
+    # Blocks in forward order, followed by everything outside of them.
     blocks: tuple[BlockWork, ...] = ()
     # Sizes of outputs that tensor ranks add up in a forward.
     reduced_forward: tuple[int, ...] = ()

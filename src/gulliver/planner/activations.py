@@ -112,7 +112,7 @@ def _chosen(plan: Plan, model: nn.Module, state: StateBytes, rates: TierRates | 
     allowed: tuple[Choice, ...] = ("keep", "recompute", "offload")
     allowed = allowed if rates is not None else allowed[:2]
     again_s = {b.path: b.forward_s if b.path in again else math.inf for b in work.blocks}
-    again_s[""] = math.inf  # the rest of the step is kept
+    again_s[""] = math.inf  # activations outside of blocks are kept
     blocks = [
         BlockActivations(b.saved, b.output, b.working, b.movable, again_s[b.path])
         for b in work.blocks
@@ -153,7 +153,7 @@ def _best(
     least, _, most = state_needs(state, tiers)
     needed = least if rates is not None else most
     tried = list[tuple[float, int, ActivationChoice]]()
-    # Offloaded activations come back while the state in use stays.
+    # Offloaded activations are loaded while the state in use stays.
     extra = {allowed: max(block.movable for block in blocks), allowed[:2]: 0}
     for some, more in extra.items() if rates is not None else [(allowed, 0)]:
         least, most = least_room(blocks, some), room_without_unseen(whole - needed - more)
@@ -166,7 +166,7 @@ def _best(
                 tried.append((found.seconds + update, found.peak, found))
     if not tried:
         return None
-    # Of equals the choice with the most activations kept.
+    # Among equals, the choice that keeps the most activations.
     seconds, _, found = min(tried, key=lambda t: (t[0], -t[1]))
     return seconds, found
 
@@ -215,7 +215,7 @@ def manage_activations(
     offload, others = ActivationOffload(manager, outer=hooks), manager.release_idle
 
     def release_idle() -> None:
-        offload.sweep()  # a chunk is stepped in backward, and the node before it has just ended
+        offload.sweep()  # a chunk is stepped in backward, right after a node has ended
         if others is not None and not offload.saves:
             others()
 

@@ -107,7 +107,7 @@ def check_family(family: str | None, mode: str | None, size: int) -> None:
         )
 
 
-# Choices by the cost of links: Ulysses or ring, and the all-reduce of tensor ranks.
+# Choices by communication cost: Ulysses or ring, and the all-reduce of tensor ranks.
 
 
 LENGTHS = ("max_position_embeddings", "n_positions")
@@ -134,7 +134,7 @@ def choose_plan(
     cluster = cluster or current_cluster(world_size)
     shape = attention_shape(model, tp_size, causal, length)
     if shape.dtype not in cluster.device.matmul:
-        # Where a dtype was not measured, such as float64, another one tells the plans apart, too.
+        # If a dtype was not measured, such as float64, another one also ranks the plans.
         shape = replace(shape, dtype="float32")
     return choose(cluster, shape, sp_size, stride=tp_size)
 

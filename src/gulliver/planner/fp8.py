@@ -37,17 +37,17 @@ from gulliver.precision.fp8.conversion import (
 )
 from gulliver.precision.fp8.layers import COPIES, SCALINGS, Recipe, SharedDims
 
-# Rows of a layer, where a plan does not know how many a batch has.
+# Rows of a layer, if a plan does not have those of a batch.
 TOKENS = 8192
 
 
-# [Note: as one process] Parity is that of one process with the same recipe on the same
-# micro-batches. Data ranks each quantize their own samples, as a loop over micro-batches would.
-# Ranks that share a layer or a sequence quantize parts of one tensor: where a scale is of a dim
-# that they share, they take the largest magnitude of all of them, by a small all-reduce (`Shared`).
-# A layer whose gradient is a partial sum on each rank cannot be so: FP8 of a sum is not the sum of
-# FP8. Those are kept, and sequences are shared only in models whose linear layers all work on
-# tokens.
+# [Note: as one process] Results equal those of a single process with the same recipe on the same
+# micro-batches. Data ranks each quantize their own samples, like a loop over micro-batches. Ranks
+# that share a layer or a sequence quantize parts of one tensor: if a scale covers a dim that they
+# share, they use the largest magnitude over all of them, by a small all-reduce (`Shared`). This is
+# impossible for a layer with partial gradients on each rank, because the FP8 of a sum is not the
+# sum of FP8 values. Such layers are not converted, and sequences are only sharded in models whose
+# linear layers are all applied per token.
 def fp8_plan(use_fp8: bool | str | Fp8Plan, emulation: bool) -> Fp8Plan | None:
     if isinstance(use_fp8, Fp8Plan):
         return replace(use_fp8, emulated=use_fp8.emulated or emulation)
@@ -66,7 +66,7 @@ def fp8_plan(use_fp8: bool | str | Fp8Plan, emulation: bool) -> Fp8Plan | None:
 def with_fp8(
     plan: Plan, model: nn.Module, tensor: TensorPlan | None, cluster: Cluster | None
 ) -> tuple[Plan, dict[str, str]]:
-    """Adds the FP8 layers to a plan; also returns why others were left in high precision."""
+    """Adds the FP8 layers to a plan; also returns why other layers stay in high precision."""
     fp8 = plan.precision.fp8
     if fp8 is None:
         return plan, {}
@@ -121,7 +121,7 @@ def use_fp8(
     fp8 = plan.precision.fp8
     if fp8 is None:
         return
-    # Rates may have been measured on one rank's machine alone.
+    # Rates may have been measured on one rank's machine only.
     wanted = set(broadcast_object(fp8.layers))
     modules = {path: module for path, module in linear_layers(model) if path in wanted}
     if not modules or any(state_of(module) is not None for module in modules.values()):
@@ -132,8 +132,8 @@ def use_fp8(
 
 
 def _keeps_weights(plan: Plan) -> bool:
-    # Copies of every weight on every rank are what sharded parameters are to avoid, and a pipeline
-    # would have one for each micro-batch in flight.
+    # Sharded parameters avoid copies of every weight on every rank, and a pipeline would have one
+    # copy per micro-batch in flight.
     return plan.stage != 3 and plan.mesh.of("pipeline") == 1
 
 

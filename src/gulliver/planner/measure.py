@@ -350,9 +350,9 @@ def _nbytes(value: Any) -> int:
 
 # Times the blocks of a model on meta one by one, with random weights.
 #
-# The formula counts matrix products. Everything else in a block (norms, activations, rotations,
-# casts, small kernels) takes as long in 16 bits, where products are fast. So one block of each
-# kind gets random weights, inputs of the right shapes, and is timed.
+# The formula counts matrix products. In 16 bits, where products are fast, everything else in a
+# block (norms, activations, rotations, casts, small kernels) takes as long. So one block of each
+# kind is timed with random weights and inputs of the right shapes.
 
 
 ROOM = 4  # a block is timed if it and its gradients need at most 1 / ROOM of the memory
@@ -361,7 +361,7 @@ Seconds = tuple[float, float]  # seconds of a forward pass and of its backward p
 
 
 class _Seen(Exception):
-    """Ends the forward pass once all blocks have been seen."""
+    """Raised to end the forward pass once all blocks have been seen."""
 
 
 class _Call(nn.Module):
@@ -386,7 +386,7 @@ def time_blocks(
     largest = max((_block_bytes(model.get_submodule(path)) for path in paths), default=0)
     if not paths or 2 * largest > room // ROOM:
         return {}
-    # The last of a kind: the first one may get an input without gradient.
+    # The last of a kind, because the first one may get an input without a gradient.
     calls = _calls(model, sample, [found[-1] for found in kinds.values()])
     seconds = dict[str, Seconds]()
     for kind, found in kinds.items():
@@ -474,8 +474,8 @@ def _real(fake: Tensor, device: torch.device) -> Tensor:
 
 # Estimates the costs of a batch in one process from a model's sizes.
 #
-# Counts matrix products and the attention of transformers. Where ranks compute here, a block of
-# each kind is timed, and only what lies outside of blocks is counted.
+# Counts matrix products and the attention of transformers. If the ranks' device is available here,
+# a block of each kind is timed, and only operations outside of blocks are counted.
 
 
 NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}

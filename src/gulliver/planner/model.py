@@ -65,8 +65,8 @@ def dtypes_of(model: nn.Module) -> dict[str, torch.dtype]:
 
 def narrow_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
     """Dtypes, by name, of parameters with a narrower range than their float32 master weights."""
-    # The range of bfloat16 is float32's but for its very end: to look at that, every resumed run
-    # would read all values twice.
+    # The range of bfloat16 is nearly float32's; to check the rest, every resumed run would read all
+    # values twice.
     return {name: dtype for name, dtype in dtypes_of(model).items() if dtype is torch.float16}
 
 
@@ -91,9 +91,8 @@ def modules_kept(model: nn.Module) -> tuple[str, ...]:
 
 def converted(model: nn.Module, kept: Collection[str]) -> Iterator[tuple[str, Tensor]]:
     """Yields the tensors that `convert` converts, by name: parameters and persistent buffers."""
-    # As with Hugging Face's ``from_pretrained(dtype=)`` buffers that are no part of the state dict
-    # keep their dtype: tables that modules compute from, such as rotary frequencies, which 16 bits
-    # would spoil.
+    # As in Hugging Face's ``from_pretrained(dtype=)``, non-persistent buffers keep their dtype:
+    # tables that modules compute with, such as rotary frequencies, are too inexact in 16 bits.
     for path, module in model.named_modules():
         if path in kept:
             continue
@@ -110,7 +109,7 @@ def check_range(model: nn.Module, dtype: torch.dtype, kept: Collection[str]) -> 
         if not wider or tensor.is_meta or not tensor.numel():
             continue
         values = tensor.detach()
-        # One pass that makes no copy; values that are no numbers, or infinite already, take more.
+        # One pass without a copy; more only if values are NaN or infinite.
         if torch.stack(torch.aminmax(values)).to(dtype).isfinite().all():
             continue
         lost = values.isfinite() & ~values.to(dtype).isfinite()
@@ -146,9 +145,8 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
 
 # Mixed precision: a model's own call runs under autocast.
 #
-# By hooks, not by a wrapped forward: a deep copy of the model (an average of its weights, say)
-# takes hooks along, while a wrapped forward would continue calling the model that it was copied
-# from.
+# By hooks, not by a wrapped forward: a deep copy of the model (such as an average of its weights)
+# has its own hooks, but a wrapped forward would still call the original model.
 
 
 PRECISIONS = {"bf16": torch.bfloat16}
@@ -184,10 +182,10 @@ def autocast_calls(model: nn.Module, device: str, precision: str) -> None:
     model.register_forward_hook(hooks.leave, always_call=True)
 
 
-# Blocks of a model: what is recomputed, or whose activations are offloaded.
+# Blocks of a model, which are recomputed or whose activations are offloaded.
 #
 # A transformers model names its blocks and has a switch for each. In other models they are the
-# modules in its innermost lists.
+# modules in the innermost lists.
 
 
 LISTS = (nn.ModuleList, nn.Sequential)
@@ -204,8 +202,8 @@ def has_switch(model: nn.Module) -> bool:
 
 def blocks_of(model: nn.Module) -> tuple[str, ...]:
     """Paths of a model's blocks; empty if there are fewer than two."""
-    # A block has several layers: single ones of torch have nothing to keep but their input. Modules
-    # of a block's class that are in no list are blocks, too.
+    # A block has several layers, because single torch layers only save their input. Modules of a
+    # block's class outside of lists are also blocks.
     found = _within(model, "")
     paths = dict(model.named_modules())
     kinds = {type(paths[path]) for path in found} - set(LISTS)
@@ -228,17 +226,18 @@ def _within(module: nn.Module, path: str) -> list[str]:
 
 
 def _is_block(module: nn.Module) -> bool:
-    if isinstance(module, nn.ModuleList | nn.ModuleDict):  # nobody calls it
+    if isinstance(module, nn.ModuleList | nn.ModuleDict):  # it is never called
         return False
-    if hasattr(module, "base_layer"):  # a layer with adapters beside it
+    if hasattr(module, "base_layer"):  # a layer with adapters
         return False
     single = type(module).__module__.startswith("torch.nn") and not list(module.children())
     return not single and any(True for _ in module.parameters())
 
 
 def recomputable_blocks(model: nn.Module) -> tuple[str, ...]:
-    # The innermost ones that transformers offers, ``""`` for a model that offers none and has the
-    # switch, else those of `blocks_of` without running statistics, which would take a batch twice.
+    # The innermost ones that transformers names, ``""`` for a model that names none but has the
+    # switch, otherwise those of `blocks_of` without running statistics, which recomputation would
+    # update twice.
     if not has_switch(model):
         return tuple(p for p in blocks_of(model) if not _has_statistics(model.get_submodule(p)))
     offering = [p for p, m in model.named_modules() if hasattr(m, "gradient_checkpointing")]
@@ -261,7 +260,7 @@ def recompute_blocks(model: nn.Module, paths: Sequence[str], offering: Iterable[
     if not has_switch(model):
         recompute_modules(model, paths)
         return
-    with warnings.catch_warnings(action="ignore"):  # names that transformers has newer ones for
+    with warnings.catch_warnings(action="ignore"):  # old names that transformers has replaced
         model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
     for path in set(offering) - set(paths):
         vars(model.get_submodule(path))["gradient_checkpointing"] = False

@@ -91,9 +91,9 @@ def packed(
     return packed_message(message, wire, rates(wire), item)
 
 
-# Seconds of a step of a plan: compute, messages and waits of a rank.
+# Seconds of a plan's step: compute, messages and waits of a rank.
 #
-# Formulas of seconds are in `gulliver.hardware`; here is which messages a plan makes.
+# Formulas for seconds are in `gulliver.hardware`; this file determines a plan's messages.
 
 
 HALVES = {"bf16": "bfloat16", "fp16": "float16"}
@@ -222,9 +222,9 @@ def free_share(device: Device, ranks: int) -> float:
 
 
 def _computed(plan: Plan, share: float) -> float:
-    # [Note: what tensor ranks do not divide] Norms, residual additions and rotary embeddings see
-    # whole hidden states on every tensor rank. They have few parameters but take a tenth of a
-    # forward or more, so seconds are divided by where they were spent.
+    # [Note: what tensor ranks do not divide] Every tensor rank computes norms, residual additions
+    # and rotary embeddings on full hidden states. They have few parameters but take a tenth of a
+    # forward or more, so only the seconds of sharded modules are divided.
     tensor, measured = plan.mesh.of("tensor"), plan.work.share_cut
     if tensor == 1 or not measured:
         return share
@@ -243,7 +243,7 @@ def attention_sends(plan: Plan, model: nn.Module) -> Volume:
         half = plan.precision.parameters
         half = plan.precision.autocast if half == "none" else half
         return volume(sequence_plan(plan), replace(shape, dtype=HALVES.get(half, shape.dtype)))
-    # For pictures and clips, whose tokens the model makes, each tensor is like a hidden state.
+    # For images and clips, whose tokens the model creates, each tensor counts like a hidden state.
     part, u = work.hidden_bytes / degree, plan.sequence.ulysses
     exchanged, hops = 4 * part * (1 - 1 / u), degree // u - 1
     return Volume(exchanged, exchanged, 2 * part * hops, 4 * part * hops)
@@ -287,7 +287,7 @@ def _costs(
 def passes(work: Work, share: float, tensor: int, times: int) -> tuple[float, float]:
     """Forward and backward seconds of a batch in micro-batches, summed over stages."""
     # [Note: what does not shrink] Ranks that share a model, and micro-batches, divide the FLOPs.
-    # But each of them launches every operation and reads all of its weights.
+    # But each of them launches every operation and reads all its weights.
     least = times * work.weights_s / tensor
     return (
         max(share * work.forward_s, least) + times * work.launch_forward_s,
@@ -349,7 +349,7 @@ def model_messages(
         yield from _sequence_messages(plan, links["sequence"], again, blocks, own, attention)
     if "pipeline" in links:
         micro = plan.pipeline.micro_batches
-        # The seconds of the schedule include what of them is not hidden.
+        # The seconds of the schedule include their exposed part.
         size, line = plan.work.hidden_bytes // micro, links["pipeline"]
         yield Message("sends", size, line, micro, True, behind_s=math.inf)
 
@@ -407,7 +407,7 @@ def _sequence_messages(
             launches = exchange_launches(u)
             yield Message("all_to_all", int(size), [(u, line[0][1])], count, launches=launches)
         if ring > 1:
-            # In backward keys and values go round the ring, and their gradients separately.
+            # In backward keys and values circulate in the ring, and their gradients separately.
             each = 1 if beside == "forward" else 2
             number = (ring - 1) * each
             # The part of an attention that a ring computes during one hop.
@@ -451,7 +451,7 @@ def zero_messages(
 ) -> Iterator[Message]:
     """ZeRO's messages of one size, each with the pass that overlaps it."""
     gathers = kind == "all_gather"
-    # Stages that keep no whole gradients reduce them after every backward.
+    # Stages without full gradient buffers reduce gradients after every backward.
     once = stage < 2 or (stage == 2 and gathers)
     part, number = (1 / times, number) if once else (1.0, number * times)
     message = Message(kind, size, line, number, True, part=part, reads=True)  # type: ignore[arg-type]

@@ -55,7 +55,7 @@ class ResolvedPlan:
     optimizer: torch.optim.Optimizer | None = None
     # How tensors are sharded over the tensor axis; None if they are not.
     tensor: TensorPlan | None = None
-    # Blocks and their cut; None without a pipeline.
+    # Blocks and their assignment to stages; None without a pipeline.
     stages: Stages | None = None
     _sizes: dict[tuple[int, int], list[TensorSize]] = field(
         default_factory=dict, compare=False, repr=False
@@ -85,9 +85,9 @@ def rank_state(resolved: ResolvedPlan, place: tuple[int, int]) -> StateBytes:
 
 def order_of_use(plan: Plan, model: nn.Module) -> list[str]:
     """Parameter names in forward order, if chunks follow that order."""
-    # A tied one appears at each of its names. The order matters where several ranks gather chunks,
-    # in one common order: a chunk used before others that precede it gathers those too, so the
-    # first step, whose order is not known yet, would hold nearly the whole model.
+    # A tied parameter appears under each name. The order matters if several ranks gather chunks in
+    # a common order: using a chunk also gathers all chunks that precede it, so with an unsuitable
+    # order the first step would hold nearly the full model.
     if plan.limited and not plan.mesh.names_model:
         return []
     if not plan.limited and plan.mesh.replicas == 1:
@@ -151,7 +151,7 @@ def places(plan: Plan) -> dict[tuple[int, int], int]:
 def largest_residency(
     states: Sequence[StateBytes], tiers: Tiers, work: Work, policy: Policy = "planned"
 ) -> StateResidency:
-    """Residency on the rank that needs the most memory; errors name the minimum over all ranks."""
+    """Residency on the rank that needs the most memory; errors name the limit that suffices."""
     ordered = sorted(states, key=lambda state: -least_bytes(state, tiers))
     first, *_ = (find_residency(state, tiers, work, policy) for state in ordered)
     return first
@@ -280,7 +280,7 @@ def state_bytes(plan: Plan, sizes: list[TensorSize]) -> StateBytes:
     order = list(dict.fromkeys([*order, *(t.name for t in sizes)])) if order else []
     layouts = ordered_layouts(sizes, order, zero.chunk_bytes, zero.stage, plan.mesh.replicas)
     parts = plan.mesh.replicas if zero.stage else 1
-    # A plan describes the first rank; a limit is the same for all and must suffice for each.
+    # A plan describes the first rank, but the same limit must suffice for every rank.
     ranks = parts if zero.tiers is not None else 1
     states = {t.name: t.states for t in sizes}
     uses = _uses(sizes, [slot.name for layout, _, _ in layouts for slot in layout.slots])
@@ -331,7 +331,7 @@ def _chunk_bytes(
 
 
 def _shown_bytes(wires: ZeroWires, layout: ChunkLayout, dtype: torch.dtype) -> int:
-    """Bytes of the unpacked copy of a shard, needed if parameters travel in a packed format."""
+    """Bytes of the unpacked copy of a shard, which exists if parameters are sent packed."""
     packed = wires.of_parameters(layout.parts, layout.part_size, dtype) is not IDENTITY
     return layout.part_size * dtype.itemsize * packed
 
@@ -350,7 +350,7 @@ def _uses(sizes: list[TensorSize], laid_out: list[str]) -> tuple[str, ...]:
 
 def _taken(plan: Plan, chunks: Sequence[ChunkBytes]) -> tuple[tuple[int, ...], ...]:
     """Sizes of offloaded activations, grouped by the last chunk that their block uses."""
-    # Of a block only the total and the largest size are known: assume equal ones.
+    # Only the total and the largest size of a block are known; assume equal sizes.
     tiers = plan.tiers
     if tiers is None or not tiers.takes_activations:
         return ()

@@ -46,7 +46,7 @@ class PendingMove:
     """A pending transfer of an object between tiers."""
 
     key: Key
-    # Bytes that move, in whole pages; 0 for new memory, which is not read.
+    # Bytes that move, in full pages; 0 for new memory, which is not read.
     nbytes: int
     # Whether it leaves device memory.
     write: bool
@@ -64,7 +64,7 @@ class ReplayedUse:
     phase: str
     # Number of the chunk.
     chunk: int
-    # What is read and written, in order.
+    # Reads and writes, in order.
     moves: list[PendingMove] = field(default_factory=list)
     # The same between host and disk.
     behind: list[PendingMove] = field(default_factory=list)
@@ -83,11 +83,11 @@ class TierContents:
     core: Replacement
     # Objects in it.
     keys: set[Key] = field(default_factory=set)
-    # Objects that have left it in the last step.
+    # Objects evicted from it in the last step.
     left: set[Key] = field(default_factory=set)
     # Bytes of the objects in it.
     bytes: int = 0
-    # Moves of objects not used since, and the visits in which they began.
+    # Moves of objects that were not used since, and the visits in which they began.
     coming: dict[Key, tuple[PendingMove, int]] = field(default_factory=dict)
 
     def move(self, move: Move, key: Key, size: int, visits: int) -> PendingMove | None:
@@ -127,7 +127,7 @@ class Replay:
     ) -> None:
         self.state, self.tiers = state, tiers
         self.counter, self.decides = ByteCounter(), 0
-        # Most bytes of device memory at once, in use or not.
+        # Peak bytes of device memory, in use or not.
         self.most = 0
         ahead = tiers.ahead or None
         self._core = Replacement(budget, backed=backed, ahead=ahead, policy=policy)
@@ -160,7 +160,7 @@ class Replay:
             name = f"{one.kind} of chunk {one.chunk}"
             self._run(self._core.add(one.key, name, whole_pages(one.nbytes), filled))
             if one.key[0] == "copy" or shares is None:
-                continue  # a copy is there for the length of a step
+                continue  # a copy exists during a step
             if shares.keeps(one.kind, one.nbytes):
                 self._run(self._core.use(one.key, write=True))
 
@@ -187,12 +187,12 @@ class Replay:
             self._middle.core.end_step()
         return self._seen
 
-    # [Note: what is in use at once] A single rank computes with the objects that hold its
-    # parameters and gradients: they are pinned from the first use of a module until the next
-    # module's, and a module may have parameters in several chunks. With several ranks, or float32
-    # copies, whole chunks are gathered into lent buffers, and an object is pinned only while it is
-    # copied; reduced gradients are pinned while in flight. The number in flight depends on memory:
-    # without room, those in flight are waited for.
+    # [Note: bytes in use together] A single rank computes with the objects that hold its parameters
+    # and gradients: they are held from the first use of a module until the next module's, and a
+    # module may have parameters in several chunks. With several ranks, or master weights, full
+    # chunks are gathered into temporary buffers, and an object is held only while it is copied;
+    # reduced gradients are held while in flight. The number in flight depends on memory: without
+    # room, the rank waits for them.
 
     def _alone(self) -> None:
         count = range(len(self.state.chunks))
@@ -350,7 +350,7 @@ class Replay:
         self._stepped.add(number)
         extra = sum(self.state.moments[number]) * (first and self.state.moments_twice)
         keys: list[Key] = [("master", number), *moments, gradient]
-        if first:  # moments are made where the step has need of them
+        if first:  # moments are allocated when the step needs them
             keys = [("master", number), gradient, *moments]
         for key in keys:
             if extra and key == moments[0]:
@@ -363,7 +363,7 @@ class Replay:
         if not self.tiers.step_in_backward:
             self._kept.append(number)  # until zero_grad
 
-    # What is asked of the manager.
+    # Requests to the manager.
 
     def use(self, key: Key, write: bool = False, fresh: bool = False) -> None:
         self._decide(lambda: self._core.use(key, write, fresh))
@@ -401,7 +401,7 @@ class Replay:
             actions = decide()
         self._run(actions)
         if self._core.minimum > before:
-            # Number of the chunk that needed most at once.
+            # Number of the chunk at whose use the peak occurred.
             self.decides = self._seen[-1].chunk
 
     def visit(self, phase: str, number: int) -> None:

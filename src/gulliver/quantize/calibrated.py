@@ -70,7 +70,7 @@ def replace_calibrated(
         weight = matrix_of(modules[path])
         largest = largest_of(weight, path)
         if modes[path] == "int4":
-            check_int4(largest, weight.shape[1], path)
+            check_int4(largest, path)
     blocks = _called(model, modules, modes, batches)
     rounded: dict[str, Rounded] = {}
     for number, (name, calls) in enumerate(blocks.items(), 1):

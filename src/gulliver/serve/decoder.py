@@ -22,15 +22,23 @@ from torch import Tensor, nn
 
 from gulliver.checkpoint.files import read_json
 from gulliver.errors import GulliverError, nearest
-from gulliver.precision.int8.formats import GROUP, check_int4, largest_of, to_int4, to_int8
+from gulliver.precision.int8.formats import (
+    GROUP,
+    check_int4,
+    largest_of,
+    sensitive_paths,
+    to_int4,
+    to_int8,
+)
 from gulliver.precision.int8.layers import QuantizedLinear
+from gulliver.serve import gguf
 from gulliver.serve.attention import LayerShape, ModelShape, Pages, tree_of
 from gulliver.serve.batch import Batch
 from gulliver.serve.options import ModelOptions
 
 _log = logging.getLogger("gulliver")
 
-INTERFACE = 2
+INTERFACE = 3
 """Version of the extension's interface, increased on both sides when calls change."""
 EXTENSION = "gulliver.serve._decoder"
 VARIABLE = "GULLIVER_DECODER"
@@ -202,12 +210,12 @@ class NativeDecoder:
         outputs, inputs = weight.shape
         kind = KINDS.get(weight.dtype)
         if scale is not None:
-            kind, inputs = (INT4, 2 * inputs) if scale.dim() == 2 else (INT8, inputs)
+            kind, inputs = (INT4, 2 * inputs) if scale.dim() == 3 else (INT8, inputs)
         if kind is None or inputs % 16:
             raise Unfit(f"{name} has unsupported shape {[outputs, inputs]} or dtype {weight.dtype}")
         return [
             self._address(weight) + first * weight.stride(0) * weight.element_size(),
-            0 if scale is None else self._address(scale) + first * scale.stride(0) * 4,
+            0 if scale is None else self._address(scale) + first * scale[0].nbytes,
             0 if bias is None else self._address(bias.detach().float()) + first * 4,
             *(outputs - first if count is None else count, inputs, kind),
         ]
@@ -291,10 +299,11 @@ NORMS = ("input_layernorm", "post_attention_layernorm")
 def read_dense(
     folder: Path, options: ModelOptions, dtype: torch.dtype
 ) -> tuple[DenseModel, int, list[int]]:
-    """Reads a folder's model; also returns its context and the tokens that end a text."""
+    """Reads a folder's or GGUF file's model, its context and the tokens that end a text."""
     if problem := native_problem():
         raise Unfit(problem)
-    config = read_json(folder / "config.json")
+    gguf_file = gguf.is_gguf(folder)
+    config = gguf.read_config(folder) if gguf_file else read_json(folder / "config.json")
     kind = config.get("model_type")
     windowed = config.get("use_sliding_window") or (
         kind == "mistral" and config.get("sliding_window", 0) is not None
@@ -309,7 +318,8 @@ def read_dense(
         kv_heads, dim = config.get("num_key_value_heads") or heads, config.get("head_dim")
         dim = dim or hidden // heads
         frequencies = rotary_frequencies(config, dim)
-        tensors = _mapped(folder)
+        as_is = options.quantize is None and options.dtype is None
+        tensors = gguf.read_tensors(folder, as_is) if gguf_file else _mapped(folder)
     except KeyError as error:
         raise Unfit(f"its files lack {error}") from None
     queries, keys = heads * dim, kv_heads * dim
@@ -331,20 +341,30 @@ def read_dense(
     shapes[f"{head}.weight"] = vocabulary, hidden
     if tied:
         tensors.pop("lm_head.weight", None)
+    if gguf.ROTARY in tensors:
+        frequencies = tensors[gguf.ROTARY].tolist(), frequencies[1]
     tensors = {n: t for n, t in tensors.items() if not n.endswith("rotary_emb.inv_freq")}
-    if {name: tuple(t.shape) for name, t in tensors.items()} != shapes:
+    packed = {n.removesuffix("_scale") for n in tensors if n.endswith("weight_scale")}
+    sizes = {
+        n: (len(t), 2 * t.shape[1]) if n in packed else tuple(t.shape)
+        for n, t in tensors.items()
+        if not n.endswith("weight_scale")
+    }
+    if sizes != shapes:
         raise Unfit("its tensors do not match its configuration")
-    if any(tensor.dtype not in KINDS for tensor in tensors.values()):
+    floats = {n: tensors[n] for n in sizes if n not in packed}
+    if any(tensor.dtype not in KINDS for tensor in floats.values()):
         raise Unfit("its files have unsupported dtypes")
-    tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
+    tensors |= {name: tensor.to(dtype) for name, tensor in floats.items()}
     if options.quantize is not None:
-        head = _quantize(tensors, head, options.quantize)
+        head = _quantize(tensors, head, options.quantize, count)
     layer = LayerShape(kv_heads, dim, dim**-0.5)
     shape = ModelShape((layer,) * count, dtype, vocabulary)
     model = DenseModel(
         *(tensors, shape, heads, activation, epsilon, [frequencies], [0] * count, head)
     )
-    return model, context, _end_tokens(folder, config)
+    ends = gguf.end_ids(folder) if gguf_file else _end_tokens(folder, config)
+    return model, context, ends
 
 
 def _mapped(folder: Path) -> dict[str, Tensor]:
@@ -364,17 +384,18 @@ def _mapped(folder: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def _quantize(tensors: dict[str, Tensor], head: str, mode: str) -> str:
+def _quantize(tensors: dict[str, Tensor], head: str, mode: str, count: int) -> str:
     """Quantizes the linear layers as `gulliver.replace_module` does; returns the head's name."""
     if head != "lm_head":  # the embedding stays as it is
         tensors["lm_head.weight"] = tensors[f"{head}.weight"]
-    for name in [
-        n.removesuffix(".weight") for n in tensors if n.endswith(("_proj.weight", "lm_head.weight"))
-    ]:
+    names = [f"model.layers.{number}.{name}" for number in range(count) for name in LINEAR]
+    names.append("lm_head")
+    sensitive = sensitive_paths(names)
+    for name in names:
         weight = tensors[f"{name}.weight"]
         largest = largest_of(weight, name)
-        if mode == "int4" and weight.shape[1] % GROUP == 0:
-            check_int4(largest, weight.shape[1], name)
+        if mode == "int4" and weight.shape[1] % GROUP == 0 and name not in sensitive:
+            check_int4(largest, name)
             values = to_int4(weight)
         else:
             values = to_int8(weight, largest)

@@ -24,6 +24,7 @@ from gulliver.checkpoint.huggingface import ModelWeights
 from gulliver.checkpoint.weights import TensorInfo, Weights
 from gulliver.errors import GulliverError, nearest
 from gulliver.memory.parts import Part
+from gulliver.serve.tokenizer import FileTokenizer, is_plain
 
 SUFFIX = ".gguf"
 
@@ -197,7 +198,8 @@ class GgufFile:
 
     def _string(self) -> str:
         start = self._at + 8
-        self._at = start + self._unpack("<Q")[0]
+        # A vocabulary has hundreds of thousands: `_unpack` would take twice as long.
+        self._at = start + int.from_bytes(self._map[start - 8 : start], "little")
         if self._at > len(self._map):
             raise struct.error("a text ends after the file")
         return self._map[start : self._at].decode()
@@ -215,12 +217,26 @@ class GgufFile:
     def _bytes(self, one: Stored) -> int:
         return math.prod(one.shape) // one.format.weights * one.format.bytes
 
+    def _blocks(self, one: Stored) -> Tensor:
+        raw = np.frombuffer(self._map, np.uint8, self._bytes(one), one.offset)
+        return torch.from_numpy(raw).view(-1, one.format.bytes)
+
     def tensor(self, name: str) -> Tensor:
         """Reads a tensor as float32."""
         one = self.tensors[name]
-        raw = np.frombuffer(self._map, np.uint8, self._bytes(one), one.offset)
-        blocks = torch.from_numpy(raw).view(-1, one.format.bytes)
-        return one.format.dequantize(blocks).view(one.shape)
+        return one.format.dequantize(self._blocks(one)).view(one.shape)
+
+    def int4(self, name: str) -> tuple[Tensor, Tensor] | None:
+        """Reads a 4-bit tensor in the format of `to_int4`; None for other formats."""
+        one = self.tensors[name]
+        if one.format.name not in ("Q4_0", "Q4_1") or len(one.shape) != 2:
+            return None
+        blocks, rows = self._blocks(one), one.shape[0]
+        at = one.format.bytes - 16
+        pairs = blocks[:, :at].contiguous().view(torch.float16)
+        if at == 2:  # Q4_0: values from -8 on
+            pairs = torch.cat([pairs, -8 * pairs], 1)
+        return blocks[:, at:].reshape(rows, -1).view(torch.int8), pairs.view(rows, -1, 2)
 
     def get(self, key: str, default: Any = None) -> Any:
         """Returns a metadata value of the architecture, such as ``block_count``."""
@@ -289,6 +305,11 @@ def build_config(path: Path) -> Any:
     """Builds transformers' configuration from a file's metadata."""
     from transformers import AutoConfig
 
+    return AutoConfig.for_model(**read_config(path))
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Returns what transformers' ``config.json`` would have, from a file's metadata."""
     file = open_file(path)
     if file.architecture not in TYPES:
         raise GulliverError(
@@ -305,6 +326,7 @@ def build_config(path: Path) -> Any:
     if scaling == "linear":
         rope |= {"rope_type": "linear", "factor": file.get("rope.scaling.factor", 1.0)}
     values = {
+        "model_type": TYPES[file.architecture],
         "vocab_size": file.tensors["token_embd.weight"].shape[0],
         "max_position_embeddings": file.get("context_length"),
         "hidden_size": hidden,
@@ -318,6 +340,8 @@ def build_config(path: Path) -> Any:
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": "blk.0.attn_output.bias" in file.tensors,
     }
+    if not file.architecture.startswith("gemma"):
+        values["hidden_act"] = "silu"
     if file.architecture == "gemma3":
         local = {"rope_type": "default", "rope_theta": file.get("rope.freq_base_swa", 1e4)}
         values["rope_parameters"] = {"full_attention": rope, "sliding_attention": local}
@@ -325,7 +349,7 @@ def build_config(path: Path) -> Any:
         # Only the largest model scales its queries by a size other than the head dim.
         largest = file.get("block_count") == 62
         values["query_pre_attn_scalar"] = hidden // heads if largest else values["head_dim"]
-    return AutoConfig.for_model(TYPES[file.architecture], **values)
+    return values
 
 
 def check_names(path: Path, model: Any) -> None:
@@ -360,25 +384,43 @@ class GgufWeights(ModelWeights):
         }
         computed = {}
         for name, info in infos.items():
-            computed[name] = [(0, info.numel, name, lambda name=name: {name: self._value(name)})]
+            computed[name] = [(0, info.numel, name, lambda name=name: {name: self.value(name)})]
         super().__init__(_NoWeights(path), {}, computed, infos, {})
         self._file = file
 
-    def _value(self, name: str) -> Tensor:
+    def value(self, name: str) -> Tensor:
+        """Reads a parameter as float32."""
         file, kept = self._file, self._file.names[name]
         value = file.tensor(kept)
         if name == ROTARY:
             return _frequencies(file) / value
         if file.architecture.startswith("gemma") and kept.endswith("norm.weight"):
             return value - 1
-        heads = {
-            "attn_q": file.get("attention.head_count"),
-            "attn_k": file.get("attention.head_count_kv", file.get("attention.head_count")),
-        }.get(kept.split(".")[-2])
-        if file.architecture == "llama" and heads is not None:
-            # llama.cpp stores the rows of a head in pairs; transformers rotates halves.
-            return value.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+        return _halves(file, kept, value)
+
+
+def _halves(file: GgufFile, kept: str, value: Tensor) -> Tensor:
+    """Orders rows of queries and keys as transformers, which rotates halves of a head."""
+    heads = {
+        "attn_q": file.get("attention.head_count"),
+        "attn_k": file.get("attention.head_count_kv", file.get("attention.head_count")),
+    }.get(kept.split(".")[-2])
+    if file.architecture != "llama" or heads is None:
         return value
+    # llama.cpp stores the rows of a head in pairs.
+    return value.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+
+
+def read_tensors(path: Path, packed: bool) -> dict[str, Tensor]:
+    """Reads all tensors of a model; with `packed`, 4-bit ones stay in the format of `to_int4`."""
+    file, weights, found = open_file(path), GgufWeights(path), dict[str, Tensor]()
+    for name, kept in file.names.items():
+        pair = file.int4(kept) if packed and name.endswith("_proj.weight") else None
+        if pair is None:
+            found[name] = weights.value(name)
+        else:
+            found[name], found[f"{name}_scale"] = (_halves(file, kept, one) for one in pair)
+    return found
 
 
 class _NoWeights(Weights):
@@ -423,9 +465,8 @@ ENDS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<|endoftext|>", "<end_of_turn>",
 
 
 def read_tokenizer(path: Path) -> Any:
-    """Builds a transformers tokenizer from a file, with its chat template."""
+    """Builds a tokenizer from a file, with its chat template."""
     import tokenizers
-    from transformers import PreTrainedTokenizerFast
 
     file = open_file(path)
     about: dict[str, Any] = {
@@ -453,9 +494,12 @@ def read_tokenizer(path: Path) -> Any:
         built.post_processor = tokenizers.processors.TemplateProcessing(
             f"{begin} $A", f"{begin} $A {begin} $B", [(begin, about["bos_token_id"])]
         )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=built, chat_template=file.metadata.get("tokenizer.chat_template"), **named
-    )
+    template = file.metadata.get("tokenizer.chat_template")
+    if is_plain(template):
+        return FileTokenizer(built, template, named)
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(tokenizer_object=built, chat_template=template, **named)
 
 
 def end_ids(path: Path) -> list[int]:

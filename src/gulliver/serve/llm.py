@@ -24,7 +24,6 @@ from gulliver.errors import GulliverError
 from gulliver.serve.batch import Drafter, Runner
 from gulliver.serve.decoder import Unfit, read_dense
 from gulliver.serve.engine import Engine
-from gulliver.serve.gguf import is_gguf
 from gulliver.serve.local import DenseRunner, LocalRunner
 from gulliver.serve.options import EngineOptions, ModelOptions
 from gulliver.serve.requests import Prompt, chat_tokens, listed
@@ -52,7 +51,7 @@ def open_runner(
 
         runner = start_ranks(folder, options, sequences)
         return runner, end_tokens(build_on_meta(folder, torch.float32), tokenizer)
-    if options.decoder == "native" and options.limit is None and not is_gguf(folder):
+    if options.decoder == "native" and options.limit is None:
         try:
             dense, context, ends = read_dense(folder, options, kept_dtype(folder, options.dtype))
             context = context_of(context, options.seq_length)

@@ -105,6 +105,13 @@ def _environment() -> Any:
     return made
 
 
+def is_plain(template: Any) -> bool:
+    """Whether a template is a single one without `generation` tags, which transformers adds."""
+    if not isinstance(template, str | None):
+        return False
+    return "generation %}" not in (template or "").replace("-%}", " %}")
+
+
 def read_tokenizer(folder: Path) -> FileTokenizer | None:
     """Reads a folder's tokenizer; None if only transformers can read it."""
     file, more = folder / "tokenizer.json", folder / "tokenizer_config.json"
@@ -118,10 +125,7 @@ def read_tokenizer(folder: Path) -> FileTokenizer | None:
         return None
     if (folder / "chat_template.jinja").is_file():
         template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
-    # Several templates, and `generation` tags, need transformers.
-    if not isinstance(template, str | None) or "generation %}" in (template or "").replace(
-        "-%}", " %}"
-    ):
+    if not is_plain(template):
         return None
     from tokenizers import Tokenizer
 

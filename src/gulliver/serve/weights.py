@@ -644,7 +644,7 @@ def check_memory(folder: Path, dtype: str | None, quantize: str | None) -> None:
         return
     size, kept = _sizes(folder)
     free = free_bytes(torch.device("cpu"))
-    bits = {"int4": 5, "int8": 9, "int8_dynamic": 9, "bfloat16": 16, "float32": 32}
+    bits = {"int4": 6, "int8": 9, "int8_dynamic": 9, "bfloat16": 16, "float32": 32}
     mine = quantize or dtype or str(kept).removeprefix("torch.")
     needs = size * bits[mine] // 8
     if needs <= free:

@@ -61,7 +61,7 @@ class Action:
 # the distance for those that must be written first.
 
 
-Policy = Literal["planned", "farthest", "recent"]
+Policy = Literal["planned", "farthest"]
 LONGEST = 1 << 16  # maximum number of events after which a step ends automatically
 FARTHEST_JUMP = 4  # the cursor may skip at most 1 / FARTHEST_JUMP of a step at once
 
@@ -270,7 +270,7 @@ class Replacement:
         return self.budget, self.lent, {key: o.pins for key, o in self._objects.items() if o.pins}
 
     def _plan(self, events: Sequence[Event]) -> None:
-        if self.policy == "recent" or not self.backed:
+        if not self.backed:
             return
         sizes = {key: found.nbytes for key, found in self._objects.items()}
         if self.cycle is not None:
@@ -414,7 +414,7 @@ class Replacement:
         return sorted(idle, key=lambda pair: self._rank(*pair))
 
     def _rank(self, key: Hashable, found: _Object) -> tuple[float, int]:
-        if self.cycle is None or self.policy == "recent":
+        if self.cycle is None:
             return 0.0, found.last
         distance = self.cycle.next_use(key, self._cursor) - self._cursor
         return -distance / (1 if found.stored else 2), found.last

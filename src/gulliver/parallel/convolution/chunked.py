@@ -133,8 +133,8 @@ def boxes_of(
             continue
         if sizes[longest] <= 1:
             raise GulliverError(
-                f"one output position of a convolution has {inputs + made} elements of input and "
-                f"output, but {min(limit, int(room))} are allowed: use a larger budget"
+                f"one output position of a convolution needs {inputs + made} elements of input and "
+                f"output, but only {min(limit, int(room))} are allowed: use a larger budget"
             )
         start, stop = box[longest]
         middle = (start + stop) // 2

@@ -126,8 +126,6 @@ def _with_frames(own: Callable[..., Tensor], frames: int) -> Callable[[Tensor], 
 
 
 class _ModuleChain(nn.Module):
-    """Calls modules in sequence."""
-
     def __init__(self, *parts: Any) -> None:
         super().__init__()
         self.parts = nn.ModuleList(part for part in parts if part is not None)

@@ -66,8 +66,8 @@ def split(batch: Batch, parts: int) -> list[MicroBatch]:
     for other, count in rows.items():
         if count not in (1, samples):
             raise GulliverError(
-                f"{other!r} of the batch has {count} rows, but {path!r} has {samples}: tensors "
-                "are split along dim 0, so each needs one row per sample, or one row"
+                f"{other!r} of the batch has {count} rows, but {path!r} has {samples}: tensors are "
+                "split along dim 0, so each needs one row per sample, or a single row"
             )
     if samples < parts:
         raise GulliverError(

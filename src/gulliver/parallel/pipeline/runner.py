@@ -31,6 +31,7 @@ Gradients = tuple[Tensor | None, ...]
 # Let C be the nodes of the autograd graph between the inputs and the outputs. The first part only
 # runs C. A weight is attached to C at some nodes, its *ends*; the gradient that enters an end is
 # recorded as it passes. The second part starts backward at the ends, with the recorded gradients.
+#
 # Weights that share ends are computed together. As one end may be upstream of another, the gradient
 # that would reach it from there is replaced by the recorded one, which already includes it. So each
 # path from the outputs to a weight counts once, also for shared weights, weights that are used
@@ -123,7 +124,7 @@ def _above(roots: Sequence[Node]) -> dict[Node, list[Node]]:
 def _climb(
     starts: Sequence[Node], above: dict[Node, list[Node]], until: set[Node]
 ) -> tuple[set[Node], set[Node]]:
-    """Returns the ancestors of `starts` below `until`, and the nodes of `until` reached."""
+    """Returns the ancestors of `starts` below `until`, and the reached nodes of `until`."""
     seen, met = {node for node in starts if node in above}, set()
     waiting = list(seen)
     while waiting:
@@ -222,8 +223,9 @@ def _encode(metas: Sequence[Meta]) -> Tensor:
     for meta in metas:
         if len(meta.shape) > DIMS or meta.dtype not in _DTYPES:
             raise GulliverError(
-                f"a tensor of {meta.dtype} and {len(meta.shape)} dims cannot cross stages; use "
-                f"up to {DIMS} dims of {', '.join(str(d).removeprefix('torch.') for d in _DTYPES)}"
+                f"a tensor of {meta.dtype} with {len(meta.shape)} dims cannot cross stages; use at "
+                f"most {DIMS} dims, and one of "
+                f"{', '.join(str(d).removeprefix('torch.') for d in _DTYPES)}"
             )
         numbers += [_DTYPES.index(meta.dtype), int(meta.requires_grad), len(meta.shape)]
         numbers += meta.shape

@@ -148,7 +148,7 @@ def _check_arguments(q: Tensor, k: Tensor, v: Tensor, mask: object, dropout: flo
     if dropout:
         raise GulliverError(
             f"attention dropout {dropout} is not supported over several ranks: set it to 0 "
-            "(other dropout may stay)"
+            "(dropout elsewhere is supported)"
         )
     if not (mask is None or isinstance(mask, Mask)):
         raise GulliverError(

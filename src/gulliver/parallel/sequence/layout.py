@@ -249,9 +249,9 @@ def make_mixed_groups(
     degrees = [plan.degree for plan in plans]
     named = sorted(r for ranks in members for r in ranks) == list(range(world))
     if not named or [len(ranks) for ranks in members] != degrees:
-        each = f"{degrees[0]} in each" if len(set(degrees)) == 1 else f"{degrees} of them"
+        each = degrees[0] if len(set(degrees)) == 1 else degrees
         raise GulliverError(
-            f"the sequences {members} must name each of the {world} ranks once, {each}"
+            f"the sequences {members} must have each of {world} ranks once, {each} per sequence"
         )
     if world == 1:
         return SequenceGroups(plans[0])

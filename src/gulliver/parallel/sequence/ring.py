@@ -57,8 +57,9 @@ Count = Callable[[int, int], int]
 # [Note: own block] Every rank has the tensors of its own block anyway, so the packed copy is freed
 # once it is sent, and visits of the own block may be empty.
 #
-# [Note: chunks] A long block is sent in chunks, which take turns, so that the link is always busy
-# and only the last step of one chunk is exposed. The number of bytes is the same.
+# [Note: chunks] A long block is sent in chunks, which take turns: each continues as soon as it is
+# its turn again, so that the link is always busy and only the last step of one chunk is exposed.
+# The number of bytes is the same.
 @dataclass(frozen=True)
 class Visit:
     """A chunk of a block that has arrived."""

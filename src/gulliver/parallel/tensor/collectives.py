@@ -109,7 +109,7 @@ def start_reduce(whole: Tensor, dim: int, lengths: Sequence[int], rank_group: Ra
 def ring_gather(
     own: Tensor, dim: int, lengths: Sequence[int], rank_group: RankGroup
 ) -> Iterator[tuple[int, Tensor]]:
-    """Yields each rank with its piece, this rank's first; one transfer is in flight."""
+    """Yields each rank with its piece, this rank's first; one transfer at a time is in flight."""
     # Every piece is forwarded to the next rank, so each link carries one piece at a time.
     place, piece = rank_group.rank, own.detach().contiguous()
     after, before = (rank_group.ranks[(place + step) % rank_group.size] for step in (1, -1))
@@ -213,13 +213,15 @@ def _padded(piece: Tensor, dim: int, length: int) -> Tensor:
 
 # Differentiable collectives, each with its adjoint in the backward pass.
 #
-# | forward | backward | where | |---|---|---| | `copy`: nothing | all-reduce | a whole tensor goes
-# into columns | | `copy_region`: nothing | all-reduce over copies | several ranks hold the same
-# columns | | `reduce`: all-reduce | nothing | partial sums become a whole tensor | | `gather`:
-# all-gather | keep the own piece | columns, or a sequence, become whole for all | | `split`: keep
-# the own piece | all-gather | a whole tensor is cut, its rest not needed here | |
-# `gather_partial`: all-gather | reduce-scatter | a piece is used by all, each in its own way | |
-# `reduce_split`: reduce-scatter | all-gather | partial sums become pieces |
+# | forward | backward | use |
+# |---|---|---|
+# | `copy`: nothing | all-reduce | a full tensor is the input of columns |
+# | `copy_region`: nothing | all-reduce over copies | several ranks hold the same columns |
+# | `reduce`: all-reduce | nothing | partial sums become a full tensor |
+# | `gather`: all-gather | keep this rank's piece | all ranks need all columns, or the sequence |
+# | `split`: keep this rank's piece | all-gather | a full tensor is sharded |
+# | `gather_partial`: all-gather | reduce-scatter | ranks use the full tensor differently |
+# | `reduce_split`: reduce-scatter | all-gather | partial sums become pieces |
 
 
 # [Note: replicated or partial] The backward of a collective depends on how the ranks use the

@@ -328,8 +328,8 @@ class _Planner:
             units, copies = self._units(path, total, how.blocks)
         if total % (units * how.blocks):
             raise GulliverError(
-                f"{path} has {total} features, which are not {how.blocks} x {units} equal parts: "
-                "use another rule"
+                f"{path} has {total} features, which cannot be split into {how.blocks} x {units} "
+                "equal parts: use another rule"
             )
         if not how.heads and units < self.size:
             raise GulliverError(
@@ -363,8 +363,8 @@ class _Planner:
         if self.size not in more or blocks > 1 or total not in whole:
             others = f", or {' or '.join(map(str, more))}" if more and blocks < 2 else ""
             raise GulliverError(
-                f"{path} has {groups} heads (key-value heads where grouped), fewer than "
-                f"{self.size} tensor ranks: use tp_size from 1 to {groups}{others}"
+                f"{path} has {groups} heads (key-value heads if grouped), fewer than {self.size} "
+                f"tensor ranks: use tp_size from 1 to {groups}{others}"
             )
         return whole[total], self.size // groups if whole[total] == groups else 1
 

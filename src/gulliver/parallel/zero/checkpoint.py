@@ -218,7 +218,7 @@ def relayout(shards: ShardedState, order: Sequence[str], chunk_bytes: int) -> bo
 def _hand_over(
     shards: ShardedState, old: Sequence[ShardedChunk], new: Sequence[ShardedChunk]
 ) -> None:
-    """Moves optimizer state from old pieces to new ones; pieces are full parameters."""
+    """Moves optimizer state from old pieces to new ones, all of which must be full parameters."""
     inner = shards.inner
     targets = {piece.name: (c, owned) for c in new for piece, owned in c.pieces}
     for sharded in old:

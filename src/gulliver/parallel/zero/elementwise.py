@@ -52,8 +52,8 @@ PER_PARAMETER: dict[str, tuple[str, Callable[[Group, Shape], list[int]]]] = {
 each state tensor for a parameter's shape. They write state in place.
 """
 NEVER = {
-    "LBFGS": "it needs closures and a history of full gradients: use AdamW",
-    "SparseAdam": "it needs sparse gradients: use AdamW",
+    "LBFGS": "it needs closures and a history of full gradients; use AdamW",
+    "SparseAdam": "it needs sparse gradients; use AdamW",
 }
 
 
@@ -107,7 +107,7 @@ def check_optimizer(
 ) -> None:
     name = type(optimizer).__name__
     if _is_torchs(optimizer) and name in NEVER:
-        raise GulliverError(f"ZeRO cannot run {name}: {NEVER[name]}, or {name} without gulliver")
+        raise GulliverError(f"ZeRO cannot run {name}: {NEVER[name]}, or {name} without Gulliver")
     if assume_elementwise and assume_per_parameter:
         raise GulliverError(
             "assume_elementwise=True and assume_per_parameter=True exclude each other: set only one"

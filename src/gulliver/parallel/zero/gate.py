@@ -23,7 +23,7 @@ _LOG = logging.getLogger("gulliver")
 FIRST_CHECKS, CHECK_EVERY = 3, 100
 """Steps whose gradients are compared: the first few, then one in every `CHECK_EVERY`."""
 COSINE, COSINE_WITH_FEEDBACK = 0.995, 0.9
-"""Minimum cosine between gradients; lower with error feedback, which corrects later."""
+"""Minimum cosine between gradients; lower with error feedback, which corrects errors later."""
 NORM = 0.1
 """Maximum relative difference between norms."""
 MATTERS = 1e-3

@@ -90,8 +90,10 @@ def _comes_alone(chunk: Chunk) -> bool:
 # compared: before a chunk is freed, gathered again or stepped, each rank compares its own part of
 # the buffer with the shard, and copies differing elements (`Chunk.take_writes`); only these,
 # because master weights have more bits than the parameters. As every rank only checks its own part,
-# a write must be the same on all ranks. Packed parameters, and those under a memory limit, are
-# compared only if a version counter has changed; between passes `parameter.data` shares it.
+# a write must be the same on all ranks.
+#
+# Packed parameters, and those under a memory limit, are compared only if a version counter has
+# changed; between passes `parameter.data` shares it.
 #
 # [Note: packed parameters] In a wire format all ranks compute with the same rounded values,
 # including the owner, whose shard keeps the exact ones. With stages 1 and 2 the buffers persist

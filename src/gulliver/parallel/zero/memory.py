@@ -302,9 +302,9 @@ class _Counted(StepReplay):
 
 
 def _unread(chunks: Sequence[ChunkBytes]) -> set[int]:
-    """Returns the first chunks, up to the repeated blocks, which backward does not read.
+    """Returns the chunks before the repeated blocks, whose parameters backward does not read.
 
-    Inputs need no gradient, so that neither embeddings nor a first layer use their weights.
+    Inputs need no gradient, so neither embeddings nor a first layer use their weights.
     """
     names = [name for chunk in chunks for name in chunk.names]
     first = names[0].rpartition(".")[0] if names else ""

@@ -158,9 +158,9 @@ class ZeroOptimizer(BoostedOptimizer):
     Args:
         inner: the user's optimizer; its groups are modified.
         names: trainable parameters with their names, in the model's order.
-        stage: 0 shards nothing. 1 shards optimizer state and keeps full gradient buffers. 2 also
-            shards gradients: each backward, even inside `no_sync`, reduces them and frees the
-            buffers. 3 also shards parameters and prefetches them.
+        stage: 0 shards nothing. 1 shards optimizer state and gradients, which are full only inside
+            `no_sync`. 2 reduces gradients in each backward, even inside `no_sync`. 3 also shards
+            parameters and prefetches them.
         group: process group to shard over; None for all ranks.
         frozen: frozen parameters, with their names; stage 3 shards them.
         manager: memory manager that offloads state (stage 3); None keeps it on the device.

@@ -36,41 +36,40 @@ STEPS = Purpose("steps the optimizer, or reads its gradients", 1)
 
 
 # [Note: gradients leave the parameters] The obvious way is to leave gradients in ``parameter.grad``
-# and to reduce them in the step. Then nothing would hide the messages, and whole gradients of all
-# parameters would be there at once. So a chunk is reduced as soon as its gradients are complete,
-# while backward computes those of earlier layers; from stage 2 on its buffer goes back to the pool
-# after that. From then on a parameter has nothing true to show, but at stage 0 when the reduction
-# has ended: what this rank added up is no mean, and its memory may hold other gradients. So at all
-# stages a `ReducedGradient` stands there, which refuses norms and changes in place.
+# and to reduce them in the step. Then all messages would be exposed, and full gradients of all
+# parameters would exist at the same time. So a chunk is reduced as soon as its gradients are
+# complete, while backward computes those of earlier layers; its buffer then returns to the pool.
+# From then on a parameter has no meaningful gradient, except in stage 0 after the reduction: this
+# rank's sum is not a mean, and its memory may hold other gradients. So in all stages a
+# `ReducedGradient` replaces it, which rejects norms and in-place changes.
 #
 # [Note: order of the sum] Sums of floats depend on the order of their terms. A ring adds each
-# element's terms in an order that depends on where in the buffer it lies, so the bits of a run
-# would change with the size of chunks, which tuning picks by measured times. So over gloo terms are
-# added in the order of the ranks wherever an element lies (`comm/steps.py`), and gloo's own
-# ring is allowed between two ranks only, whose sum is the same either way. Updates are element by
-# element, so the cut shows nowhere else but in the last bits of a norm, which is added up chunk by
-# chunk, in float64.
+# element's terms in an order that depends on its position in the buffer, so results would vary with
+# the chunk size, which tuning chooses by measured times. So over gloo, terms are added in rank
+# order at every position (`comm/steps.py`), and gloo's own ring is only used between two ranks, for
+# which the order does not matter. Updates are element-wise, so the partition only affects the last
+# bits of a norm, which is accumulated by chunk, in float64.
 #
 # [Note: one order on all ranks] Ranks may differ in which parameters a backward touches and when,
 # yet collectives must be issued in one order everywhere. So chunks are reduced strictly from the
-# last to the first: a chunk goes when its gradients are complete and all later chunks have gone.
-# What a backward did not touch is found at its end, and follows in the same order with zeros.
-# Chunks that no rank used as wholes in the last step stand at the end of the order: no other waits
-# for them.
+# last to the first: a chunk is sent when its gradients are complete and all later chunks have been
+# sent. Chunks that a backward did not reach follow at its end, in the same order, with zeros.
+# Chunks with unused parameters in the last step are last in the order, so that no other waits for
+# them.
 #
-# One rank has nothing to agree on: it reduces chunks as they are complete, and none that has
-# nothing.
+# A single rank needs no common order: it reduces chunks once they are complete, and skips unused
+# ones.
 #
-# [Note: used anywhere] A parameter without a gradient on this rank may have one elsewhere; its mean
-# is not zero then. Whether it had one on any rank, since gradients were last forgotten, is voted on
-# before each step, in one small exchange. Without any, it is left alone, as torch leaves a gradient
-# of None.
+# [Note: used anywhere] A parameter without a gradient on this rank may have one on another; its
+# mean is then not zero. Before each step, a small vote determines whether any rank has had a
+# gradient of it since gradients were last cleared. Without any, the parameter is not updated, as in
+# torch with a gradient of None.
 #
-# [Note: cleared gradients] From its reduction on a parameter's grad is a `ReducedGradient`. If it
-# is None later, somebody cleared it (``model.zero_grad()``), and its shards are zeroed before more
+# [Note: cleared gradients] After its reduction a parameter's grad is a `ReducedGradient`. If it is
+# None later, the user has cleared it (``model.zero_grad()``), and its shards are zeroed before more
 # is added.
 #
-# It does not know what an optimizer is.
+# This class is independent of optimizers.
 class GradientReducer:
     """Reduces gradients of chunks to shards during backward."""
 
@@ -84,7 +83,8 @@ class GradientReducer:
         self.stage, self.overlap = stage, overlap
         self.group, self.size = group, group_size(group)
         self.sender = GradientSender(group, wires or ZeroWires())
-        # Whether a gradient has come where none may, since gradients were last forgotten.
+        # Whether a gradient was accumulated where this is rejected, since gradients were last
+        # cleared.
         self.stray_gradient_seen = False
         self.chunks: Sequence[ShardedChunk] = ()
         self._scale = 1.0
@@ -125,7 +125,7 @@ class GradientReducer:
 
     def _hooks_of(self, sharded: ShardedChunk) -> Iterator[RemovableHandle]:
         for name, parameter in sharded.chunk.parameters.items():
-            needed = parameter.requires_grad  # torch takes hooks then only, and they stay
+            needed = parameter.requires_grad  # torch only accepts hooks then, and they stay
             parameter.requires_grad_()
             yield parameter.register_hook(self._before_hook(sharded, name))
             yield parameter.register_post_accumulate_grad_hook(self._ready_hook(sharded, name))
@@ -133,8 +133,8 @@ class GradientReducer:
 
     def _before_hook(self, sharded: ShardedChunk, name: str) -> Callable[[object], None]:
         """Creates a hook that makes a gradient a buffer view before autograd accumulates it."""
-        # It runs for every parameter in every backward, so the usual case calls nothing: the chunk
-        # collects, and the parameter has no gradient yet, or its view.
+        # Runs for every parameter in every backward, so the usual case makes no calls: the chunk is
+        # collecting, and the parameter has no gradient yet, or its view.
         gradients, parameter = sharded.chunk.gradients, sharded.chunk.parameters[name]
 
         def before(_: object) -> None:
@@ -156,7 +156,8 @@ class GradientReducer:
         place, parks = gradients.place, isinstance(sharded.chunk, ManagedChunk)
 
         def ready(_: object) -> None:
-            # Refused here and not before it is added: `autograd.grad` only looks at it.
+            # Rejected here and not before accumulation, because `autograd.grad` does not
+            # accumulate.
             if self._refusal:
                 self.stray_gradient_seen = True
                 raise GulliverError(self._refusal)
@@ -173,7 +174,7 @@ class GradientReducer:
                     else:
                         self._reduce(sharded)
             elif parks:
-                # The next micro-batch adds to it; until then its memory may serve others.
+                # The next micro-batch adds to it; until then its memory may be used otherwise.
                 waiting.pop(name, None)
                 if not waiting:
                     gradients.rest()
@@ -183,8 +184,9 @@ class GradientReducer:
 
     def release_idle(self) -> None:
         """Waits for pending reductions, then makes accumulated gradients evictable."""
-        # These come again with their next terms. To wait is safe: what is in flight was issued in
-        # one order on all ranks, so none of them waits for what another has yet to issue.
+        # They are loaded again for their next terms. Waiting is safe, because reductions in flight
+        # were issued in the same order on all ranks, so none waits for one that another rank has
+        # yet to issue.
         self.wait_all_reductions()
         for sharded in self.chunks:
             if sharded.phase is Phase.COLLECTING:
@@ -255,13 +257,13 @@ class GradientReducer:
         names = list(self._chunk_of)
         collecting = any(c.phase is Phase.COLLECTING for c in self.chunks)
         foreign = [name for c in self.chunks for name in c.chunk.gradients.foreign_names()]
-        # On the CPU: the host waits for the answer, a device need not.
+        # On the CPU, because the host needs the result; a device need not wait.
         ours = [*[n in self._used for n in names], collecting, bool(foreign), *extra]
         votes = torch.tensor(ours, dtype=torch.uint8)
         all_reduce(votes, "max", self.group, purpose=STEPS)
         answer = votes.tolist()
         used, (pending, set_by_user, *others) = answer[: len(names)], answer[len(names) :]
-        # On all ranks at once, or the others would wait for one that has raised.
+        # Raised on all ranks, or the others would wait for the one that raised.
         if set_by_user:
             raise gradient_was_set(foreign)
         if check is not None:
@@ -327,7 +329,7 @@ class GradientReducer:
             if set_to_none:
                 self._empty(sharded)
                 continue
-            # A buffer that is being filled goes on being filled, from zero.
+            # A buffer that is being filled starts again from zero.
             gradients = sharded.chunk.gradients
             gradients.wake()
             gradients.fetch()
@@ -365,7 +367,7 @@ class GradientReducer:
         elif parameter.grad is None:
             self._forget_cleared(sharded)
         if type(parameter.grad) is ReducedGradient:
-            parameter.grad = None  # the first gradient is taken as it comes
+            parameter.grad = None  # the first gradient is used without a copy
 
     def _reduce_complete(self) -> None:
         order = self._order
@@ -375,7 +377,7 @@ class GradientReducer:
 
     def open_gradient(self, name: str) -> torch.Tensor:
         """Returns a parameter's accumulated, unreduced gradient, to be modified in place."""
-        # Zeros where nothing came: then it counts as used from here on.
+        # Zeros if there is none; from then on it counts as used.
         sharded = self._chunk_of[name]
         parameter, gradients = sharded.chunk.parameters[name], sharded.chunk.gradients
         gradients.wake()
@@ -413,8 +415,8 @@ class GradientReducer:
         sharded.incoming, sharded.reduction = self.sender.send(sharded)
         sharded.move(Phase.REDUCING)
         self._flying.append(sharded)
-        # From stage 1 on the gradients are freed when their reduction ends. A few in flight hide
-        # each other's latency; more would only keep more of them alive.
+        # From stage 1 on gradients are freed when their reduction ends. A few in flight hide each
+        # other's latency; more would only keep more of them alive.
         if self.stage and len(self._flying) > self._in_flight:
             self.wait_reduction(self._flying[0])
         if not self.overlap:
@@ -438,7 +440,7 @@ class GradientReducer:
         sharded.reduction.wait()
         if self.sender.references:
             self.sender.check_reduced(sharded, sharded.incoming)
-        # Before memory is asked for below: to make room the others may be waited for.
+        # Before memory is requested below, which may wait for other reductions.
         self._flying.remove(sharded)
         incoming, sharded.reduction, sharded.incoming = sharded.incoming, None, None
         gradients.free()
@@ -487,15 +489,14 @@ class GradientReducer:
             return
         self._used.difference_update(cleared)
         if sharded.phase is not Phase.REDUCING:
-            # What was added up before is zeroed once, here: a gradient may be there afterwards.
+            # The accumulated gradient is zeroed here only once, because a new one may follow.
             sharded.zero_gradients(cleared)
         if sharded.phase is Phase.COLLECTING:
             sharded.chunk.gradients.note_cleared(cleared)
 
 
-# In a wire format it may keep what packing has lost and add it to the next gradient (error
-# feedback).
-# What it keeps is by parameter, so that it survives a new cut of the chunks and checkpoints.
+# In a wire format, packing errors may be kept and added to the next gradient (error feedback). They
+# are stored by parameter, so that they survive re-partitioning and checkpoints.
 class GradientSender:
     """Starts the reductions of chunks; keeps packing errors for error feedback."""
 
@@ -503,12 +504,12 @@ class GradientSender:
         self.group, self.wires = group, wires
         self._lost: dict[int, tuple[ShardedChunk, Tensor]] = {}
         self._given: dict[str, Tensor] = {}
-        # What was reduced as it is, to compare with, of chunks in flight.
+        # Unpacked reductions of chunks in flight, for comparison.
         self.references: dict[int, Tensor] = {}
         packs = wires.reduce.name != "identity" and group_size(group) > 1
-        # Whether what packing loses is added to the next gradient.
+        # Whether packing errors are added to the next gradient.
         self.feeds = packs and wires.feedback
-        # Compares gradients with unpacked ones, where they are packed.
+        # Compares packed gradients with unpacked ones.
         gated = packs and wires.gate
         self.gate = GradientGate(wires.reduce, wires.feedback, True) if gated else None
 
@@ -530,7 +531,7 @@ class GradientSender:
         """Starts reducing a chunk's gradients; returns the result tensor and the handle."""
         chunk, why = sharded.chunk, sharded.purpose("reduces", "in a backward")
         if chunk.gradients.direct:
-            team = host_team(self.group)  # not kept: it ends with the world
+            team = host_team(self.group)  # not stored: it ends with the world
             assert team is not None, "gradients are direct only where ranks read each other"
             layout, placed = chunk.layout, chunk.gradients.lend()
             found = [(s.start, placed.get(s.name), s.end) for s in layout.by_address]
@@ -544,7 +545,7 @@ class GradientSender:
         def reduce(output: Tensor, **how: Any) -> Handle:
             if whole:
                 return all_reduce(output, "mean", self.group, purpose=why, **how)
-            # Sixteen bits travel, or fewer, and are added up in the dtype of the optimizer.
+            # Terms are sent in 16 bits or less, and summed in the dtype of the optimizer.
             how["accumulate_dtype"] = dtype
             return reduce_scatter(output, gradient, "mean", self.group, purpose=why, **how)
 
@@ -552,7 +553,7 @@ class GradientSender:
         in_place = sharded.reduced_in_place
         incoming = chunk.gradients.take() if in_place else chunk.gradients.take_reduced()
         if whole and not in_place:
-            # The optimizer steps float32: an all-reduce has no wider sum, so float32 travels.
+            # The optimizer steps float32, and an all-reduce does not widen, so float32 is sent.
             incoming.copy_(gradient)
         if self.checking:
             exact = self.references[id(sharded)] = incoming.clone()

@@ -101,19 +101,20 @@ class ShardingOptions(Options):
     wires: ZeroWires = field(default_factory=ZeroWires)
 
 
-# [Note: the pipeline of a step] With stages 1 and 2 chunks are updated one by one, in the order of
-# use. Each is waited for, stepped where it lies, and its gather started; then the next. So the link
-# carries the first chunks' parameters while the others are updated, and the next forward begins
-# while most of them are still in flight. Only clipping needs all gradients first: one number is
-# exchanged for it. With stages 0 and 3 nothing follows an update, and the chunk that is used first
-# is the last to be reduced: one call of the optimizer for all is as early, and cheaper. Where
-# chunks lie in tiers of memory they are stepped one by one, too: there is no room for all.
+# [Note: the pipeline of a step] With stages 1 and 2 chunks are updated one at a time, in the order
+# of use: the rank waits for a chunk's reduction, steps it in place, starts its gather, and
+# continues with the next. So the link carries the first chunks' parameters while the others are
+# updated, and the next forward begins while most are in flight. Only clipping needs all gradients
+# first, and one number per rank. With stages 0 and 3 no gather follows an update, and the chunk
+# that is used first is reduced last, so a single optimizer call for all chunks is no later, and
+# cheaper. With memory tiers chunks are also stepped one at a time, because there is no room for the
+# state of all chunks in the fast tier.
 #
-# [Note: order of updates] Backward completes the last chunk first, so in that order the first
-# update could begin earlier. But the gathers would be issued in it too, and the parameters that the
-# next forward waits for first would be sent last. In the order of use the forward's first chunk is
-# sent first; the price is that the first update waits for the reduction that was issued last. Who
-# wants updates during backward asks for them, see `step.py`.
+# [Note: order of updates] Backward completes the last chunk first, so updates in that order could
+# begin earlier. But gathers would have the same order, and the parameters that the next forward
+# waits for first would be sent last. In the order of use the forward's first chunk is sent first;
+# the price is that the first update waits for the reduction that was issued last. For updates
+# during backward, see `step.py`.
 class ShardedState:
     """Chunks of a model's parameters, sharded over a process group."""
 
@@ -156,23 +157,23 @@ class ShardedState:
         }
         self.groups.list_members(self.names)
         self._parameter_of: dict[nn.Parameter, nn.Parameter] = {}
-        # Lends and counts the buffers of chunks.
+        # Allocates and counts the buffers of chunks.
         self.pool: BufferPool
         self.states: PieceStates
         if manager is None:
             self.pool = BufferPool()
             inner.state = StateByParameter(self._parameter_of)
             self.states = PieceStates(inner, self.groups, whole)
-        else:  # state lies on meta between steps: the users' reads would find nothing
+        else:  # between steps, state is on meta and users cannot read it
             self.pool = ManagedBufferPool(manager)
             self.states = TieredStates(inner, self.groups, whole, manager)
-            # A method, held weakly: the manager may outlive the optimizer.
+            # A weak method, because the manager may outlive the optimizer.
             release = WeakMethod(self._release_idle)
             manager.release_with(lambda: (found := release()) and found())
         # All chunks, in the order of use, and those of trained parameters.
         self.all_chunks: list[ShardedChunk] = []
         self.chunks: list[ShardedChunk] = []
-        # In tiers on one rank a manager fetches ahead what is wanted, and nobody else waits.
+        # With tiers on a single rank, the manager prefetches, and no other rank waits.
         alone = self.states.tiered and self.size == 1
         self.gatherer = Gatherer(
             stage == 3,
@@ -183,7 +184,7 @@ class ShardedState:
             tight=self.states.tiered,
         )
         self.reducer = GradientReducer(stage, group, options.overlap, options.wires)
-        # Whether the optimizer may be stepped now: users may not do so themselves.
+        # Whether the optimizer may be stepped now; users may not step it directly.
         self._updating = False
         setattr(inner, ASKS, self.changed)
         inner.register_step_pre_hook(self._refuse_step)
@@ -288,14 +289,14 @@ class ShardedState:
 
     def _cut(self, chunk: Chunk, piece: ShardPiece) -> Tensor:
         run = chunk.master_shard[piece.start : piece.end]
-        # What is not cut has its own shape: some optimizers look at it.
+        # Unsplit parameters keep their shape, which some optimizers read.
         return run.view(chunk.shapes[piece.name]) if self.has_whole else run
 
     def adopt(self, chunks: Sequence[ShardedChunk]) -> None:
         for old in self.all_chunks:
             old.chunk.discard()
         self.all_chunks = list(chunks)
-        # Optimizers of one model count from different numbers: collectives are known by them.
+        # Numbers of different optimizers of a model differ, because they identify collectives.
         first = crc32(chunks[0].chunk.layout.slots[0].name.encode()) if chunks else 0
         for index, sharded in enumerate(chunks):
             sharded.index, sharded.number = index, first + index
@@ -355,7 +356,7 @@ class ShardedState:
         self._updating = True
 
     def update(self, numbers: Sequence[int], used: set[str], gather: bool = True) -> None:
-        """Updates chunks, whose gradients are complete, in one optimizer step.
+        """Updates chunks with complete gradients in one optimizer step.
 
         Args:
             numbers: indices of the chunks.
@@ -366,9 +367,9 @@ class ShardedState:
         for sharded in chunks:
             self.reducer.wait_reduction(sharded)
         if self.states.tiered and chunks and chunks[0].gradient_shard is None:
-            return  # nothing to fetch it for
-        # In tiers there is one chunk; a pipeline stage that trains nothing has none, and its
-        # optimizer is stepped like that of the others.
+            return  # no need to load it
+        # With tiers this is one chunk. A pipeline stage without trained parameters has none, but
+        # its optimizer is also stepped.
         with self.states.opened(chunks[0]) if chunks else nullcontext():
             for sharded in chunks:
                 sharded.show_gradients(used)
@@ -399,11 +400,11 @@ class ShardedState:
             yield from self.states.written(self.chunks)
             yield from (c.chunk.data for c in self.chunks if self.stage < 3)
 
-    # What users write to parameters.
+    # Users' writes to parameters.
 
     def take_writes(self) -> None:
         """Copies values that the user wrote to parameters, equal on all ranks, to the shards."""
-        # With stage 3 none stays here: the shards may change next, and what was read would be old.
+        # With stage 3 no chunk stays gathered, because the shards may change next and would differ.
         self.gatherer.release_all()
         for sharded in self.all_chunks:
             if sharded.chunk.buffer is not None:
@@ -427,15 +428,15 @@ class ShardedState:
         self.gatherer.note_versions()
 
 
-# Parameters that are unfrozen after boost: their chunks begin to be trained.
+# Parameters unfrozen after boost, whose chunks are trained from then on.
 
 
-# [Note: frozen trainable chunks] Frozen parameters that the optimizer was given have chunks of
-# their own, with nothing but parameters: no gradient, no state, no float32 copy, no vote, no
-# message. When a forward or a backward begins and one of them requires a gradient, all of its chunk
-# is trained from there on. A parameter without a gradient is not stepped, so neighbours that are
-# still frozen stay as they are, and state is made in the first step that there is a gradient for,
-# as in plain torch. Freezing needs nothing: a parameter that gets no gradient is not stepped.
+# [Note: frozen trainable chunks] Frozen parameters that the optimizer was given have separate
+# chunks with parameters only: no gradient, state, master weights, votes or messages. If one of them
+# requires a gradient when a forward or backward begins, its entire chunk is trained from then on. A
+# parameter without a gradient is not stepped, so frozen neighbors do not change, and state is
+# created in the first step with a gradient, as in torch. Freezing needs no handling, because a
+# parameter without a gradient is not stepped.
 def train_unfrozen(shards: ShardedState, also: Collection[str] = ()) -> None:
     """Starts training unfrozen parameters, which must be equal on all ranks (collective)."""
     if not shards.frozen_trainable:
@@ -452,12 +453,12 @@ def train_unfrozen(shards: ShardedState, also: Collection[str] = ()) -> None:
     shards.train(found)
 
 
-# Gives a model back to its user: parameters of its own, in place of those that lie in chunks.
+# Restores a model: ordinary parameters replace those in chunks.
 
 
 def give_back(shards: ShardedState, model: nn.Module, hooks: Iterable[RemovableHandle]) -> None:
-    # They are new tensors, not the old ones with other memory: nothing that the run has hooked to
-    # those can go on, and a second boost finds the model as if it had never been boosted.
+    # They are new tensors, so that hooks of the run on the old ones have no effect, and a second
+    # boost finds the model as if it had never been boosted.
     shards.gatherer.release_all()
     shards.publish_exact()
     members = {p for sharded in shards.all_chunks for p in sharded.chunk.members}
@@ -477,12 +478,11 @@ def give_back(shards: ShardedState, model: nn.Module, hooks: Iterable[RemovableH
 
 # Hooks on the model's own call, and around compiled parts of it.
 #
-# Waiting for parameters needs no hooks, see `gather.py`. Two things do: a pass of stage 3 begins
-# and ends with the model's call, and a compiled region must find its parameters there when it is
-# entered, because what it reads is not seen from Python. Where the model itself is compiled,
-# before boost or after, that is all of them. What else is compiled after boost, such as a
-# function, is not known here: it is compiled around whatever reads a parameter that waits, which
-# is right, but slow.
+# Waiting for parameters needs no hooks, see `gather.py`. Two cases do: a pass of stage 3 begins and
+# ends with the model's call, and a compiled region must have its parameters when it is entered,
+# because its reads are not visible from Python. If the model itself is compiled, before boost or
+# after, these are all parameters. Other code that is compiled after boost, such as a function, is
+# unknown here: it gets graph breaks at reads of pending parameters, which is correct but slow.
 
 
 class _Calls:
@@ -494,7 +494,7 @@ class _Calls:
         self._open: list[tuple[Gatherer, Any]] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Calls:
-        return _Calls(None)  # a copy of the model has its parameters whole
+        return _Calls(None)  # a copy of the model has full parameters
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if self._shards is None or self._shards.stage < 3:
@@ -505,7 +505,7 @@ class _Calls:
         )
 
     def enter(self, module: nn.Module, args: Any) -> None:
-        # True in what is traced, whenever that runs: what is compiled reads everything at once.
+        # True in traced code, also at runtime, because compiled code reads all parameters together.
         self._enter(torch.compiler.is_compiling())
 
     def leave(self, module: nn.Module, args: Any, result: Any) -> None:
@@ -541,7 +541,7 @@ class _Calls:
             _wait_before(module, self._shards)
         with outside_transforms():
             gatherer.enter_forward()
-        # Inside of `torch.func` hooks cannot be set: then what is used stays until the step.
+        # Inside of `torch.func`, hooks cannot be set, so used parameters stay until the step.
         hooks = saved_tensors_hooks(gatherer.pack, gatherer.unpack)
         context = hooks if can_hook_saving() else nullcontext()
         # Entered here and left in `leave`, which torch calls for failed forwards, too
@@ -559,7 +559,7 @@ class _Calls:
             with outside_transforms():
                 gatherer.leave_forward()
         except GulliverError as error:
-            # What ended the forward ends this too; torch would warn of it.
+            # The exception of the forward also ends this; torch would warn about it.
             if str(error) != str(failed):
                 raise
 
@@ -572,7 +572,7 @@ def watch_calls(model: nn.Module, shards: ShardedState) -> list[RemovableHandle]
             waiting = _waiting(module, shards)
             hook = module.register_forward_pre_hook(lambda *_, wait=waiting: wait(), prepend=True)
             hooks.append(hook)
-        # What the model itself reads, `_Calls.enter` waits for inside of its call.
+        # `_Calls.enter` waits for the parameters that the model itself reads.
         if module is not model:
             _wait_before(module, shards)
     calls = _Calls(shards, model)

@@ -1,4 +1,4 @@
-"""Steps that differ from the ordinary: updates in backward, and unequal work per rank."""
+"""Special steps: with updates during backward, and with unequal work per rank."""
 
 from __future__ import annotations
 
@@ -25,35 +25,35 @@ if TYPE_CHECKING:
     from gulliver.parallel.zero.optimizer import ZeroOptimizer
 
 
-# Steps each chunk inside of backward, as soon as its reduced gradient is there.
+# Steps each chunk during backward, once its gradient is reduced.
 #
-# Read `InBackward.reduced` first: the reducer calls it for every chunk that it has sent. Updates,
-# and with stages 1 and 2 some gathers, then overlap with the backward of earlier layers, and a
-# gradient lives from its first term to its update only.
+# Read `InBackward.reduced` first, which the reducer calls for every chunk that it has sent.
+# Updates, and with stages 1 and 2 some gathers, then overlap with the backward of earlier layers,
+# and a gradient only exists from its first term to its update.
 
 
-# [Note: which chunk when] Gathers are collectives, so all ranks must step chunks at the same place
-# among them: a chunk is stepped when `UPDATE_LAG` later ones have been sent, whatever has arrived,
-# and the last ones when backward ends. With stages 1 and 2 it is gathered right then, or in the
-# step, in the order of use: `gathers_in_backward` decides which, and says why. Until then its
-# parameters are neither old nor new, and reading them raises.
+# [Note: which chunk when] Gathers are collectives, so all ranks must step chunks at the same
+# position in their order: a chunk is stepped when `UPDATE_LAG` later ones have been sent,
+# regardless of arrivals, and the last ones when backward ends. With stages 1 and 2 it is gathered
+# immediately, or in the step, in the order of use, as `gathers_in_backward` decides. Until then its
+# parameters are partly updated, and reading them raises an error.
 #
 # [Note: used anywhere] Whether a parameter has a gradient on any rank is voted on before a step,
-# see `reduce.py`. Here every chunk has a vote of its own, which is sent next to its gradients;
-# with the first go the options of the groups.
+# see `reduce.py`. Here every chunk has a separate vote, which is sent with its gradients; the first
+# vote includes the options of the groups.
 #
-# [Note: exact or refused] What a loop does between backward and step comes too late for chunks that
-# have been stepped: other options, clipping, reading or forgetting gradients, a further backward.
-# All of it is refused. What needs all gradients before the first update (a norm to clip to, the
-# overflow check of fp16) is given to the optimizer before; nothing is stepped in backward then.
+# [Note: exact or rejected] Actions between backward and step are too late for chunks that have been
+# stepped: changes of options, clipping, reading or clearing gradients, and another backward. All of
+# these raise errors. If all gradients are needed before the first update (`max_norm`, or the
+# overflow check of fp16), no chunk is stepped in backward.
 #
-# It does not know how gradients are reduced, nor how a chunk is stepped.
+# This class is independent of how gradients are reduced and how a chunk is stepped.
 class InBackward:
     """Updates chunks during backward."""
 
     def __init__(self, shards: ShardedState) -> None:
         self._shards = shards
-        # Whether a backward has stepped chunks, or could have, and no step has followed.
+        # Whether a backward has stepped chunks, or may have, and no step has followed.
         self.begun = False
         self._torn = ""
         self._numbers: dict[ShardedChunk, int] = {}
@@ -62,7 +62,7 @@ class InBackward:
         self._options: dict[str, str] = {}
         self._hooks = ExitStack()
 
-    # Inside of backward.
+    # During backward.
 
     @contextmanager
     def backward(self) -> Iterator[None]:
@@ -78,7 +78,7 @@ class InBackward:
             yield
             while self._sent:
                 self._step(*self._sent.popleft())
-        except BaseException:  # an interrupt leaves the model between two steps, too
+        except BaseException:  # an interrupt also leaves the model between two steps
             if len(self._numbers) < count:
                 self._torn = f"{count - len(self._numbers)} of {count} chunks"
             self._forget()
@@ -93,11 +93,12 @@ class InBackward:
         votes = torch.tensor([*used, *self._shards.groups.votes()] if first else used)
         votes = votes.to(torch.uint8)
         why = sharded.purpose("votes on", "in a backward")
-        # One exchange, where an all-reduce takes two, and the second would wait for what follows.
+        # A single exchange; an all-reduce needs two, of which the second would wait for later
+        # messages.
         every = votes.new_empty(self._shards.size * len(votes))
         handle = all_gather(every, votes, self._shards.group, async_op=True, purpose=why)
         self._sent.append((sharded, every.view(self._shards.size, -1), handle))
-        # On one rank there is nothing to wait for.
+        # A single rank does not wait.
         while len(self._sent) > (UPDATE_LAG if self._shards.size > 1 else 0):
             self._step(*self._sent.popleft())
 
@@ -115,10 +116,10 @@ class InBackward:
         self._shards.update([number], used, gather=not later)
         if later:
             self._stepped[number] = sharded
-        sharded.is_ahead = True  # reading it now raises, at every stage
+        sharded.is_ahead = True  # reading it now raises an error, in every stage
         mark_pending(sharded.chunk.members, self._shards.gatherer.touched)
         self._shards.reducer.use_up(sharded)
-        # Its buffer was written behind autograd's back: what still refers to it must not be used.
+        # Its buffer was written without autograd, so graphs that refer to it must not be used.
         increment_version(sharded.chunk.members)
         self._shards.gatherer.note_versions()
         sharded.updates += 1
@@ -158,7 +159,7 @@ class InBackward:
             self._stepped.clear()
             for sharded in self._numbers:
                 self._prepare(sharded)
-                # An evaluation since may have let more chunks be trained.
+                # An evaluation since then may have unfrozen more chunks.
                 self._shards.update([self._shards.chunks.index(sharded)], used)
                 if sharded.gradient_shard is not None:
                     self._shards.reducer.use_up(sharded)
@@ -208,12 +209,12 @@ class InBackward:
                     mark_ready(sharded.chunk.members)
         self._stepped.clear()
         self._sent.clear()
-        # Drops the hooks that follow a step without calling them: where a backward failed, no step
-        # has ended. `finish` has taken them out before, and calls them itself.
+        # Drops the hooks after a step without calling them, because after a failed backward no step
+        # has ended. `finish` removes them before, and calls them itself.
         self._hooks.pop_all()
 
 
-# Steps in which ranks call forward and backward as often as each has work: never, or many times.
+# Steps in which each rank calls forward and backward as often as it has work, or never.
 #
 # The loop of a step looks like this:
 #
@@ -238,25 +239,24 @@ OUTSIDE = (
 )
 
 
-# [Note: one reduction] Collectives over all ranks have to be issued in one order everywhere, and a
-# backward of stages 2 and 3 issues some. So inside such a step nothing is sent: gradients are added
-# up where they are made, whatever the stage, and travel once, with each rank's last backward. A
-# rank without any sends zeros. Of stage 3 all parameters are gathered when the step begins and
-# given back when it ends; so inside it takes the memory of stage 1, and between steps that of its
-# own stage.
+# [Note: one reduction] Collectives must be issued in the same order on all ranks, and a backward of
+# stages 2 and 3 issues some. So within such a step nothing is sent: in all stages gradients are
+# accumulated locally, and reduced once, with each rank's last backward. A rank without any sends
+# zeros. With stage 3 all parameters are gathered when the step begins and released when it ends, so
+# the step needs the memory of stage 1.
 #
-# Under a memory limit they are gathered into copies that may leave (`Gatherer`), and what is sent
-# waits until these have gone.
+# Under a memory limit they are gathered into evictable copies (`Gatherer`), and reductions wait
+# until these are freed.
 #
-# The obvious other way, empty passes for ranks without work, keeps stage 3's memory, but makes all
-# ranks wait for the longest at every micro-batch; steps are balanced as wholes.
+# The obvious alternative, empty passes for ranks without work, would keep stage 3's memory, but all
+# ranks would wait for the slowest at every micro-batch, whereas only entire steps are balanced.
 class UnevenStep:
     """The backward passes of one step on this rank; ranks may have different numbers of them."""
 
     def __init__(self, optimizer: ZeroOptimizer) -> None:
         self._optimizer, self.sent = optimizer, False
         self._reducer = optimizer.shards.reducer
-        # Under a limit gradients are sent when the copies of parameters have left their room.
+        # Under a limit gradients are sent once the copies of parameters are freed.
         self.waits = optimizer.shards.manager is not None
 
     @property
@@ -327,7 +327,7 @@ def uneven_step(optimizer: ZeroOptimizer) -> Iterator[UnevenStep]:
         GulliverError: an option of the optimizer requires communication in every backward.
     """
     check_uneven(optimizer)
-    if optimizer.unfinished:  # what was added up before would count in this step, too
+    if optimizer.unfinished:  # earlier gradients would also count in this step
         raise GulliverError(optimizer.unfinished)
     shards = optimizer.shards
     train_unfrozen(shards)

@@ -53,11 +53,11 @@ class StateByParameter(defaultdict[Any, Any]):
         return super().get(self.parameter_of.get(key, key), default)
 
 
-# The groups of a sharded optimizer: their options may change, their members may not.
+# The groups of a sharded optimizer, whose options may change, but not their members.
 #
-# Steps use the pieces that belong to the members at boost, so moving one elsewhere means nothing.
-# Options have to be the same on all ranks, since each steps its shards with its own. Both are
-# checked in the vote that comes before every step anyway, see `reduce.py`: a few bytes more.
+# Steps use the pieces of the members at boost, so moving a member to another group would have no
+# effect. Options must be equal on all ranks, because each steps its shards with its own. Both are
+# checked with a few bytes in the vote before every step, see `reduce.py`.
 
 
 DIGEST = 8
@@ -116,7 +116,7 @@ class OptimizerGroups:
             self._show([list(chain(*pieces)) for pieces in found])
 
     def show_parameters(self) -> None:
-        # A write to a piece would be known on one rank only, and race with its gather.
+        # A write to a piece would be known to one rank only, and race with its gather.
         self._show(self.given)
 
     def _show(self, members: Sequence[Sequence[nn.Parameter]]) -> None:
@@ -147,7 +147,8 @@ class OptimizerGroups:
     def votes(self) -> list[int]:
         """Returns bytes whose maximum over the ranks reveals differences between ranks."""
         moved = self.is_moved()
-        # Of a byte and its complement both largest are this rank's only if all ranks have it.
+        # The maxima of a byte and of its complement both equal this rank's only if all ranks have
+        # the same.
         digest = hashlib.sha256(repr([] if moved else self.options()).encode()).digest()[:DIGEST]
         return [moved, *digest, *(255 - byte for byte in digest)]
 
@@ -160,7 +161,7 @@ class OptimizerGroups:
             raise GulliverError(_difference(gather_objects(self.options(), self._group)))
 
     def options(self) -> dict[str, str]:
-        # Options on a device are left out: the host would have to wait for them.
+        # Options on a device are excluded, because the host would have to wait for them.
         known = self._inner.defaults
         return {
             f"{key} of the optimizer's group {number}": repr(_numbers(value))
@@ -206,12 +207,11 @@ def gradient_was_set(foreign: Sequence[str]) -> GulliverError:
     )
 
 
-# The state that the user's optimizer keeps of this rank's pieces, in the buffers of their chunks.
+# The user's optimizer state of this rank's pieces, in the buffers of their chunks.
 #
-# Where a `gulliver.memory.manager.Manager` has a chunk's shard, moments and gradient, their memory
-# moves.
-# So the pieces that the optimizer steps, and its state, are views for the length of a block only;
-# outside of one the pieces are nan, and the state lies on meta: nothing can be read by mistake.
+# If a `gulliver.memory.manager.Manager` holds a chunk's shard, moments and gradient, their memory
+# moves. So the pieces that the optimizer steps, and its state, are views only within a block;
+# outside, the pieces are NaN and the state is on meta, so that nothing is read by mistake.
 
 
 Place = Callable[[ShardPiece, str, Tensor], Tensor | None]
@@ -219,13 +219,13 @@ _ALWAYS = nullcontext()
 _CONSTANTS = torch.zeros_like, torch.ones_like, torch.full_like
 
 
-# [Note: new state] In its first step an optimizer makes its state itself: one constant tensor for
-# each parameter and kind, ``state["exp_avg"] = torch.zeros_like(p)``. All of a chunk would be as
-# much as its moments, on top of the budget. So such a constant takes no memory (one element,
-# stretched), and what is put into a parameter's state is filled in at its place in the chunk at
-# once. The optimizer goes on with that: it reads what it has put there. The bits are the same.
+# [Note: new state] In its first step an optimizer creates its state: one constant tensor for each
+# parameter and kind, ``state["exp_avg"] = torch.zeros_like(p)``. For an entire chunk this would
+# take as much as its moments, in addition to the budget. So such a constant takes no memory (one
+# expanded element), and when it is stored in a parameter's state, its place in the chunk is filled
+# immediately. The optimizer reads it from there and continues with the same values.
 #
-# It does not know what is done in a block, nor when.
+# This class is independent of what happens in a block, and when.
 class _Stretched(TorchFunctionMode):
     """Creates constant tensors as expanded views of one element."""
 
@@ -260,7 +260,7 @@ class PieceStates:
 
     def __init__(self, inner: torch.optim.Optimizer, groups: OptimizerGroups, whole: bool) -> None:
         self._inner, self._groups, self._whole = inner, groups, whole
-        # Whether it may step some parameters in one call and some in the next.
+        # Whether the optimizer may step some parameters in one call and others in the next.
         self.by_chunk = steps_by_chunk(inner)
 
     def opened(self, sharded: ShardedChunk) -> AbstractContextManager[None]:
@@ -287,8 +287,8 @@ class PieceStates:
 
     def place(self, sharded: ShardedChunk) -> None:
         """Moves the state of a chunk's pieces into the chunk's buffers."""
-        # Only that of known optimizers is moved: they write their state in place. Others may
-        # exchange theirs for new tensors in every step, so it stays where it is.
+        # Only state of known optimizers is moved, because they write it in place. Others may
+        # replace theirs by new tensors in every step, so it is not moved.
         found: dict[str, dict[str, tuple[Tensor, Any]]] = {}
         for piece, owned in sharded.pieces:
             state = self._inner.state.get(owned)
@@ -300,7 +300,7 @@ class PieceStates:
             values = {name: value for name, (value, _) in entries.items()}
             sizes = {name: value.numel() for name, value in values.items()}
             if not self._whole:
-                # Room for all pieces of these groups: each will have state of its own size.
+                # Room for all pieces of these groups, each of which will have state of its size.
                 pieces = self._groups.alike(entries, (p for p, _ in sharded.pieces))
                 sizes = {p.name: p.numel for p in pieces}
             for name, view in sharded.chunk.place_moment(key, values, sizes).items():
@@ -313,7 +313,7 @@ class PieceStates:
             new = {piece.name for piece, _ in sharded.pieces} & used - sharded.placed
             if new:
                 self.place(sharded)
-                sharded.placed |= new  # some optimizers keep nothing
+                sharded.placed |= new  # some optimizers have no state
 
     def drop(self, chunks: Iterable[ShardedChunk]) -> None:
         self._inner.state.clear()

@@ -49,10 +49,10 @@ class Tuning:
     """The result of tuning."""
 
     chosen: int
-    # Seconds of a step by the clock, for the sizes that were tried.
+    # Measured seconds of a step, by chunk size.
     measured: dict[int, float] = field(default_factory=dict)
     order: list[str] = field(default_factory=list)
-    # Whether it was taken from an earlier job.
+    # Whether it was cached by an earlier job.
     reused: bool = False
 
     def summary(self) -> str:
@@ -90,7 +90,7 @@ def next_size(measured: dict[int, float], start: int, largest: int) -> int | Non
 
 
 def best_size(measured: dict[int, float]) -> int:
-    """The size with the smallest mean of its measured and its fitted seconds."""
+    """Returns the size with the smallest mean of measured and fitted seconds."""
     sizes = torch.tensor(list(measured), dtype=torch.float64) / min(measured)
     took = torch.tensor(list(measured.values()), dtype=torch.float64)
     terms = torch.stack((torch.ones_like(sizes), 1 / sizes, sizes), 1)
@@ -143,7 +143,7 @@ class BucketTuner:
         return self.stage is not TuningStage.DONE
 
     def stepped(self) -> None:
-        """Called between steps, when there are no gradients (collective)."""
+        """Times a step and may re-partition chunks; called between steps (collective)."""
         if self._recorder is not None:
             order = broadcast_object(self._recorder.order(self._names.values()))
             self._recorder.close()
@@ -247,7 +247,7 @@ class UseRecorder:
     def _noting(self, owned: list[str]) -> Callable[..., None]:
         def note(*_: Any) -> None:
             if torch.compiler.is_compiling():
-                return  # what is traced is not seen: these come in the model's order
+                return  # uses in traced code are not visible; these stay in the model's order
             for name in owned:
                 self._first.setdefault(name, len(self._first))
 

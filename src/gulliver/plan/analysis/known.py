@@ -101,13 +101,14 @@ def _is_small(tensor: Any) -> bool:
     return tensor.numel() <= (MOST if plain else MOST_FLOATS) and not tensor.requires_grad
 
 
-# Selects CUDA kernels while following a step without a GPU; kernels decide what is saved.
+# Selects CUDA kernels while a step is traced without a GPU, because kernels determine what is
+# saved.
 #
-# Fake CUDA tensors cannot run backward in a torch without CUDA, so the step is followed as on a
-# CPU, except for functions that choose by device: attention and dropout call the operator that
-# they would choose on CUDA (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, torch 2.11 to
-# 2.13, devices since Ampere, default settings). Recurrent layers are followed token by token: the
-# size of cuDNN's reserve space is known on a GPU only.
+# Fake CUDA tensors cannot run backward in a torch without CUDA, so the step is traced as on a CPU,
+# except for functions that choose by device: attention and dropout call the operator that they
+# would choose on CUDA (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, torch 2.11 to 2.13,
+# devices since Ampere, default settings). Recurrent layers are traced token by token, because the
+# size of cuDNN's reserve space is only known on a GPU.
 
 
 KERNELS = ("cpu", "cuda")

@@ -40,15 +40,15 @@ from gulliver.plan.analysis.records import BACKWARD, FORWARD, RECOMPUTE, Operato
 class Moment:
     """Memory before and after an event of the step."""
 
-    # Bytes that were there as it began.
+    # Bytes in use when it began.
     before: int
-    # Bytes that were there as it ended.
+    # Bytes in use when it ended.
     after: int
-    # Bytes of gradients of parameters that were there.
+    # Bytes of parameter gradients at that time.
     gradients: int
-    # Index of the operator; -1 of none.
+    # Index of the operator; -1 for none.
     operator: int = -1
-    # The replayed template, and whether its backward; None for an operator.
+    # The replayed template, and whether this is its backward; None for an operator.
     replayed: tuple[Any, bool] | None = None
 
 
@@ -58,23 +58,23 @@ class ModuleCall:
 
     # Path of the module.
     path: str
-    # Call that it was made in.
+    # Enclosing call.
     parent: ModuleCall | None
-    # Phase that it was made in.
+    # Phase of the call.
     phase: str
-    # Number of moments as it began.
+    # Number of moments when it began.
     begun: int
-    # Bytes that were there.
+    # Bytes in use at its beginning.
     before: int
-    # Bytes that had been saved.
+    # Bytes saved before it.
     saved: int
-    # Number of moments as it ended.
+    # Number of moments when it ended.
     ended: int = -1
-    # Bytes that it saved which were not saved before.
+    # Bytes that it saved and that were not saved before.
     kept: int = 0
     # Bytes of its output.
     output: int = 0
-    # Bytes of those of its outputs that have the form of an input.
+    # Bytes of its outputs with the form of an input.
     handed: int = 0
     # Forms of its inputs.
     taken: frozenset[Any] = frozenset()
@@ -88,11 +88,11 @@ class ModuleCall:
 class Packed:
     """A storage that autograd saved."""
 
-    # Number of the memory.
+    # Number of the storage.
     serial: int
-    # Size of the memory.
+    # Size of the storage.
     nbytes: int
-    # Name of the tensor that it belongs to, if that existed before the step.
+    # Name of its tensor, if that existed before the step.
     name: str
 
 
@@ -103,20 +103,20 @@ class Recorder(StorageCounter):
         super().__init__()
         self.known = known
         self.operators: list[Operator] = []
-        # Memory, in order of events.
+        # Memory before and after each event, in order.
         self.moments: list[Moment] = []
         # Calls of modules.
         self.calls: list[ModuleCall] = []
-        # Memories that were saved, in their order and as often as they were.
+        # Saved storages in order, with repetitions.
         self.packed: list[Packed] = []
-        # The same by number, each once.
+        # The same by number, without repetitions.
         self.kept: dict[int, Packed] = {}
         # Bytes that an operator is the first to save, by its index.
         self.claims: dict[int, int] = {}
         # Bytes of the gradients of parameters.
         self.gradients = 0
         self.path, self.backward, self.quiet = "", False, False
-        # Weak references to new tensors, while a repeated call is being followed.
+        # Weak references to new tensors, while a repeated call is being traced.
         self.made: list[weakref.ref[Tensor]] | None = None
         self.saved = 0
         self._model = model
@@ -235,7 +235,8 @@ class Recorder(StorageCounter):
             self._running = [call for call in self._running if call.phase == FORWARD]
         # Accumulations right after a replay belong to the replayed call.
         self._replayed = self._replayed and phase == BACKWARD and node < 0
-        # Autograd detaches saved tensors when it unpacks them; that is no operator of the model.
+        # Autograd detaches saved tensors when it unpacks them, which is not an operator of the
+        # model.
         if self._replayed or (phase == BACKWARD and func is torch.ops.aten.detach.default):
             return
         index = len(self.operators)
@@ -332,7 +333,7 @@ class Recorder(StorageCounter):
         """Records the producer of a tensor, or the last writer of its storage."""
         storage = self.serial(tensor)
         if changed or storage not in self._writers:
-            # Existing views show what is written now.
+            # Existing views see the new values.
             self._writers[storage], self._views[storage] = index, {}
         self._views[storage][_view_of(tensor)] = index
 
@@ -346,7 +347,7 @@ class Recorder(StorageCounter):
         """Index of the operator that produced a tensor."""
         return self._value(tensor).producer
 
-    # What is saved.
+    # Saved tensors.
 
     def pack(self, value: Tensor) -> Tensor:
         serial, nbytes = self.serial(value), value.untyped_storage().nbytes()
@@ -396,7 +397,7 @@ class Recorder(StorageCounter):
         if call.phase == FORWARD:
             self._first_calls[path] = call
         self.calls.append(call)
-        # Path of the module that runs.
+        # Path of the running module.
         self.path = path
         return call
 
@@ -405,7 +406,7 @@ class Recorder(StorageCounter):
             self.leave(self._paths[module], output)
 
     def leave(self, path: str, output: Any) -> None:
-        while self._running:  # what an exception ended is not left by itself
+        while self._running:  # calls that an exception ended are not popped otherwise
             call = self._running.pop()
             if call.path == path:
                 leaves = [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor)]

@@ -25,10 +25,10 @@ OPAQUE = "opaque"
 """Name of the operator that represents a module that could not be traced."""
 
 
-# [Note: repeated modules] Equal calls of equal modules are followed once. The operators of that
-# call represent all of them (`Operator.count`); paths of the others lead to it (`Analysis.alike`).
+# [Note: repeated modules] Equal calls of equal modules are traced once. The operators of that call
+# represent all of them (`Operator.count`); paths of the others refer to it (`Analysis.alike`).
 #
-# Bytes and FLOPs do not depend on a device. Seconds do: ask for them with a device of a cluster.
+# Bytes and FLOPs do not depend on a device. Seconds do, and need a device of a cluster.
 @dataclass(frozen=True, slots=True)
 class Value:
     """An input or output tensor of an operator.
@@ -113,7 +113,7 @@ class Cost:
     read: int = 0
     # Bytes that operators write.
     written: int = 0
-    # Number of operators that are no views.
+    # Number of operators, without views.
     operators: int = 0
 
     def plus(self, operator: Operator, times: int) -> Cost:
@@ -141,18 +141,18 @@ class ModuleCosts:
     recompute: Cost = Cost()
     # Work of the backward.
     backward: Cost = Cost()
-    # Bytes that the forward leaves for the backward and nothing before it left.
+    # Bytes that the forward saves for backward, unless they were saved before.
     saved: int = 0
     # Bytes of the output of a call.
     output: int = 0
     # Bytes of the outputs shaped like an input (hidden states), or of all outputs.
     handed: int = 0
-    # Most bytes during a forward, above what was there as it began.
+    # Peak bytes of a forward, relative to its start.
     forward_peak: int = 0
-    # Most bytes during its backward, above what was there as it began; what is recomputed included,
-    # gradients of parameters not.
+    # Peak bytes of its backward, relative to its start, including recomputation, without parameter
+    # gradients.
     backward_peak: int = 0
-    # Path of the module followed in place of this one; empty for none.
+    # Path of the module traced instead of this one; empty for none.
     alike: str = ""
 
     @property
@@ -164,11 +164,11 @@ class ModuleCosts:
 class Saved:
     """Bytes that autograd saves for backward; each storage counts once."""
 
-    # What the step computes.
+    # Bytes that the step computes.
     activations: int = 0
-    # Memory of the batch.
+    # Bytes of the batch.
     inputs: int = 0
-    # Memory of parameters, buffers and other tensors that existed before the step.
+    # Bytes of parameters, buffers and other tensors that existed before the step.
     parameters: int = 0
 
 
@@ -180,9 +180,9 @@ class UntracedModule:
     path: str
     # Name of its class.
     kind: str
-    # File and line that need data.
+    # File and line that need values.
     where: str
-    # What torch said.
+    # Message of torch's error.
     reason: str
 
     def __str__(self) -> str:
@@ -199,9 +199,9 @@ class Analysis:
 
     # Operators in the order in which they ran, each standing for `count` of them.
     operators: tuple[Operator, ...]
-    # Costs by path of followed modules; `module` finds those of the others.
+    # Costs by path of traced modules; `module` also finds those of the others.
     modules: Mapping[str, ModuleCosts]
-    # Paths of modules, and of those followed in their place.
+    # Paths of modules, and of those traced instead.
     alike: Mapping[str, str] = field(default_factory=dict)
     # Bytes that autograd keeps for the backward.
     saved: Saved = Saved()
@@ -210,15 +210,15 @@ class Analysis:
     # Peak bytes of everything that the step allocates and the batch, without gradients of
     # parameters, which are model state.
     peak: int = 0
-    # The same with the gradients, as they come.
+    # The same with the gradients, from when they are computed.
     peak_with_gradients: int = 0
     # Bytes of the gradients of parameters.
     gradients: int = 0
     # Bytes of the parameters.
     parameters: int = 0
-    # Bytes of each memory that the step computes and autograd keeps, by its number.
+    # Bytes of each storage that the step computes and autograd keeps, by its number.
     kept: Mapping[int, int] = field(default_factory=dict)
-    # Modules that could not be followed.
+    # Modules that could not be traced.
     opaque: tuple[UntracedModule, ...] = ()
     # Remarks about unexpected behaviour.
     notes: tuple[str, ...] = ()
@@ -247,7 +247,7 @@ class Analysis:
         stands = self.followed(path)
         found = self.modules.get(stands)
         if found is None:
-            # A list of all modules would fill a screen: the outermost suffice.
+            # Only the outermost modules, because a list of all would fill a screen.
             high = {p for p in self.modules if p and p.count(".") <= 1} or set(self.modules)
             near = get_close_matches(path, self.modules, n=1, cutoff=0.5)
             known = self.modules if near else high

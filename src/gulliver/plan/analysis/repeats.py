@@ -63,7 +63,7 @@ class Template:
     own: list[str] = field(default_factory=list)
     # Bytes of the gradients of its parameters.
     gradients: int = 0
-    # The call itself; None for one that was never followed.
+    # The call itself; None if it was not traced.
     call: ModuleCall | None = None
     # First operator of its forward, and the one after the last.
     operators: tuple[int, int] = (0, 0)
@@ -137,7 +137,7 @@ class _Replay(torch.autograd.Function):
         return None, None, None, *found
 
 
-# Equal calls of equal modules are followed once.
+# Equal calls of equal modules are traced once.
 
 
 FEWEST = 3
@@ -148,21 +148,21 @@ PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device, to
 # [Note: equal calls] Modules are equal if they have the same class, the same plain attributes
 # (except numbers such as `layer_idx`), and parameters, buffers and children of the same form. Calls
 # are equal if their arguments also have the same form: shapes, strides, dtypes, requires_grad, and
-# which of them are the same tensor. The first two calls of a kind are followed. The second one
-# finds values that are made once and shared (rotations, masks), as all later ones will, so it
-# represents them if both ran the same operators.
+# which of them are the same tensor. The first two calls of a kind are traced. The second one uses
+# values that are computed once and shared (rotations, masks), like all later ones, so it represents
+# them if both ran the same operators.
 #
 # [Note: calls that are not replayed] A call represents others only if everything it leaves behind
 # is known: its output, and memory that autograd saves. Modules that keep more (a key-value cache, a
-# list of router logits) are found by a tensor that is still alive without either, and are followed
-# each time. So are calls inside a checkpoint, and modules with hooks.
+# list of router logits) are detected by another tensor that is still alive, and are traced each
+# time. So are calls inside a checkpoint, and modules with hooks.
 @dataclass
 class CallKind:
     """Equal calls of equal modules."""
 
     # Operators of the first.
     first: list[Any] | None = None
-    # What the second call left behind.
+    # Effects of the second call.
     template: Template | None = None
     # Reason why no call can represent others.
     refused: str = ""
@@ -173,11 +173,11 @@ class Repeats:
     """Traces the first two calls of each kind and replays the others."""
 
     model: nn.Module
-    # Paths of replayed modules, and of those followed in their place.
+    # Paths of replayed modules, and of those traced instead.
     alike: dict[str, str] = field(default_factory=dict)
     # Calls that represent others.
     templates: list[Template] = field(default_factory=list)
-    # Reasons why a class of modules is followed each time.
+    # Reasons why a class of modules is traced each time.
     refused: dict[str, str] = field(default_factory=dict)
     _recorder: Recorder | None = None
     _busy: bool = False

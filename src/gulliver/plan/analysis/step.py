@@ -41,12 +41,12 @@ from gulliver.plan.analysis.repeats import CallOutput, Repeats, Template, calls_
 # Builds an `Analysis` from the record of a step.
 
 
-# [Note: peaks of replayed calls] A replayed call has the same bytes before and after as the call
-# that it repeats, so its peak is as far above the bytes at its start. For the backward this
-# requires that the repeated call's backward is contiguous, with no operator of another module in
-# between. If it is not, the step must be followed without replays.
+# [Note: peaks of replayed calls] A replayed call adds and frees the same bytes as the call that it
+# repeats, so it has the same peak relative to its start. For the backward this requires that the
+# repeated call's backward is contiguous, without operators of other modules in between. Otherwise
+# the step must be traced without replays.
 def summed(model: nn.Module, recorder: Recorder, repeats: Repeats | None) -> Analysis | None:
-    """Adds up a step; None if the replayed calls' share is unknown."""
+    """Adds up the costs of a step; None if those of replayed calls are unknown."""
     templates = [t for t in repeats.templates if t.forwards] if repeats is not None else []
     operators, moments = recorder.operators, recorder.moments
     for template in templates:
@@ -222,12 +222,12 @@ def _work(operators: Sequence[Operator], templates: Sequence[str]) -> dict[tuple
     return found
 
 
-# Modules that cannot be followed, and the placeholders that replace them.
+# Modules that cannot be traced, and the placeholders that replace them.
 #
-# A module that looks at its data (``.item()``, numpy, a number of rows that depends on values)
-# fails with fake tensors. The innermost such module is replaced, with all others of its class: it
-# is costed by its parameters and inputs, and returns its input. If that does not fit what comes
-# next, the module around both is replaced.
+# A module that reads its data (``.item()``, numpy, a number of rows that depends on values) fails
+# with fake tensors. The innermost such module and all others of its class are replaced by
+# placeholders, which return their input; costs are estimated from parameters and inputs. If the
+# next module cannot use that output, the module around both is replaced.
 
 
 OURS = Path(__file__).parents[2]
@@ -241,7 +241,7 @@ def widened(
     if needs_data(error):
         path = running
     elif known:
-        # The placeholder returned something that the next module cannot take.
+        # The next module cannot use the placeholder's output.
         path = _around(running, known)
     else:
         name = f"module {running!r}" if running else "the model"
@@ -308,7 +308,7 @@ def _stand_in(recorder: Recorder, module: nn.Module, path: str, given: Any) -> A
     tensors = list({id(t): t for t in leaves}.values())
     first = next((t for t in tensors if t.is_floating_point()), None)
     if first is None:
-        # Then the module around it is replaced.
+        # The enclosing module is then replaced.
         raise ValueError(f"the output of {path} is unknown")
     forward, backward = operators_of(module, path, tensors, first)
     forward.inputs = recorder.values(tensors)

@@ -12,9 +12,8 @@ from __future__ import annotations
 import heapq
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +23,7 @@ from gulliver.errors import GulliverError
 from gulliver.families.lookup import family_of, is_hugging_face
 from gulliver.hardware.cluster import Cluster
 from gulliver.hardware.offload import rate_text, seconds_text
-from gulliver.options import LARGEST, byte_size, size_at_least, size_text
+from gulliver.options import byte_size, size_at_least, size_text
 from gulliver.planner.predict import free_share
 from gulliver.planner.search.facts import Axes, Facts, Grid, axes_of, facts_of, grids_of
 from gulliver.planner.search.offload import MinimumOffload, Offloader, least_offloaded, with_offload
@@ -272,25 +271,11 @@ def axes_text(axes: Axes) -> str:
     return str(Grid(axes))
 
 
-# Step times at other memory limits, and the minimum memory and number of ranks.
+# Minimum memory and number of ranks.
 
 
-GIB = 1 << 30
-SHARES = (0.5, 0.75, 1.0, 1.5)  # multiples of the limit at which memory is priced
 DOUBLINGS = 4  # maximum number of times that a cluster is doubled if the model does not fit
 COUNTS = 24  # numbers of ranks up to this one are searched individually
-
-
-# [Note: few searches] The fastest grid under a limit is also the fastest under every limit between
-# its own bytes and that one, so most limits need no search.
-@dataclass(frozen=True)
-class Price:
-    """The fastest grid under a memory limit."""
-
-    # Bytes that a rank may hold.
-    limit: int
-    # The grid; None if none fits.
-    scored: Scored | None
 
 
 @dataclass(frozen=True)
@@ -319,55 +304,6 @@ def searched_again(
     )
     arguments = {"best": 1, "facts": facts, "behind": found.behind, "explain": False, **others}
     return search_grids(facts.model, None, None, machines, samples, **arguments)  # type: ignore[arg-type]
-
-
-def prices_of_memory(found: Found, samples: int) -> tuple[Price, ...]:
-    """Step times under smaller and larger memory limits, and with one more GiB."""
-    if not found.best:
-        return ()
-    limit, best = found.limit, found.best[0]
-    search = partial(searched_again, found, samples)
-    free = search(memory=LARGEST).best[0]
-    if best.moved is not None:
-        return _priced_one_by_one(_limits(limit), search)
-    if free.seconds.step >= best.seconds.step:
-        free = best
-    return tuple(Price(at, _under(at, limit, best, free, search)) for at in _limits(limit))
-
-
-def _priced_one_by_one(limits: Sequence[int], search: Callable[..., Found]) -> tuple[Price, ...]:
-    # A grid that fits a limit also fits a larger one, for which a worse chunk size may be chosen.
-    found, best = list[Price](), None
-    for at in limits:
-        now = _first(search(memory=at))
-        if best is None or (now is not None and now.seconds.step < best.seconds.step):
-            best = now
-        found.append(Price(at, best))
-    return tuple(found)
-
-
-def _limits(limit: int) -> list[int]:
-    return sorted({*(int(limit * share) for share in SHARES), limit + GIB})
-
-
-def _first(found: Found) -> Scored | None:
-    return found.best[0] if found.best else None
-
-
-def _under(
-    at: int, limit: int, best: Scored, free: Scored, search: Callable[..., Found]
-) -> Scored | None:
-    """The fastest grid under a limit; searches only if no known result applies."""
-    if at >= free.bytes:
-        return free
-    if best.bytes <= at <= limit:
-        return best
-    return _first(search(memory=at))
-
-
-def saved_by_a_gib(prices: Sequence[Price], limit: int) -> float:
-    steps = {p.limit: p.scored.seconds.step for p in prices if p.scored is not None}
-    return steps[limit] - steps[limit + GIB]
 
 
 def minimum_resources(found: Found, samples: int) -> MinimumResources:

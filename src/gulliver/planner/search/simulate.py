@@ -1,7 +1,5 @@
 """Simulates a step of a grid event by event, and the weak scaling of a grid.
 
-    seconds = simulate_step(scorer, grid, torus=(128, 8))
-
 The search prices messages in closed form. Here each rank runs its computations in order and starts
 and waits for messages as a run does: chunk by chunk, with the prefetcher's rules.
 """
@@ -10,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import random
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -54,68 +51,34 @@ MARGIN = 0.05  # a torus must be faster by this share, as in `choose_axes`
 
 
 # [Note: one rank of each kind] Ranks that differ only in their data, sequence and tensor
-# coordinates run the same program, start their messages at the same times, and so wait for each
-# other for no time. It suffices to simulate one rank for each pipeline coordinate. The tests
-# compare this with all ranks of small worlds. With `jitter`, all ranks are simulated.
-def simulate_step(
-    scorer: Scorer,
-    grid: Grid,
-    torus: Sequence[int] = (),
-    every_rank: bool = False,
-    jitter: float = 0.0,
-    seed: int = 0,
-) -> float:
+# coordinates run the same program and start their messages at the same times, so they never wait
+# for each other: one rank for each pipeline coordinate stands for all. Tests compare this with
+# all ranks of small worlds.
+def simulate_step(scorer: Scorer, grid: Grid, torus: Sequence[int] = ()) -> float:
     """Returns the seconds of a step in the middle of training.
 
     Args:
         scorer: costs of the model on the cluster.
         grid: mesh and options; `chunk_mb` must be set if ZeRO has several replicas.
         torus: sizes of the axes, outer to inner, along which ZeRO's collectives run.
-        every_rank: simulate all ranks instead of one for each pipeline coordinate.
-        jitter: standard deviation of each computation, relative to its seconds.
-        seed: seed of the jitter.
     """
-    found = simulate(list(_programs(scorer, grid, torus, every_rank or jitter > 0, jitter, seed)))
-    return (found.marks[-1] - found.marks[0]) / (STEPS - 1)
+    ranks = list[RankProgram]()
+    for stage, row in enumerate(step_actions(scorer, grid, torus)):
+        names = {action.axis for action in row}
+        groups = {name: (-1 if name == "pipeline" else stage, 1) for name in names}
+        ranks.append(RankProgram(row, groups))
+    return step_seconds(ranks)
 
 
-def _programs(
-    scorer: Scorer, grid: Grid, torus: Sequence[int], every_rank: bool, jitter: float, seed: int
-) -> Iterator[RankProgram]:
-    axes = grid.axes
-    rows = [_StepProgram(scorer, grid, n, torus).actions() for n in range(axes.pipeline)]
-    if not every_rank:
-        for stage, row in enumerate(rows):
-            names = {action.axis for action in row}
-            groups = {name: (-1 if name == "pipeline" else stage, 1) for name in names}
-            yield RankProgram(row, groups)
-        return
-    sizes = list(torus) or [axes.data * axes.sequence]
-    places = itertools.product(
-        range(axes.pipeline), range(axes.data), range(axes.sequence), range(axes.tensor)
-    )
-    for number, (stage, data, sequence, tensor) in enumerate(places):
-        groups: dict[str, tuple[Hashable, int]] = {
-            "pipeline": ((data, sequence, tensor), 1),
-            "sequence": ((stage, data, tensor), axes.sequence),
-            "tensor": ((stage, data, sequence), axes.tensor),
-        }
-        left, turn = data * axes.sequence + sequence, list[int]()
-        for size in reversed(sizes):
-            left, at = divmod(left, size)
-            turn.insert(0, at)
-        for place, size in enumerate(sizes):
-            others = tuple(turn[:place] + turn[place + 1 :])
-            groups[f"replicas {place}"] = ((stage, tensor, *others), size)
-        row = _jittered(rows[stage], jitter, random.Random(f"{seed} {number}"))
-        yield RankProgram(row, groups)
+def step_seconds(ranks: Sequence[RankProgram]) -> float:
+    """Simulates the actions of ranks, and returns the seconds of a step."""
+    marks = simulate(ranks).marks
+    return (marks[-1] - marks[0]) / (STEPS - 1)
 
 
-def _jittered(actions: Sequence[Action], jitter: float, draw: random.Random) -> Iterator[Action]:
-    for action in actions:
-        if jitter and action.act is Act.COMPUTE:
-            action = action._replace(seconds=action.seconds * max(0.0, draw.gauss(1.0, jitter)))
-        yield action
+def step_actions(scorer: Scorer, grid: Grid, torus: Sequence[int] = ()) -> list[list[Action]]:
+    """Lists the actions of a rank at each pipeline coordinate, in `STEPS` steps."""
+    return [_StepProgram(scorer, grid, n, torus).actions() for n in range(grid.axes.pipeline)]
 
 
 class _Part(NamedTuple):
@@ -219,7 +182,8 @@ class _StepProgram(StepReplay):
             for need in inputs_of(work, self._stages) if line else ():
                 near = need[1] in self._numbers[self._rank]
                 self._add(Act.WAIT, 0.0 if near else self._hop, (self._steps, need), "pipeline")
-            reduces = not line and (number == final or self.stage >= 2)
+            each = self.stage >= 2 and work[0] != FORWARD
+            reduces = not line and (number == final or each)
             self._run(work, reduces)
             if line:
                 self._add(Act.START, 0.0, (self._steps, output_of(work)), "pipeline")
@@ -256,6 +220,7 @@ class _StepProgram(StepReplay):
                     self._exchange(axis, each)
             ends = following is None or following.chunk not in (part.chunk, None)
             if reduces and part.chunk is not None and ends:
+                self._collect(self.chunks[part.chunk])  # may wait for the last micro-batch's
                 self._reduce(self.chunks[part.chunk])
         if kind != WEIGHTS:
             self._pass("forward ended" if forward else "backward ended")

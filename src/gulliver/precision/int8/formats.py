@@ -1,9 +1,9 @@
 """Weights as int8 rows and int4 groups, and conversions.
 
 A weight is a matrix ``[outputs, inputs]``. In int8, a scale per row maps its largest magnitude to
-127. In int4, a scale per group of 128 inputs maps the value of largest magnitude to -8, and a byte
-holds two values (see `packed_int4`). Source: LLM.int8(), Dettmers et al., 2022 (arXiv
-2208.07339); the groups are those of llama.cpp's Q4_0, with 128 inputs instead of 32.
+127. In int4, a value v of 0 to 15 stands for ``v * scale + minimum``, with a scale and a minimum in
+float16 per group of 32 inputs: 5 bits per weight, the layout of llama.cpp's Q4_1. A byte holds two
+values (see `packed_int4`). Source: LLM.int8(), Dettmers et al., 2022 (arXiv 2208.07339).
 
 Rows are independent, so a shard of rows has the same values as the full weight. A shard of inputs
 does too if given the full weight's largest magnitudes (`largest=`).
@@ -11,15 +11,17 @@ does too if given the full weight's largest magnitudes (`largest=`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
 
 from gulliver.errors import GulliverError
 
-GROUP = 128
-"""Inputs that share a scale in int4."""
+GROUP = 32
+"""Inputs that share a scale and a minimum in int4."""
+SENSITIVE = ("lm_head", "k_proj", "v_proj", "qkv_proj")
+"""Last parts of the paths of layers that mode int4 keeps in int8."""
 CHUNK = 1 << 20
 """Elements converted at a time, which avoids a float32 copy of the weight."""
 
@@ -41,16 +43,27 @@ def largest_of(weight: Tensor, path: str) -> Tensor:
     return largest
 
 
-def check_int4(largest: Tensor, inputs: int, path: str) -> None:
-    """Raises an error for weights whose int4 products would overflow."""
-    # Kernels sum the groups of a row before they apply the scale of its activations: up to 127
-    # times the weights' magnitude for each input.
-    most = torch.finfo(torch.float32).max / 127 / max(1, inputs)
+def check_int4(largest: Tensor, path: str) -> None:
+    """Raises an error for weights that exceed the float16 scales of int4."""
+    most = torch.finfo(torch.float16).max
     if not largest.is_meta and largest.numel() and float(largest.max()) > most:
         raise GulliverError(
-            f"{path}.weight has magnitudes up to {float(largest.max()):.2g}, but int4 sums over "
-            f"{inputs} inputs overflow above {most:.2g}; use mode='int8', or exclude the layer"
+            f"{path}.weight has magnitudes up to {float(largest.max()):.2g}, but int4 stores at "
+            f"most {most:.0f}; use mode='int8', or exclude the layer"
         )
+
+
+def sensitive_paths(paths: Iterable[str]) -> set[str]:
+    """Returns the layers that mode int4 keeps in int8, given all linear layers in order."""
+    # As in llama.cpp's mixtures of formats: keys, values and the output layer; of the layers after
+    # gated feed-forwards, some of whose inputs are huge, those of the first and last eighth of the
+    # blocks and of every third block between. Errors of their weights cost most.
+    names = [(path, path.rpartition(".")[2]) for path in paths]
+    down = [path for path, name in names if name == "down_proj"]
+    edge = len(down) // 8
+    wide = [n < edge or n >= len(down) - edge or (n - edge) % 3 == 2 for n in range(len(down))]
+    found = {path for path, name in names if name in SENSITIVE}
+    return found | {path for path, keep in zip(down, wide, strict=True) if keep}
 
 
 @torch.no_grad()
@@ -64,27 +77,40 @@ def to_int8(weight: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def to_int4(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns packed values, and pairs of scale and minimum ``[outputs, groups, 2]``."""
     outputs, inputs = weight.shape
     packed = torch.empty(outputs, inputs // 2, dtype=torch.int8, device=weight.device)
-    scales = weight.new_empty(outputs, inputs // GROUP, dtype=torch.float32)
+    pairs = weight.new_empty(outputs, inputs // GROUP, 2, dtype=torch.float16)
     for rows in _chunks(outputs, inputs):
         groups = weight[rows].float().unflatten(1, (-1, GROUP))
-        scale = scale_int4(groups)[:, :, None]
-        inverse = torch.where(scale.abs() > 1e-36, 1.0 / scale, 0.0)
-        scales[rows] = scale.squeeze(2)
-        packed[rows] = packed_int4((groups * inverse).round_().clamp_(-8, 7))
-    return packed, scales
+        pairs[rows] = pairs_int4(groups)
+        packed[rows] = packed_int4(_codes(groups, pairs[rows].float()))
+    return packed, pairs
 
 
-def scale_int4(groups: Tensor) -> Tensor:
-    """Returns scales for groups ``[..., inputs]``; the value of largest magnitude becomes -8."""
-    largest = groups.abs().argmax(-1, keepdim=True)
-    return groups.gather(-1, largest).squeeze(-1) / -8.0
+def _codes(groups: Tensor, pairs: Tensor) -> Tensor:
+    scale, least = pairs[..., :1], pairs[..., 1:]
+    inverse = torch.where(scale > 0, 1.0 / scale, 0.0)
+    return ((groups - least) * inverse).round_().clamp_(0, 15)
+
+
+def pairs_int4(groups: Tensor) -> Tensor:
+    """Returns scale and minimum in float16 for groups ``[..., GROUP]``: a least-squares fit."""
+    # The range from minimum to maximum serves outliers; least squares, with the values as
+    # rounded to it, the others.
+    low, high = torch.aminmax(groups, dim=-1, keepdim=True)
+    pairs = torch.cat([(high - low) / 15, low], -1)
+    codes = _codes(groups, pairs)
+    mean, centre = codes.mean(-1, keepdim=True), groups.mean(-1, keepdim=True)
+    codes -= mean
+    spread = codes.square().sum(-1, keepdim=True)
+    scale = (codes * groups).sum(-1, keepdim=True) / spread.clamp_(min=1e-30)
+    return torch.cat([scale, centre - mean * scale], -1).half()
 
 
 def packed_int4(values: Tensor) -> Tensor:
-    """Packs ``[rows, groups, GROUP]`` of -8 to 7: byte i has values i (low) and i + 64 (high)."""
-    low, high = (values + 8).to(torch.uint8).chunk(2, dim=2)
+    """Packs ``[rows, groups, GROUP]`` of 0 to 15: byte i has values i (low) and i + 16 (high)."""
+    low, high = values.to(torch.uint8).chunk(2, dim=2)
     return (low | (high << 4)).view(torch.int8).flatten(1)
 
 
@@ -92,10 +118,10 @@ def from_int8(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     return (values.float() * scales[:, None]).to(dtype)
 
 
-def from_int4(packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+def from_int4(packed: Tensor, pairs: Tensor, dtype: torch.dtype) -> Tensor:
     groups = packed.view(torch.uint8).unflatten(1, (-1, GROUP // 2))
-    values = torch.cat([groups & 15, groups >> 4], dim=2).float() - 8.0
-    return (values * scales[:, :, None]).flatten(1).to(dtype)
+    values, known = torch.cat([groups & 15, groups >> 4], dim=2), pairs.float()
+    return (values * known[..., :1] + known[..., 1:]).flatten(1).to(dtype)
 
 
 # GPTQ: rounds weights to minimize the error of a layer's outputs on calibration inputs.
@@ -104,13 +130,15 @@ def from_int4(packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 # error, as far as their inputs are correlated with its own: a least squares solution, which follows
 # from the Cholesky factor of the inverse of ``x^T x``.
 #
-# Results have the formats above, and use the same kernels. In int4, a group's scale is computed
-# from its weights when the group is reached. Columns whose inputs are always 0 are rounded to
-# nearest.
+# Results have the formats above, and use the same kernels. In int4, a group's scale and minimum are
+# computed from its weights when the group is reached. Columns whose inputs are always 0 are rounded
+# to nearest.
 #
 # Source: Frantar et al., GPTQ, 2022 (arXiv 2210.17323), without reordering.
 
 
+BLOCK = 128
+"""Columns after which the others are updated, in one product."""
 DAMPING = 0.01
 """Fraction of the mean diagonal that is added to the diagonal, for a stable inverse."""
 
@@ -124,26 +152,29 @@ def round_calibrated(
     left = torch.empty(weight.shape, dtype=torch.float64, device=weight.device).copy_(weight)
     codes = torch.empty_like(left)  # row by row, as kernels read it, whatever the weight is
     outputs, inputs = left.shape
-    largest = weight.detach().float().abs().amax(1)
     four = mode == "int4"
-    scales = largest.new_empty(outputs, inputs // GROUP) if four else largest / 127.0
-    low, high = (-8, 7) if four else (-127, 127)
-    for start in range(0, inputs, GROUP):
-        stop = min(start + GROUP, inputs)
-        if four:
-            scales[:, start // GROUP] = scale_int4(left[:, start:stop].float())
-        step = (scales[:, start // GROUP] if four else scales).double()
-        inverse = torch.where(step.abs() > 1e-36, 1.0 / step, 0.0)
+    scales = weight.detach().float().abs().amax(1) / 127.0
+    if four:
+        scales = scales.new_empty(outputs, inputs // GROUP, 2, dtype=torch.float16)
+    low, high = (0, 15) if four else (-127, 127)
+    step, least = scales.double(), 0.0
+    for start in range(0, inputs, BLOCK):
+        stop = min(start + BLOCK, inputs)
         errors = torch.empty_like(left[:, start:stop])
         for column in range(start, stop):
+            if four and column % GROUP == 0:
+                group = left[:, column : column + GROUP].float()
+                scales[:, column // GROUP] = pairs_int4(group)
+                step, least = scales[:, column // GROUP].double().unbind(1)
             own = left[:, column]
-            codes[:, column] = (own * inverse).round().clamp(low, high)
-            error = (own - codes[:, column] * step) / factor[column, column]
+            inverse = torch.where(step.abs() > 1e-36, 1.0 / step, 0.0)
+            codes[:, column] = ((own - least) * inverse).round().clamp(low, high)
+            error = (own - codes[:, column] * step - least) / factor[column, column]
             left[:, column:stop] -= error[:, None] * factor[column, column:stop]
             errors[:, column - start] = error
         left[:, stop:] -= errors @ factor[start:stop, stop:]
     if four:
-        return packed_int4(codes.float().unflatten(1, (-1, GROUP))), scales
+        return packed_int4(codes.unflatten(1, (-1, GROUP))), scales
     return codes.to(torch.int8), scales
 
 

@@ -1,8 +1,8 @@
 """Layers with quantized weights: linear, convolution, embedding.
 
-A layer keeps two buffers, ``weight`` (int8) and ``weight_scale`` (float32), and its original bias,
-so its state dict can be saved as usual. The buffers have no gradient, and backward raises an
-error. Scales stay in float32 if the model is cast.
+A layer keeps two buffers, ``weight`` (int8) and ``weight_scale``, and its original bias, so its
+state dict can be saved as usual. The buffers have no gradient, and backward raises an error. Scales
+keep their dtype (float32, in int4 float16) if the model is cast.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ class QuantizedLayer(nn.Module, ABC):
         scales = self.weight_scale
         super()._apply(fn, recurse)
         # Viewed as integers, they are moved but not cast.
-        moved = fn(scales.view(torch.int32))
-        self.weight_scale = moved.view(torch.float32)
+        moved = fn(scales.view(torch.int32 if scales.dtype == torch.float32 else torch.int16))
+        self.weight_scale = moved.view(scales.dtype)
         self._stored = None
         return self
 

@@ -89,7 +89,7 @@ class Stored:
 
     mode: str  # One of `MODES`
     values: Tensor  # Int8 ``[outputs, inputs]``, or int4 bytes ``[outputs, inputs / 2]``
-    scales: Tensor  # Float32 ``[outputs]``, or ``[outputs, groups]``
+    scales: Tensor  # Float32 ``[outputs]``, or for int4 float16 ``[outputs, groups, 2]``
     sums: Tensor | None  # Sums of the rows of values, int32; None for int4
     inputs: int
     threshold: float  # Magnitude from which on an activation is not quantised

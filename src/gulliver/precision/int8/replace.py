@@ -27,6 +27,7 @@ from gulliver.precision.int8.formats import (
     from_int4,
     from_int8,
     largest_of,
+    sensitive_paths,
     to_int4,
     to_int8,
 )
@@ -142,7 +143,7 @@ class QuantizeArguments:
         elif known is None:
             largest = largest_of(weight, self.path)
             if mode == "int4":
-                check_int4(largest, weight.shape[1], self.path)
+                check_int4(largest, self.path)
             largest = largest if joined is None else joined(largest)
             known = to_int4(weight) if mode == "int4" else to_int8(weight, largest)
             self.made[key] = known
@@ -179,7 +180,7 @@ def replace_module(
         model: any model; its linear layers (including transformers' Conv1D) and convolutions are
             replaced under the same names.
         mode: ``"int8_dynamic"``, int8 weights and activations as in LLM.int8(); ``"int8"``,
-            int8 weights only; or ``"int4"``, int4 weights in groups of 128 inputs.
+            int8 weights only; or ``"int4"``, int4 weights in groups of 32 inputs.
         exclude: patterns of paths to keep, matching a path or its end (``"lm_head"``,
             ``"*.attn.*"``).
         outlier_threshold: activations of at least this magnitude are not quantized; None: no limit.
@@ -222,16 +223,8 @@ def linear_modes(
         weight = _matrix_in(module)
         own = weight is not None and users[id(weight)] == 1 and type(module) not in REPLACED
         if own and not replacing._why_kept(path, module)[0]:
-            found[path] = _fitting(mode, module, path)
+            found[path] = replacing.fitting(mode, module, path)[0]
     return found
-
-
-def _fitting(mode: str, module: nn.Module, path: str) -> str:
-    if mode != "int4":
-        return mode
-    asked = GROUPED.get(type(module))
-    divides = asked(module, path) if asked else matrix_of(module).shape[1] % GROUP == 0
-    return mode if divides else "int8"
 
 
 def report_of(model: nn.Module) -> Report:
@@ -269,6 +262,7 @@ class _Replacing:
         self.model, self.options = model, options
         self.embeddings, self.convolutions = embeddings, convolutions
         self.modules = dict(model.named_modules(remove_duplicate=False))
+        self._sensitive = sensitive_paths(self.modules)
         self.exclude: set[str] = set()
         self.report = Report(options.mode, before=model_bytes(model))
 
@@ -285,7 +279,7 @@ class _Replacing:
     def run(self) -> None:
         for path, module in self.modules.items():
             if type(module) in GROUPED and not self._why_kept(path, module)[0]:
-                _fitting(self.options.mode, module, path)  # refused before anything is read
+                self.fitting(self.options.mode, module, path)  # refused before anything is read
         new: dict[int, nn.Module | None] = {}
         layers: list[tuple[str, nn.Module, nn.Module]] = []
         for path, module in self.modules.items():
@@ -380,8 +374,16 @@ class _Replacing:
             )
         return made, why
 
+    def fitting(self, mode: str, module: nn.Module, path: str) -> tuple[str, str]:
+        """Returns a layer's mode, int8 instead of int4 if that does not fit, and the reason."""
+        if mode != "int4":
+            return mode, ""
+        asked = GROUPED.get(type(module))
+        if not (asked(module, path) if asked else matrix_of(module).shape[1] % GROUP == 0):
+            return "int8", f"int8: {GROUP} does not divide its inputs"
+        return ("int8", "int8: sensitive") if path in self._sensitive else (mode, "")
+
     def _made(self, module: Any, mode: str) -> tuple[nn.Module | None, str]:
-        why = ""
         if isinstance(module, nn.Embedding):
             return self._embedding(module)
         if type(module) in CONVOLUTIONS:
@@ -389,8 +391,7 @@ class _Replacing:
             values = values.view(module.weight.shape)
             note = "" if self.options.mode == "int8" else "weights only"
             return QuantizedConvolution(module, self.options.path, values, scales), note
-        if _fitting(mode, module, self.options.path) != mode:
-            mode, why = "int8", f"int8: {GROUP} does not divide its inputs"
+        mode, why = self.fitting(mode, module, self.options.path)
         self.options.mode, asked = mode, self.options.mode
         try:
             return REPLACED.get(type(module), quantized_linear)(module, self.options), why
