@@ -16,11 +16,4 @@ if TYPE_CHECKING:
 
 __all__ = ["Server", "ServerOptions"]
 
-__getattr__, __dir__ = lazy_exports(
-    __name__,
-    {
-        "gulliver.serve.http.options": ["ServerOptions"],
-        "gulliver.serve.http.server": ["Server"],
-    },
-    extra="serve",
-)
+__getattr__, __dir__ = lazy_exports(__name__, extra="serve")
