@@ -124,7 +124,8 @@ def merge_skeletons(skeletons: Sequence[Any]) -> Any:
     # Ranks with other parts of a state, such as the optimizer's state of other parameters, have
     # dicts with other keys.
     first = skeletons[0]
-    if not all(isinstance(s, dict) and s.keys() == {"dict"} for s in skeletons):
+    is_mapping = all(isinstance(s, dict) and s.keys() == {"dict"} for s in skeletons)
+    if len(skeletons) == 1 or not is_mapping:
         return first
     found: dict[str, list[Any]] = {}
     keys: dict[str, Any] = {}
