@@ -6,8 +6,9 @@ The names in `__all__`, and their packages, are imported on first use (PEP 562):
 costs no time and does not import torch.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from gulliver._lazy import lazy_exports
 
 if TYPE_CHECKING:
     from gulliver.booster import (
@@ -59,39 +60,4 @@ __all__ = [
     "shutdown",
 ]
 
-_PACKAGES = {
-    "booster": (
-        *("Booster", "GeminiPlugin", "HybridParallelPlugin", "LowLevelZeroPlugin", "Plugin"),
-        *("TorchDDPPlugin", "auto_engine", "keep_logits", "lazy_parameters"),
-    ),
-    "checkpoint": ("AsyncCheckpointer",),
-    "embedding": (),
-    "comm": ("World", "current_world", "guard", "init_world", "launch", "shutdown"),
-    "data": ("DataLoader",),
-    "errors": ("GulliverError",),
-    "hardware": ("Cluster", "current_cluster"),
-    "plan": ("Plan",),
-    "precision": ("replace_module",),
-    "serve": ("LLM", "SamplingParams"),
-    **dict.fromkeys(
-        ("families", "io", "layout", "memory", "models", "parallel", "quantize", "solve", "video"),
-        (),
-    ),
-}
-"""Public packages, each with the names that this module re-exports."""
-
-_PLACES = {name: package for package, names in _PACKAGES.items() for name in names}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _PACKAGES:
-        return import_module(f"gulliver.{name}")
-    if name not in _PLACES:
-        raise AttributeError(f"module 'gulliver' has no attribute {name!r}")
-    value = getattr(import_module(f"gulliver.{_PLACES[name]}"), name)
-    globals()[name] = value  # so that `__getattr__` is called once
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_PACKAGES, *__all__})
+__getattr__, __dir__ = lazy_exports(__name__)

@@ -1,26 +1,32 @@
 """Lazy exports of packages (PEP 562): importing a package costs nothing until a name is used."""
 
-from collections.abc import Callable, Mapping, Sequence
+import ast
+import sys
+from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from gulliver.errors import missing_extra
 
 
 def lazy_exports(
-    package: str, modules: Mapping[str, Sequence[str]], extra: str | None = None
+    package: str, extra: str | None = None
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Returns `__getattr__` and `__dir__` for a package that exports names of these modules.
+    """Returns `__getattr__` and `__dir__` for a package.
 
-    A name may be exported under another one: ``"AttentionShape as Shape"``. If importing a module
-    fails because a package is missing, the error names the optional `extra` that contains it.
+    Its names are those that the package imports under ``if TYPE_CHECKING:``, which type checkers
+    read too, so each is listed with its module once. If importing a module fails because a package
+    is missing, the error names the optional `extra` that contains it.
     """
     places: dict[str, tuple[str, str]] = {}
-    for module, names in modules.items():
-        for name in names:
-            defined, _, exported = name.partition(" as ")
-            places[exported or defined] = module, defined
+    source = Path(str(sys.modules[package].__file__)).read_text(encoding="utf-8")
+    for block in ast.parse(source).body:
+        for statement in block.body if isinstance(block, ast.If) else ():
+            if isinstance(statement, ast.ImportFrom):
+                for name in statement.names:
+                    places[name.asname or name.name] = str(statement.module), name.name
 
     def load(name: str) -> Any:
         if name in places:

@@ -13,9 +13,4 @@ if TYPE_CHECKING:
 
 __all__ = ["Page"]
 
-__getattr__, __dir__ = lazy_exports(
-    __name__,
-    {
-        "gulliver.app.server": ["Page"],
-    },
-)
+__getattr__, __dir__ = lazy_exports(__name__)

@@ -35,23 +35,4 @@ __all__ = [
     "sequence_degree",
 ]
 
-__getattr__, __dir__ = lazy_exports(
-    __name__,
-    {
-        "gulliver.booster.auto": ["AutoEngine", "auto_engine"],
-        "gulliver.booster.booster": ["Booster"],
-        "gulliver.checkpoint.huggingface": ["lazy_parameters"],
-        "gulliver.booster.hybrid.mesh": ["sequence_degree"],
-        "gulliver.booster.hybrid.transformers": ["keep_logits"],
-        "gulliver.booster.hybrid_plugin": ["HybridParallelPlugin"],
-        "gulliver.booster.plugins": [
-            "GeminiPlugin",
-            "LowLevelZeroPlugin",
-            "Plugin",
-            "TorchDDPPlugin",
-        ],
-        "gulliver.data_centric.plugin": ["DataCentricPlugin"],
-        "gulliver.data_centric.step_loader": ["DataCentricLoader", "LoadedBatch", "TrainingStep"],
-        "gulliver.planner.search.grids": ["search_grids"],
-    },
-)
+__getattr__, __dir__ = lazy_exports(__name__)

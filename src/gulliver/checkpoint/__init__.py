@@ -13,10 +13,7 @@ if TYPE_CHECKING:
     from gulliver.checkpoint.comparison import compare, verify
     from gulliver.checkpoint.folder import CheckpointFolder
     from gulliver.checkpoint.huggingface import load_huggingface
-    from gulliver.checkpoint.interchange import (
-        export_huggingface,
-        save_huggingface,
-    )
+    from gulliver.checkpoint.interchange import export_huggingface, save_huggingface
     from gulliver.checkpoint.loading import Loaded, load
     from gulliver.checkpoint.saving import AsyncCheckpointer
 
@@ -33,18 +30,4 @@ __all__ = [
     "verify",
 ]
 
-__getattr__, __dir__ = lazy_exports(
-    __name__,
-    {
-        "gulliver.checkpoint.collect": ["PerRank"],
-        "gulliver.checkpoint.comparison": ["compare", "verify"],
-        "gulliver.checkpoint.folder": ["CheckpointFolder"],
-        "gulliver.checkpoint.huggingface": ["load_huggingface"],
-        "gulliver.checkpoint.interchange": [
-            "export_huggingface",
-            "save_huggingface",
-        ],
-        "gulliver.checkpoint.loading": ["Loaded", "load"],
-        "gulliver.checkpoint.saving": ["AsyncCheckpointer"],
-    },
-)
+__getattr__, __dir__ = lazy_exports(__name__)

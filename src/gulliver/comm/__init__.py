@@ -43,24 +43,4 @@ __all__ = [
     "shutdown",
 ]
 
-__getattr__, __dir__ = lazy_exports(
-    __name__,
-    {
-        "gulliver.comm.collectives": [
-            "Handle",
-            "all_gather",
-            "all_reduce",
-            "barrier",
-            "broadcast",
-            "choose_axes",
-            "gather_objects",
-            "group_rank",
-            "reduce_scatter",
-        ],
-        "gulliver.comm.launcher": ["launch"],
-        "gulliver.comm.torus": ["Torus", "make_axes"],
-        "gulliver.comm.watchdog": ["guard"],
-        "gulliver.comm.world": ["World", "current_world", "init_world", "shutdown"],
-        "gulliver.precision.wire.formats": ["IDENTITY"],
-    },
-)
+__getattr__, __dir__ = lazy_exports(__name__)

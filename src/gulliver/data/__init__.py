@@ -31,16 +31,4 @@ __all__ = [
     "pack_documents",
 ]
 
-__getattr__, __dir__ = lazy_exports(
-    __name__,
-    {
-        "gulliver.data.buckets": ["BucketConfig"],
-        "gulliver.data.clips": ["Bucket"],
-        "gulliver.data.documents": ["document_shapes", "pack_documents"],
-        "gulliver.data.loader": ["DataLoader"],
-        "gulliver.data.records": ["STYLES"],
-        "gulliver.data.sampler": ["BucketSampler", "ResumableSampler", "Step"],
-        "gulliver.data_centric.costs": ["Samples", "Seconds", "Tokens"],
-        "gulliver.data_centric.planner": ["DataCentricOptions", "DataCentricPlanner"],
-    },
-)
+__getattr__, __dir__ = lazy_exports(__name__)

@@ -5,7 +5,7 @@ index (automatic batching is off, so that a worker creates a batch in one call),
 generators of Python, numpy and torch. Random numbers depend on (seed, rank, epoch, number), not on
 the worker or its earlier batches, so a resumed run draws the same numbers as an uninterrupted one.
 
-Arenas, devices and threads are handled elsewhere.
+Devices and threads are handled elsewhere.
 """
 
 from __future__ import annotations

@@ -22,12 +22,4 @@ __all__ = [
     "TrainingStep",
 ]
 
-__getattr__, __dir__ = lazy_exports(
-    __name__,
-    {
-        "gulliver.data_centric.costs": ["Samples", "Seconds", "Tokens"],
-        "gulliver.data_centric.planner": ["DataCentricOptions", "DataCentricPlanner"],
-        "gulliver.data_centric.plugin": ["DataCentricPlugin"],
-        "gulliver.data_centric.step_loader": ["DataCentricLoader", "LoadedBatch", "TrainingStep"],
-    },
-)
+__getattr__, __dir__ = lazy_exports(__name__)

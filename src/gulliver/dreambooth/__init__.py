@@ -9,18 +9,11 @@ from gulliver._lazy import lazy_exports
 
 if TYPE_CHECKING:
     from gulliver.dreambooth.base import TrainedParts
+    from gulliver.dreambooth.base import TrainedParts as Learnt  # noqa: F401
     from gulliver.dreambooth.config import DreamboothConfig
     from gulliver.dreambooth.trainer import dreambooth
     from gulliver.jobs.loop import Outcome
 
 __all__ = ["DreamboothConfig", "Outcome", "TrainedParts", "dreambooth"]
 
-__getattr__, __dir__ = lazy_exports(
-    __name__,
-    {
-        "gulliver.dreambooth.trainer": ["dreambooth"],
-        "gulliver.dreambooth.base": ["TrainedParts", "TrainedParts as Learnt"],
-        "gulliver.dreambooth.config": ["DreamboothConfig"],
-        "gulliver.jobs.loop": ["Outcome"],
-    },
-)
+__getattr__, __dir__ = lazy_exports(__name__)

@@ -26,12 +26,4 @@ __all__ = [
     "plan_tables",
 ]
 
-__getattr__, __dir__ = lazy_exports(
-    __name__,
-    {
-        "gulliver.embedding.bag": ["CachedEmbeddingBag", "EmbeddingCacheOptions", "LookAhead"],
-        "gulliver.embedding.optimizers": ["RowState", "RowWiseAdagrad"],
-        "gulliver.embedding.planning": ["TablesJob", "TablesPlan", "plan_tables"],
-        "gulliver.embedding.sharded": ["ShardedEmbeddingBag"],
-    },
-)
+__getattr__, __dir__ = lazy_exports(__name__)

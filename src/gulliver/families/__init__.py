@@ -16,16 +16,4 @@ if TYPE_CHECKING:
 
 __all__ = ["SHARED_BY_TENSOR", "Blocks", "Family", "Sequences", "Tensors", "family_of", "register"]
 
-__getattr__, __dir__ = lazy_exports(
-    __name__,
-    {
-        "gulliver.families.lookup": ["family_of", "register"],
-        "gulliver.families.record": [
-            "Blocks",
-            "Family",
-            "SHARED_BY_TENSOR",
-            "Sequences",
-            "Tensors",
-        ],
-    },
-)
+__getattr__, __dir__ = lazy_exports(__name__)

@@ -33,16 +33,4 @@ __all__ = [
     "split",
 ]
 
-__getattr__, __dir__ = lazy_exports(
-    __name__,
-    {
-        "gulliver.finetune.batches": ["make_batches", "packing_support"],
-        "gulliver.finetune.config": ["DataConfig", "FinetuneConfig"],
-        "gulliver.finetune.encode": ["Example", "load_tokenizer", "split"],
-        "gulliver.finetune.example": ["make_example"],
-        "gulliver.finetune.finetuner": ["finetune"],
-        "gulliver.finetune.rows": ["Row"],
-        "gulliver.finetune.texts": ["read_text"],
-        "gulliver.jobs.loop": ["Outcome"],
-    },
-)
+__getattr__, __dir__ = lazy_exports(__name__)

@@ -56,34 +56,4 @@ __all__ = [
     "torus_seconds",
 ]
 
-__getattr__, __dir__ = lazy_exports(
-    __name__,
-    {
-        "gulliver.hardware.attention": [
-            "AttentionShape as Shape",
-            "attention_seconds",
-            "split_attention_seconds",
-        ],
-        "gulliver.hardware.cluster": ["Cluster", "described", "described_names"],
-        "gulliver.hardware.costs": [
-            "all_reduce_seconds",
-            "all_reduce_ways",
-            "linear_flops",
-            "linear_seconds",
-            "resharding_bytes",
-            "torus_seconds",
-        ],
-        "gulliver.hardware.operators": ["fp8_seconds"],
-        "gulliver.hardware.probe": ["current_cluster", "memory_bytes"],
-        "gulliver.hardware.sample_tables": ["TableCosts"],
-        "gulliver.hardware.samples": [
-            "SampleCosts",
-            "SampleShape",
-            "fit_samples",
-            "load_samples",
-            "measure_samples",
-            "save_samples",
-        ],
-        "gulliver.hardware.scaling": ["Scaling", "fit_scaling"],
-    },
-)
+__getattr__, __dir__ = lazy_exports(__name__)

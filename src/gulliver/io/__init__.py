@@ -11,11 +11,4 @@ if TYPE_CHECKING:
 
 __all__ = ["Engine", "IoError", "Page", "atomic_file", "default_engine", "write_text"]
 
-__getattr__, __dir__ = lazy_exports(
-    __name__,
-    {
-        "gulliver.io.native": ["default_engine"],
-        "gulliver.io.engine": ["Engine", "IoError", "Page"],
-        "gulliver.io.files": ["atomic_file", "write_text"],
-    },
-)
+__getattr__, __dir__ = lazy_exports(__name__)

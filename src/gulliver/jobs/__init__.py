@@ -12,9 +12,4 @@ if TYPE_CHECKING:
 
 __all__ = ["Outcome"]
 
-__getattr__, __dir__ = lazy_exports(
-    __name__,
-    {
-        "gulliver.jobs.loop": ["Outcome"],
-    },
-)
+__getattr__, __dir__ = lazy_exports(__name__)

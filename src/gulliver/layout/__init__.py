@@ -7,13 +7,8 @@ from gulliver._lazy import lazy_exports
 if TYPE_CHECKING:
     from gulliver.layout.conversion import plan_conversion
     from gulliver.layout.even import split_evenly
+    from gulliver.layout.even import split_evenly as deal  # noqa: F401
 
 __all__ = ["plan_conversion", "split_evenly"]
 
-__getattr__, __dir__ = lazy_exports(
-    __name__,
-    {
-        "gulliver.layout.conversion": ["plan_conversion"],
-        "gulliver.layout.even": ["split_evenly", "split_evenly as deal"],
-    },
-)
+__getattr__, __dir__ = lazy_exports(__name__)

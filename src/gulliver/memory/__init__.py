@@ -22,12 +22,4 @@ __all__ = [
     "region_of",
 ]
 
-__getattr__, __dir__ = lazy_exports(
-    __name__,
-    {
-        "gulliver.memory.activations": ["offload_activations"],
-        "gulliver.memory.budget": ["BudgetController", "Footprint"],
-        "gulliver.memory.parts": ["region_of"],
-        "gulliver.memory.symbolic": ["activation_peak"],
-    },
-)
+__getattr__, __dir__ = lazy_exports(__name__)

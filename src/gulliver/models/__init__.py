@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from gulliver.models.autoencoder_pipeline import PipelineAutoencoder
     from gulliver.models.autoencoders import Autoencoder
     from gulliver.models.clips import pack_latents, token_positions, unpack_latents
+    from gulliver.models.clips import token_positions as places_of  # noqa: F401
     from gulliver.models.configurations import (
         CONFIGURATIONS,
         QUIRKS,
@@ -50,30 +51,4 @@ __all__ = [
     "unpack_latents",
 ]
 
-__getattr__, __dir__ = lazy_exports(
-    __name__,
-    {
-        "gulliver.models.autoencoder": ["VideoAutoencoder"],
-        "gulliver.models.autoencoder_causal": ["CausalAutoencoder"],
-        "gulliver.models.autoencoder_frames": ["FrameAutoencoder"],
-        "gulliver.models.autoencoder_pipeline": ["PipelineAutoencoder"],
-        "gulliver.models.autoencoders": ["Autoencoder"],
-        "gulliver.models.clips": [
-            "pack_latents",
-            "token_positions",
-            "token_positions as places_of",
-            "unpack_latents",
-        ],
-        "gulliver.models.configurations": [
-            "CONFIGURATIONS",
-            "MMDiTConfig",
-            "QUIRKS",
-            "STDiT2Config",
-            "STDiT3Config",
-            "STDiTConfig",
-            "build",
-        ],
-        "gulliver.models.mmdit": ["MMDiT"],
-        "gulliver.models.stdit": ["STDiT", "STDiT2", "STDiT3", "stdit3"],
-    },
-)
+__getattr__, __dir__ = lazy_exports(__name__)

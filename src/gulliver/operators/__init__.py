@@ -9,9 +9,4 @@ if TYPE_CHECKING:
 
 __all__ = ["Program", "find_operators"]
 
-__getattr__, __dir__ = lazy_exports(
-    __name__,
-    {
-        "gulliver.operators.plans": ["Program", "find_operators"],
-    },
-)
+__getattr__, __dir__ = lazy_exports(__name__)

@@ -10,10 +10,4 @@ if TYPE_CHECKING:
 
 __all__ = ["BoostedOptimizer", "ZeroOptimizer"]
 
-__getattr__, __dir__ = lazy_exports(
-    __name__,
-    {
-        "gulliver.parallel.optimizer": ["BoostedOptimizer"],
-        "gulliver.parallel.zero.optimizer": ["ZeroOptimizer"],
-    },
-)
+__getattr__, __dir__ = lazy_exports(__name__)

@@ -22,12 +22,4 @@ __all__ = [
     "analyse",
 ]
 
-__getattr__, __dir__ = lazy_exports(
-    __name__,
-    {
-        "gulliver.plan.analysis.step": ["analyse"],
-        "gulliver.plan.plan": ["Plan"],
-        "gulliver.plan.results": ["ComparisonRow", "Predicted", "Seconds", "TierTraffic"],
-        "gulliver.plan.tree": ["Fp8Plan", "Model", "SHARED_BY_TENSOR"],
-    },
-)
+__getattr__, __dir__ = lazy_exports(__name__)

@@ -10,10 +10,4 @@ if TYPE_CHECKING:
 
 __all__ = ["HEADS", "OffloadTiers", "family_of"]
 
-__getattr__, __dir__ = lazy_exports(
-    __name__,
-    {
-        "gulliver.planner.capability": ["HEADS", "family_of"],
-        "gulliver.planner.tiers": ["OffloadTiers"],
-    },
-)
+__getattr__, __dir__ = lazy_exports(__name__)

@@ -9,9 +9,4 @@ if TYPE_CHECKING:
 
 __all__ = ["replace_module"]
 
-__getattr__, __dir__ = lazy_exports(
-    __name__,
-    {
-        "gulliver.precision.int8.replace": ["replace_module"],
-    },
-)
+__getattr__, __dir__ = lazy_exports(__name__)

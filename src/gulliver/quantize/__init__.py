@@ -27,16 +27,4 @@ __all__ = [
     "stream_quantized",
 ]
 
-__getattr__, __dir__ = lazy_exports(
-    __name__,
-    {
-        "gulliver.quantize.calibrated": ["replace_calibrated"],
-        "gulliver.quantize.files": ["load_quantized", "save_quantized", "stream_quantized"],
-        "gulliver.quantize.job": [
-            "Quantized",
-            "load_pipeline",
-            "quantize_folder",
-            "quantize_pipeline",
-        ],
-    },
-)
+__getattr__, __dir__ = lazy_exports(__name__)

@@ -36,16 +36,4 @@ __all__ = [
     "write_trace",
 ]
 
-__getattr__, __dir__ = lazy_exports(
-    __name__,
-    {
-        "gulliver.schedule.classic": ["Pollux"],
-        "gulliver.schedule.jobs": ["Job", "JobCluster"],
-        "gulliver.schedule.live.training": ["elastic"],
-        "gulliver.schedule.policies": ["Rollout"],
-        "gulliver.schedule.report": ["HEADS", "why"],
-        "gulliver.schedule.simulator": ["Result", "Summary", "simulate"],
-        "gulliver.schedule.state": ["Decision", "Policy", "View"],
-        "gulliver.schedule.traces": ["SHAPES", "generate", "read_trace", "write_trace"],
-    },
-)
+__getattr__, __dir__ = lazy_exports(__name__)

@@ -52,18 +52,4 @@ __all__ = [
     "load",
 ]
 
-__getattr__, __dir__ = lazy_exports(
-    __name__,
-    {
-        "gulliver.serve.batch": ["Batch", "Draft", "Drafter", "Runner", "Span"],
-        "gulliver.serve.engine": ["Engine"],
-        "gulliver.serve.llm": ["LLM"],
-        "gulliver.serve.local": ["LocalRunner"],
-        "gulliver.serve.options": ["EngineOptions", "ModelOptions"],
-        "gulliver.serve.sampling": [
-            *("Completion", "CompletionOutput", "Event", "Output", "RequestOutput"),
-            *("SamplingParameters", "SamplingParams", "Token"),
-        ],
-        "gulliver.serve.weights": ["end_tokens", "load"],
-    },
-)
+__getattr__, __dir__ = lazy_exports(__name__)

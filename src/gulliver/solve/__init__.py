@@ -32,16 +32,4 @@ __all__ = [
     "split_batches",
 ]
 
-__getattr__, __dir__ = lazy_exports(
-    __name__,
-    {
-        "gulliver.solve.activations": ["Choice", "choose_activations"],
-        "gulliver.solve.cycle": ["Event"],
-        "gulliver.solve.joint": ["Block", "Operator", "Strategy"],
-        "gulliver.solve.joint_search": ["least_memory", "solve_joint"],
-        "gulliver.solve.partition": ["partition_chain"],
-        "gulliver.solve.replacement": ["Policy"],
-        "gulliver.solve.rows": ["HashIndex"],
-        "gulliver.solve.steps": ["split_batches"],
-    },
-)
+__getattr__, __dir__ = lazy_exports(__name__)

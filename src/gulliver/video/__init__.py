@@ -14,11 +14,13 @@ if TYPE_CHECKING:
     from gulliver.video.flows import RectifiedFlow
     from gulliver.video.generation import connect, extend
     from gulliver.video.kept_latents import LatentCache
+    from gulliver.video.kept_latents import LatentCache as KeptLatents  # noqa: F401
     from gulliver.video.pipeline import VideoModel, VideoPipeline
     from gulliver.video.public_models import load_autoencoder, load_model
     from gulliver.video.requests import Request, loop_seed
     from gulliver.video.run import Run
     from gulliver.video.text_encoders import CachedTextEncoder, TextPair, load_text_encoder
+    from gulliver.video.text_encoders import CachedTextEncoder as KeptTexts  # noqa: F401
     from gulliver.video.training import Trainer
 
 __all__ = [
@@ -49,28 +51,4 @@ __all__ = [
     "loop_seed",
 ]
 
-__getattr__, __dir__ = lazy_exports(
-    __name__,
-    {
-        "gulliver.jobs.loop": ["Outcome"],
-        "gulliver.video.autoencoder_config": ["TrainAutoencoderConfig"],
-        "gulliver.video.caches": ["Counts", "cache_blocks"],
-        "gulliver.video.config": ["DataConfig", "SamplingConfig", "TrainConfig"],
-        "gulliver.video.diffusion": ["Guidance"],
-        "gulliver.video.digits": ["DIRECTIONS", "FPS"],
-        "gulliver.video.flows": ["RectifiedFlow"],
-        "gulliver.video.generation": ["connect", "extend"],
-        "gulliver.video.kept_latents": ["LatentCache", "LatentCache as KeptLatents"],
-        "gulliver.video.pipeline": ["VideoModel", "VideoPipeline"],
-        "gulliver.video.public_models": ["load_autoencoder", "load_model"],
-        "gulliver.video.requests": ["Request", "loop_seed"],
-        "gulliver.video.run": ["Run"],
-        "gulliver.video.text_encoders": [
-            "CachedTextEncoder",
-            "CachedTextEncoder as KeptTexts",
-            "TextPair",
-            "load_text_encoder",
-        ],
-        "gulliver.video.training": ["Trainer"],
-    },
-)
+__getattr__, __dir__ = lazy_exports(__name__)

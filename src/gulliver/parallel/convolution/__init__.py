@@ -30,16 +30,4 @@ __all__ = [
     "without_masks",
 ]
 
-__getattr__, __dir__ = lazy_exports(
-    __name__,
-    {
-        "gulliver.parallel.convolution.chunked": ["chunk_convolutions"],
-        "gulliver.parallel.convolution.networks": ["without_masks"],
-        "gulliver.parallel.convolution.share": ["share_autoencoder"],
-        "gulliver.parallel.convolution.stream": [
-            "stream_decode",
-            "stream_encode",
-            "stream_trained",
-        ],
-    },
-)
+__getattr__, __dir__ = lazy_exports(__name__)

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from gulliver.parallel.pipeline.batches import split
     from gulliver.parallel.pipeline.pipeline import Pipeline
     from gulliver.parallel.pipeline.schedules import STYLES, stages_by_rank
+    from gulliver.parallel.pipeline.schedules import stages_by_rank as deal  # noqa: F401
     from gulliver.parallel.pipeline.stack import cut, stack_of
     from gulliver.parallel.pipeline.stage import Stage, make_stage
 
@@ -26,17 +27,4 @@ __all__ = [
     "stages_by_rank",
 ]
 
-__getattr__, __dir__ = lazy_exports(
-    __name__,
-    {
-        "gulliver.parallel.pipeline.batches": ["split"],
-        "gulliver.parallel.pipeline.pipeline": ["Pipeline"],
-        "gulliver.parallel.pipeline.schedules": [
-            "STYLES",
-            "stages_by_rank",
-            "stages_by_rank as deal",
-        ],
-        "gulliver.parallel.pipeline.stack": ["cut", "stack_of"],
-        "gulliver.parallel.pipeline.stage": ["Stage", "make_stage"],
-    },
-)
+__getattr__, __dir__ = lazy_exports(__name__)

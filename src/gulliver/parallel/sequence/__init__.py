@@ -46,21 +46,4 @@ __all__ = [
     "unshard",
 ]
 
-__getattr__, __dir__ = lazy_exports(
-    __name__,
-    {
-        "gulliver.hardware.attention": ["AttentionShape as Shape"],
-        "gulliver.parallel.sequence.attend": ["attention"],
-        "gulliver.parallel.sequence.choice": ["SplitPrediction", "choose"],
-        "gulliver.parallel.sequence.layout": ["SequencePlan", "make_groups"],
-        "gulliver.parallel.sequence.mask": ["Mask"],
-        "gulliver.parallel.sequence.sharding": [
-            "mean_loss",
-            "position_ids",
-            "shard",
-            "shard_labels",
-            "swap_sharded_dim",
-            "unshard",
-        ],
-    },
-)
+__getattr__, __dir__ = lazy_exports(__name__)

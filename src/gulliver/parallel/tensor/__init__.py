@@ -13,6 +13,7 @@ from gulliver._lazy import lazy_exports
 
 if TYPE_CHECKING:
     from gulliver.layout.even import split_evenly
+    from gulliver.layout.even import split_evenly as deal  # noqa: F401
     from gulliver.parallel.tensor.apply import apply_tensor
     from gulliver.parallel.tensor.collectives import split
     from gulliver.parallel.tensor.loss import cross_entropy
@@ -21,14 +22,4 @@ if TYPE_CHECKING:
 
 __all__ = ["STYLES", "apply_tensor", "cross_entropy", "plan_tensor", "split", "split_evenly"]
 
-__getattr__, __dir__ = lazy_exports(
-    __name__,
-    {
-        "gulliver.layout.even": ["split_evenly", "split_evenly as deal"],
-        "gulliver.parallel.tensor.apply": ["apply_tensor"],
-        "gulliver.parallel.tensor.collectives": ["split"],
-        "gulliver.parallel.tensor.loss": ["cross_entropy"],
-        "gulliver.parallel.tensor.plan": ["plan_tensor"],
-        "gulliver.parallel.tensor.styles": ["STYLES"],
-    },
-)
+__getattr__, __dir__ = lazy_exports(__name__)

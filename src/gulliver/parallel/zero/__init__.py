@@ -10,10 +10,4 @@ if TYPE_CHECKING:
 
 __all__ = ["Event", "ZeroOptimizer", "held_bytes"]
 
-__getattr__, __dir__ = lazy_exports(
-    __name__,
-    {
-        "gulliver.parallel.zero.memory": ["Event", "held_bytes"],
-        "gulliver.parallel.zero.optimizer": ["ZeroOptimizer"],
-    },
-)
+__getattr__, __dir__ = lazy_exports(__name__)

@@ -17,10 +17,4 @@ if TYPE_CHECKING:
 
 __all__ = ["Operator", "Value", "analyse"]
 
-__getattr__, __dir__ = lazy_exports(
-    __name__,
-    {
-        "gulliver.plan.analysis.records": ["Operator", "Value"],
-        "gulliver.plan.analysis.step": ["analyse"],
-    },
-)
+__getattr__, __dir__ = lazy_exports(__name__)

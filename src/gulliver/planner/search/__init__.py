@@ -9,9 +9,4 @@ if TYPE_CHECKING:
 
 __all__ = ["MinimumResources", "search_grids"]
 
-__getattr__, __dir__ = lazy_exports(
-    __name__,
-    {
-        "gulliver.planner.search.grids": ["MinimumResources", "search_grids"],
-    },
-)
+__getattr__, __dir__ = lazy_exports(__name__)

@@ -28,16 +28,4 @@ __all__ = [
     "takes_fp8",
 ]
 
-__getattr__, __dir__ = lazy_exports(
-    __name__,
-    {
-        "gulliver.precision.fp8.conversion": [
-            "convert_to_fp8",
-            "fp8_events",
-            "revert_fp8",
-            "state_of",
-            "takes_fp8",
-        ],
-        "gulliver.precision.fp8.layers": ["SharedDims", "linear"],
-    },
-)
+__getattr__, __dir__ = lazy_exports(__name__)

@@ -31,16 +31,4 @@ __all__ = [
     "report_of",
 ]
 
-__getattr__, __dir__ = lazy_exports(
-    __name__,
-    {
-        "gulliver.precision.int8.products": [
-            "MODES",
-            "chosen_kernel",
-            "kernels_problem",
-            "native_table",
-            "product",
-        ],
-        "gulliver.precision.int8.replace": ["replace_module", "report_of"],
-    },
-)
+__getattr__, __dir__ = lazy_exports(__name__)

@@ -15,10 +15,4 @@ if TYPE_CHECKING:
 
 __all__ = ["IDENTITY", "error_bound", "nonfinite_blocks", "wire_format"]
 
-__getattr__, __dir__ = lazy_exports(
-    __name__,
-    {
-        "gulliver.precision.wire.formats": ["IDENTITY", "error_bound", "wire_format"],
-        "gulliver.precision.wire.packing": ["nonfinite_blocks"],
-    },
-)
+__getattr__, __dir__ = lazy_exports(__name__)

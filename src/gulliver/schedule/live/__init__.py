@@ -9,9 +9,4 @@ if TYPE_CHECKING:
 
 __all__ = ["elastic"]
 
-__getattr__, __dir__ = lazy_exports(
-    __name__,
-    {
-        "gulliver.schedule.live.training": ["elastic"],
-    },
-)
+__getattr__, __dir__ = lazy_exports(__name__)

@@ -33,18 +33,4 @@ __all__ = [
     "measure_draft",
 ]
 
-__getattr__, __dir__ = lazy_exports(
-    __name__,
-    {
-        "gulliver.serve.speculative.proposers": ["Proposer"],
-        "gulliver.serve.speculative.report": ["measure_draft"],
-        "gulliver.serve.speculative.speculator": [
-            "AcceptanceRate",
-            "GuessChoice",
-            "SpeculationOptions",
-            "Speculator",
-            "make_speculator",
-        ],
-        "gulliver.serve.speculative.train_config": ["TrainDraftConfig"],
-    },
-)
+__getattr__, __dir__ = lazy_exports(__name__)

@@ -16,9 +16,4 @@ if TYPE_CHECKING:
 
 __all__ = ["AutoencoderTrainer"]
 
-__getattr__, __dir__ = lazy_exports(
-    __name__,
-    {
-        "gulliver.video.autoencoders.trainer": ["AutoencoderTrainer"],
-    },
-)
+__getattr__, __dir__ = lazy_exports(__name__)

@@ -18,15 +18,4 @@ if TYPE_CHECKING:
 
 __all__ = ["Samples", "Table", "cut", "encode", "filter_table", "scan", "score"]
 
-__getattr__, __dir__ = lazy_exports(
-    __name__,
-    {
-        "gulliver.video.preparation.encoding": ["encode"],
-        "gulliver.video.preparation.cutting": ["cut"],
-        "gulliver.video.preparation.filtering": ["filter_table"],
-        "gulliver.video.preparation.packets": ["Samples"],
-        "gulliver.video.preparation.scanning": ["scan"],
-        "gulliver.video.preparation.scoring": ["score"],
-        "gulliver.video.preparation.table": ["Table"],
-    },
-)
+__getattr__, __dir__ = lazy_exports(__name__)
