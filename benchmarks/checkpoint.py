@@ -3,6 +3,7 @@
 `python -m benchmarks.checkpoint` trains a GPT with AdamW and an average of its weights, and saves
 all of that in the middle of training. Contestants take turns, each in a process of its own, which
 is watched from outside for its memory. `--gb 4` is refused where memory does not allow it.
+`--every 40` saves each of 40 steps instead, with one state in flight.
 
 What each process does, and how it is timed, is in `_checkpoint_saver`.
 """
@@ -10,6 +11,7 @@ What each process does, and how it is timed, is in `_checkpoint_saver`.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import statistics
 import subprocess
@@ -22,6 +24,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tyro
 
 from benchmarks._checkpoint_saver import (
@@ -41,6 +44,8 @@ from benchmarks.netlab import LoadMeter
 from gulliver.errors import GulliverError, nearest
 
 TORCH_ASYNC = (THREAD, PROCESS)
+EVERY = (THREAD, PROCESS, SHADOW)
+"""Contestants that save while training goes on."""
 SAMPLE_S = 0.02
 TOLERANCE = 0.05
 """Of a bar on memory, as a share of the state: for what else comes and goes in the process."""
@@ -59,6 +64,7 @@ class Options:
     calm: int = 2  # Undisturbed steps before and after each
     threads: int = 2  # Of the training; what saves has threads of its own
     length: int = 128  # Tokens of a batch: how long forward and backward are
+    every: int = 0  # Steps in a row that are all saved, instead of single saves; 0 for none
     ring_mb: int = 64
     contestants: tuple[str, ...] = tuple(ENTRANTS)
     folder: Path | None = None  # On the disk to be measured; None for the temporary folder
@@ -128,6 +134,7 @@ def run_one(options: Options, name: str, folder: Path) -> Watched:
         options.saves,
         options.calm,
         options.ring_mb,
+        options.every,
     )
     command = [sys.executable, "-m", "benchmarks._checkpoint_saver", json.dumps(asdict(job))]
     try:
@@ -153,8 +160,12 @@ def run_one(options: Options, name: str, folder: Path) -> Watched:
 
 def watched(run: Run, samples: Samples) -> Watched:
     """A run with its memory; its dicts made what they were."""
-    from benchmarks._checkpoint_saver import During
+    from benchmarks._checkpoint_saver import During, Every
 
+    if run.every is not None:
+        run.every = Every(**run.every)  # type: ignore[arg-type]
+        extra = samples.most(run.every.begun, run.every.ended) - samples.most(*run.calm)
+        return Watched(run, later_extra=max(0, extra))
     run.during = [During(**entry) for entry in run.during]  # type: ignore[arg-type]
     level = samples.most(*run.calm)
     extras = [samples.most(entry.begun, entry.ended) - level for entry in run.during]
@@ -331,6 +342,75 @@ def report(all_of: dict[str, Figures], options: Options, foreign: float) -> Repo
     return made
 
 
+def report_every(all_of: dict[str, list[Watched]], options: Options, foreign: float) -> Report:
+    """Step time, memory and states written of those who save every step."""
+    rows, bars, noted = [], [], {}
+    for name, found in all_of.items():
+        parts = [each.run.every for each in found]
+        assert all(parts)
+        every = [part for part in parts if part is not None]
+        ratio = Spread(tuple(part.ratio for part in every))
+        worst = statistics.median(part.worst for part in every)
+        written = statistics.median(part.written for part in every)
+        extra = statistics.median(each.later_extra for each in found)
+        states = extra / found[0].run.nbytes
+        calm = statistics.median(part.calm_s for part in every)
+        noted[name] = {
+            "ratio": asdict(ratio),
+            "worst": worst,
+            "written": written,
+            "skipped": options.every - written,
+            "states": states,
+            "calm_s": calm,
+        }
+        rows.append(
+            [
+                name,
+                ratio.shown(".3f"),
+                f"{worst:.2f}",
+                f"{written:g} of {options.every}",
+                f"{options.every / written:.1f}",
+                f"{states:.2f}",
+                f"{calm:.2f}",
+            ]
+        )
+        if name == SHADOW:
+            bars.append(at_most("step time, every step saved, over calm", ratio.median, 1.1))
+            bars.append(at_most("states in memory", states, 1 + TOLERANCE))
+            # All of a core's time, as if nothing of it were hidden behind the copy.
+            summed = found[0].run.nbytes / checksum_rate() * written
+            part = summed / (options.every * calm * options.threads)
+            bars.append(at_most("checksums, of step time", part, 0.02))
+    title = f"Saving every step: {found[0].run.nbytes / 1e9:.2f} GB (model, average, AdamW)"
+    columns = ("contestant", "step over calm", "slowest", "states saved")
+    columns = (*columns, "steps per state", "states in memory", "calm step, s")
+    made = Report(f"checkpoint-every-{options.gb:g}gb", title, columns, rows)
+    made.bars, made.figures = bars, noted
+    made.notes = [
+        f"Medians (quartiles) of {options.rounds} processes that ask for a save after each of "
+        f"{options.every} steps; calm steps are {options.calm} before and as many after. All "
+        "have one state in flight, and skip steps while it is written: the next one saved is the "
+        "newest. Memory is over that of calm steps.",
+        "",
+        f"{options.threads} threads train on {os.cpu_count()} cores, which also copy, sum and "
+        f"write. Others kept {foreign:.1f} cores of the machine busy meanwhile.",
+    ]
+    return made
+
+
+def checksum_rate() -> float:
+    """Bytes per second that one core sums."""
+    from gulliver.io._core import crc32  # type: ignore[import-not-found]
+
+    memory = np.ones(2**28, dtype=np.uint8)
+    seconds = []
+    for _ in range(5):
+        begun = time.perf_counter()
+        crc32(memory.ctypes.data, memory.nbytes)
+        seconds.append(time.perf_counter() - begun)
+    return memory.nbytes / min(seconds)
+
+
 def checked(options: Options, folder: Path) -> Options:
     """The options; without contestants that memory has no room for."""
     for name in options.contestants:
@@ -338,9 +418,14 @@ def checked(options: Options, folder: Path) -> Options:
             raise GulliverError(f"unknown contestant {name!r}: {nearest(name, list(ENTRANTS))}")
     if options.rounds < 1 or options.saves < 2 or options.calm < 1 or options.gb < 0.1:
         raise GulliverError("at least 1 round, 2 saves, 1 calm step and 0.1 GB")
+    if options.every:
+        options = replace(options, contestants=tuple(n for n in options.contestants if n in EVERY))
+    # Of every step saved at worst, which takes a disk as fast as memory.
+    states = max(7, options.every)
     free_disk = shutil.disk_usage(folder).free
-    if free_disk < 7e9 * options.gb:
-        raise GulliverError(f"{folder} has {free_disk / 1e9:.0f} GB free, not {7 * options.gb:.0f}")
+    if free_disk < states * 1e9 * options.gb:
+        needed = states * options.gb
+        raise GulliverError(f"{folder} has {free_disk / 1e9:.0f} GB free, not {needed:.0f}")
     free = free_memory()
     held = 1.35  # state, gradients, activations
     fitting = tuple(
@@ -364,8 +449,12 @@ def main() -> None:
     try:
         options = checked(options, folder)
         meter = LoadMeter()
-        all_of = {name: figures(found) for name, found in compete(options, folder).items()}
-        made = report(all_of, options, meter.cores())
+        found = compete(options, folder)
+        if options.every:
+            made = report_every(found, options, meter.cores())
+        else:
+            all_of = {name: figures(runs) for name, runs in found.items()}
+            made = report(all_of, options, meter.cores())
     except GulliverError as error:
         sys.exit(f"benchmarks.checkpoint: {error}")
     finally:

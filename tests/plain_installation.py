@@ -48,7 +48,6 @@ MISSING = {
     "gulliver dreambooth pipe --subject model --class-word dog": "dreambooth",
     "gulliver chat model": "serve",
     "gulliver serve model": "serve",
-    "gulliver serve bench --url http://127.0.0.1:9": "serve",
     "gulliver quantize model": "transformers",
     "gulliver quantize pipe": "dreambooth",
     "gulliver app run": "app",

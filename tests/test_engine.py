@@ -252,13 +252,18 @@ def test_checksums_equal_zlibs_at_every_length() -> None:
 # Tickets, pages, lines
 
 
-def test_source_may_change_once_copied_however_slow_the_disk(make: Make, tmp_path: Path) -> None:
-    engine = make()
+@pytest.mark.parametrize("now", [False, True])
+def test_source_may_change_once_copied_however_slow_the_disk(
+    make: Make, tmp_path: Path, now: bool
+) -> None:
+    engine = make(copiers=1, nice=19)
     source = noise(4 * PAGE)
     kept = source.tobytes()
     file = engine.create(tmp_path / "file", source.nbytes)
     engine.hold(True)
     tickets = stage_all(engine, file, source)
+    if now:
+        engine.copy_now(reversed(tickets))
     for at, ticket in enumerate(tickets):
         ticket.wait_copied()
         assert ticket.copied

@@ -98,7 +98,6 @@ def _parsed(name: str, *arguments: str) -> Any:
             "m --context 64 --max-body 1MiB --dtype bfloat16",
             "m --seq-length 64 --body-bytes 1MiB --dtype bf16",
         ),
-        ("serve bench", "--url u --prompts f", "--url u --prompt-file f"),
         (
             "generate",
             "--prompts f --sequence 2 --cache broadcast",

@@ -77,6 +77,7 @@ void write_file(Engine& engine, const std::string& path, unsigned seed, bool pri
         return engine.stage(file, offset,
                             {{source.data(), cut}, {source.data() + cut, kPage - cut}}, priority);
       }));
+      if (piece % 2) engine.copy_now(*tickets.back());
       while (!tickets.back()->wait_copied(1.0)) {
       }
       std::vector<char> expected(source);
@@ -116,7 +117,7 @@ void read_file(Engine& engine, const std::string& path, unsigned seed) {
 }
 
 void round_of(const std::string& folder, bool direct, bool io_uring, bool faults) {
-  Engine engine(kPage, 3, 2, 2, 6, direct, io_uring);
+  Engine engine(kPage, 3, 2, 2, 6, direct, io_uring, 10);
   if (faults) {
     // What is continued or made again: results stay right.
     engine.inject(Call::write, 3, EINTR, -1, 5);
@@ -159,7 +160,7 @@ void close_in_flight(const std::string& folder, bool io_uring) {
   std::vector<char> source(64 * kPage);
   for (std::uint64_t k = 0; k < source.size(); ++k) source[k] = byte_at(7, k);
   {
-    Engine engine(kPage, 2, 2, 2, 4096, true, io_uring);
+    Engine engine(kPage, 2, 2, 2, 4096, true, io_uring, 0);
     const auto file = engine.create(path, source.size()).file;
     for (std::uint64_t at = 0; at < source.size(); at += kPage)
       engine.stage(file, at, {{source.data() + at, kPage}}, 0);

@@ -317,7 +317,8 @@ def _planned(world: World, plugin: dict[str, Any]) -> tuple[Plan, int, list[Any]
     _, optimizer, *_ = booster.boost(model, make_optimizer(model))
     from gulliver.comm.collectives import broadcast_object
 
-    memory = broadcast_object(sum(optimizer.memory().values()))
+    fullest = booster.plan.predicted.fullest
+    memory = broadcast_object(sum(optimizer.memory().values()), fullest)
     chunks = [tuple(c.chunk.parameters) for c in optimizer.all_chunks]
     return booster.plan, memory, broadcast_object(chunks)
 

@@ -30,6 +30,14 @@ def test_a_trace_comes_back_from_its_file(tmp_path: Path) -> None:
     assert read_trace(tmp_path / "t.csv") == jobs
 
 
+@pytest.mark.parametrize("cells", ["a,0,6400,64,2,0.01", "a,0,6400,64,2,0.01,0.1,0.1,1"])
+def test_rows_with_missing_or_surplus_cells_are_rejected(tmp_path: Path, cells: str) -> None:
+    header = "name,arrival,samples,batch,slots,sample_seconds,step_seconds,exchange_seconds"
+    (tmp_path / "t.csv").write_text(f"{header}\n{cells}\n")
+    with pytest.raises(GulliverError, match="line 2"):
+        read_trace(tmp_path / "t.csv")
+
+
 def test_measured_points_become_costs(tmp_path: Path) -> None:
     costs = Scaling(0.01, 0.02, 0.03)
     points = [[n, b, costs.throughput(n, b)] for n in (1, 2, 4) for b in (32, 64)]

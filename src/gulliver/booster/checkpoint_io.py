@@ -412,7 +412,7 @@ class CheckpointIO:
     def load_model(self, model: nn.Module, path: Path | str, strict: bool = True) -> list[str]:
         """Loads a state dict into the model in place (collective).
 
-        Values are converted to the model's dtype if it can represent them, as by `load`.
+        As in `load`, values are converted to the model's dtype if it can represent them.
 
         Args:
             model: boosted or not.

@@ -199,9 +199,6 @@ class CheckpointFolder:
         for old in self._expired_steps():
             if old != step:
                 remove_folder(self.path(old))
-        for old in self._incomplete_steps():
-            _log.warning("%s is incomplete and older than the steps to keep; removing it", old)
-            remove_folder(old)
 
     def discard(self, step: int) -> None:
         remove_all(self.partial(step))
@@ -211,20 +208,6 @@ class CheckpointFolder:
             return []  # without reading the steps, which may be many
         complete = set(self.steps())
         return [step for step in self._ages() if step in complete][: -self.keep]
-
-    def _incomplete_steps(self) -> list[Path]:
-        """Lists incomplete steps that are old enough to be removed."""
-        if not self.keep:
-            return []
-        complete = set(self.steps())
-        if not complete:
-            return []
-        oldest = min(self.path(step).stat().st_mtime for step in complete)
-        others = (self.path(step) for step in self._numbers() if step not in complete)
-        # The target of a link may only be unreachable for now.
-        return [
-            p for p in others if not p.is_symlink() and _was_step(p) and p.stat().st_mtime < oldest
-        ]
 
     def needs(self) -> str:
         """Describes the required disk space in steps, for error messages."""

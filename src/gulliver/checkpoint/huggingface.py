@@ -23,7 +23,7 @@ from gulliver.checkpoint.files import read_json
 from gulliver.checkpoint.manifest import Mismatch, match
 from gulliver.checkpoint.reader import always_fits, check_representable
 from gulliver.checkpoint.regions import PartOffset, copy_bytes, overlap, place_of
-from gulliver.checkpoint.tree import Leaf
+from gulliver.checkpoint.tree import Leaf, values_of
 from gulliver.checkpoint.weights import (
     BATCH,
     FileWeights,
@@ -407,7 +407,7 @@ def load_huggingface(
         if not fill:
             return odd
         # A checkpoint may still be copying these tensors.
-        before_write(_value(leaf) for leaf in sources.values() if _is_plain(leaf))
+        before_write(values_of(leaf) for leaf in sources.values() if _is_plain(leaf))
         _fill(weights, sources)
     return odd
 
@@ -418,7 +418,7 @@ def _check_fits(
     """Rejects values that do not fit their new dtype, before they are read again for loading."""
     batch = ReadBatch()
     for source, leaf in sources.items():
-        target = dtypes.get(source, _value(leaf).dtype)
+        target = dtypes.get(source, values_of(leaf).dtype)
         if not always_fits(weights.infos[source].dtype, target):
             for _, values in _pieces(weights, source, leaf, batch):
                 check_representable(str(weights.path), source, values, target)
@@ -462,24 +462,21 @@ def _targets(model: nn.Module | Mapping[str, Leaf], filled: bool) -> dict[str, L
     )
     targets: dict[str, Leaf] = {n: v for n, v in state.items() if isinstance(v, Tensor | Part)}
     for name, leaf in targets.items():
-        if filled and _value(leaf).is_meta:
+        if filled and values_of(leaf).is_meta:
             raise GulliverError(f"{name} is on the meta device: call to_empty() on the model first")
         if hasattr(leaf, "device_mesh"):
             raise GulliverError(f"{name} is a DTensor: load the model before it is distributed")
     return targets
 
 
-def _value(leaf: Leaf) -> Tensor:
-    return leaf.value if isinstance(leaf, Part) else leaf
-
-
 def _is_plain(leaf: Leaf) -> bool:
     """Whether a leaf can be read into directly; other leaves only accept copies."""
-    return type(_value(leaf)) in (Tensor, nn.Parameter)
+    return type(values_of(leaf)) in (Tensor, nn.Parameter)
 
 
 def _same_memory(leaf: Leaf) -> Any:
-    return identity(_value(leaf)) if _is_plain(leaf) and not _value(leaf).is_meta else id(leaf)
+    value = values_of(leaf)
+    return identity(value) if _is_plain(leaf) and not value.is_meta else id(leaf)
 
 
 def _fill(weights: Weights, targets: Mapping[str, Leaf]) -> None:
@@ -489,24 +486,24 @@ def _fill(weights: Weights, targets: Mapping[str, Leaf]) -> None:
     for source, leaf in targets.items():
         if _fits(leaf, weights.infos[source]):
             start, region = _origin(leaf)
-            flat = _value(leaf).detach().reshape(-1)
+            flat = values_of(leaf).detach().reshape(-1)
             straight[source] = Part(flat, weights.infos[source].shape, start, region=region)
         else:
             staged[source] = leaf
     weights.read({source: part for source, part in straight.items() if part.value.numel()})
     # The reads bypass version counters, which autograd and ZeRO's copies rely on.
-    increment_version([_value(targets[source]) for source in straight])
+    increment_version([values_of(targets[source]) for source in straight])
     batch = ReadBatch()
     for source, leaf in staged.items():
         info = weights.infos[source]
-        if _is_plain(leaf) and _value(leaf).is_contiguous():
+        if _is_plain(leaf) and values_of(leaf).is_contiguous():
             _fill_staged(weights, source, leaf, batch)
             continue
         start, region = _origin(leaf)
-        held = torch.empty(_value(leaf).shape, dtype=info.dtype)
+        held = torch.empty(values_of(leaf).shape, dtype=info.dtype)
         part = Part(held.reshape(-1), info.shape, start, region=region)
         weights.read({source: part} if held.numel() else {})
-        _value(leaf).copy_(held)
+        values_of(leaf).copy_(held)
 
 
 def _origin(leaf: Leaf) -> tuple[int, Region | None]:
@@ -518,13 +515,13 @@ def _fits(leaf: Leaf, info: TensorInfo) -> bool:
     """Whether a leaf and the file have equal bytes, so that no conversion is needed."""
     if not _is_plain(leaf):
         return False
-    value = _value(leaf)
+    value = values_of(leaf)
     usual = value.is_cpu and value.is_contiguous() and not value.is_conj() and not value.is_neg()
     return usual and value.dtype == info.dtype
 
 
 def _fill_staged(weights: Weights, source: str, leaf: Leaf, batch: ReadBatch) -> None:
-    value = _value(leaf).view(-1)
+    value = values_of(leaf).view(-1)
     for start, values in _pieces(weights, source, leaf, batch):
         value[start : start + values.numel()].copy_(values)
 
@@ -533,7 +530,7 @@ def _pieces(
     weights: Weights, source: str, leaf: Leaf, batch: ReadBatch
 ) -> Iterator[tuple[int, Tensor]]:
     """Yields a leaf's values batch by batch; a batch is valid until the next one."""
-    count = _value(leaf).numel()
+    count = values_of(leaf).numel()
     (first, region), step = _origin(leaf), BATCH // weights.infos[source].dtype.itemsize
     for start in range(0, count, step):
         runs = [(source, first + start, first + min(count, start + step))]

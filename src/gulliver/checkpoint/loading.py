@@ -27,11 +27,13 @@ from gulliver.checkpoint.reader import StepReader, Verifier, first_unrepresentab
 from gulliver.checkpoint.tree import (
     Leaf,
     as_leaf,
+    below,
     is_dtensor,
     join_state,
     like_local,
     local_leaf,
     names_in,
+    values_of,
 )
 from gulliver.comm.collectives import group_rank
 from gulliver.errors import GulliverError
@@ -290,7 +292,7 @@ def _check_scheduler(reader: StepReader, entry: str, value: Any, content: Any) -
 
 
 def _check_fillable(where: str, leaf: Leaf) -> None:
-    target = leaf.value if isinstance(leaf, Part) else leaf
+    target = values_of(leaf)
     if target.is_meta:
         raise GulliverError(
             f"{where} is on meta: call model.to_empty(device=...) first, and recompute values "
@@ -426,16 +428,16 @@ class _Tree:
         ours = value if isinstance(value, Mapping) else dict(enumerate(value))
         theirs = _items(skeleton, isinstance(value, Mapping))
         if theirs is None:
-            self.filling.odd.missing += [_below(path, key) for key in ours]
+            self.filling.odd.missing += [below(path, key) for key in ours]
             return lambda _: value
         found = {}
         for key, item in ours.items():
             if key in theirs:
-                found[key] = self.match(item, theirs[key], _below(path, key))
+                found[key] = self.match(item, theirs[key], below(path, key))
             else:
-                self.filling.odd.missing.append(_below(path, key))
+                self.filling.odd.missing.append(below(path, key))
                 found[key] = lambda _, item=item: item
-        self.filling.odd.unexpected += [_below(path, key) for key in theirs if key not in ours]
+        self.filling.odd.unexpected += [below(path, key) for key in theirs if key not in ours]
         if isinstance(value, Mapping):
             return lambda fresh: {key: made(fresh) for key, made in found.items()}
         kind = list if isinstance(value, list) else tuple
@@ -464,10 +466,6 @@ def _items(skeleton: Any, is_mapping: bool) -> dict[Any, Any] | None:
             return None
         return {join_state({}, key): item for key, item in skeleton["dict"]}
     return dict(enumerate(skeleton[kind])) if kind in ("list", "tuple") else None
-
-
-def _below(path: str, key: Any) -> str:
-    return f"{path}.{key}" if path else str(key)
 
 
 # Loads a step into a program's objects.

@@ -24,7 +24,7 @@ import torch
 
 from gulliver.checkpoint.files import DTYPES, read_json, write_json
 from gulliver.checkpoint.folder import CheckpointFolder, lock_file, unlock
-from gulliver.checkpoint.manifest import FORMAT, STATE, is_short, merge_parts, write_manifest
+from gulliver.checkpoint.manifest import FORMAT, STATE, merge_parts, write_manifest
 from gulliver.checkpoint.tree import merge_skeletons
 from gulliver.errors import GulliverError
 
@@ -141,10 +141,9 @@ def publish(
     }
     texts = {STATE: _state(reports), **_indices(tensors, world_size)}
     files = {name: entry for report in reports for name, entry in report["files"].items()}
-    indent = 1 if is_short(tensors) else None
     # The manifest is last: it lists sizes and checksums of all files, including these two.
     for name, text in texts.items():
-        write_json(partial / name, text, indent)
+        write_json(partial / name, text, indent=None)
         files[name] = checksummed(partial / name)
     for rank in range(world_size):
         _report_file(partial, rank).unlink()

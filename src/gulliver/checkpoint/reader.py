@@ -32,7 +32,7 @@ from gulliver.checkpoint.manifest import (
     read_manifest,
 )
 from gulliver.checkpoint.regions import Copies, copy_bytes, overlap, place_of
-from gulliver.checkpoint.tree import Leaf, join_state, names_in
+from gulliver.checkpoint.tree import Leaf, join_state, names_in, values_of
 from gulliver.errors import GulliverError
 from gulliver.io.engine import BLOCK, Engine, IoError, Page, Ticket
 from gulliver.io.files import FileMappings, named_errors
@@ -424,10 +424,6 @@ class _FileRun:
     copies: Copies
 
 
-def _values(leaf: Leaf) -> Tensor:
-    return leaf.value if isinstance(leaf, Part) else leaf
-
-
 class StepReader:
     """Reads a saved step."""
 
@@ -516,7 +512,7 @@ class StepReader:
         # amount of memory.
         saved = self.tensors(entry)
         batch: dict[str, Part] = {}
-        targets = {n: (dtypes or {}).get(n, _values(leaf).dtype) for n, leaf in wanted.items()}
+        targets = {n: (dtypes or {}).get(n, values_of(leaf).dtype) for n, leaf in wanted.items()}
         for name, leaf in wanted.items():
             place, there = place_of(leaf), saved[prefix + name].dtype
             if always_fits(there, targets[name]):
@@ -563,7 +559,7 @@ class StepReader:
         """Yields file names, and the byte ranges in them that hold elements of a leaf."""
         saved = self.tensors(entry)[name]
         wanted, size = place_of(leaf), saved.dtype.itemsize
-        target = leaf.value.detach() if isinstance(leaf, Part) else leaf.detach()
+        target = values_of(leaf).detach()
         found = [
             (part.file, overlap(part.place(saved.shape), wanted), part) for part in saved.parts
         ]

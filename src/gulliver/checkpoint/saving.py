@@ -17,7 +17,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, Self
 
 import torch.distributed as dist
@@ -27,12 +26,12 @@ from gulliver.checkpoint.folder import CheckpointFolder, FolderLock
 from gulliver.checkpoint.manifest import checked_about, file_to_json
 from gulliver.checkpoint.publishing import Heartbeat, create_heartbeats, publish, write_rank_report
 from gulliver.checkpoint.snapshot import CopyStream, CudaCopyStream, Snapshot
+from gulliver.checkpoint.tree import values_of
 from gulliver.comm.collectives import gather_objects
 from gulliver.comm.groups import host_rank_group, return_rank_group
 from gulliver.errors import GulliverError, nearest
 from gulliver.io.engine import Engine, IoError
 from gulliver.io.native import default_engine
-from gulliver.memory.parts import Part
 from gulliver.memory.pending import add_read_lock, drop_read_lock
 from gulliver.options import positive_number, whole_number
 
@@ -149,7 +148,7 @@ QUEUE = 2**18
 """Number of pages that may be queued, enough for 1 TiB of state."""
 MIB = 2**20
 LIMIT = "memory_limit"
-NICE = int(os.environ.get("CKPT_NICE", 10))
+NICE = 10
 """Niceness of the threads that copy: they use the time that training's threads leave."""
 GROWTH = 32
 """Pages by which the shadow grows at a time; earlier pages are used meanwhile."""
@@ -358,8 +357,7 @@ class AsyncCheckpointer:
     def _check_limit(self, collected: RankContent) -> None:
         if self.mode == "shadow" and self.memory_limit is not None:
             leaves = (leaf for found in collected.tensors.values() for leaf in found.values())
-            values = (leaf.value if isinstance(leaf, Part) else leaf for leaf in leaves)
-            needed = sum(value.nbytes for value in values)
+            needed = sum(values_of(leaf).nbytes for leaf in leaves)
             if needed > self.memory_limit:
                 raise GulliverError(
                     f"mode='shadow' needs {needed} bytes of host memory on rank {self.rank}, but "
@@ -583,16 +581,11 @@ class AsyncCheckpointer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if error is None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
             self.close()
-            return
-        self.abandon()
+        else:
+            self.abandon()
 
     def abandon(self) -> None:
         """Finishes this rank's save and unlocks the folder; used if other ranks may be dead."""

@@ -258,7 +258,7 @@ class Snapshot:
         """Devices of the sources, other than the host."""
         self._leaves: dict[str, tuple[str, Mapping[str, Leaf]]] = {}
         self._sources: dict[str, dict[str, Tensor]] = {}
-        self._small, self._addresses = _Small(), set[int]()
+        self._small = _Small()
         self._alive: dict[int, list[Tensor]] = defaultdict(list)
         for entry, leaves in collected.tensors.items():
             if not leaves and "@" not in entry:
@@ -305,11 +305,6 @@ class Snapshot:
         """Bytes of tensors in memory-mapped files."""
         sources = (s for found in self._sources.values() for s in found.values())
         return sum(s.nbytes for s in sources if self._is_mapped(s))
-
-    @property
-    def addresses(self) -> set[int]:
-        self._submitted.wait()
-        return self._addresses
 
     def _source(self, entry: str, key: str, leaf: Leaf) -> Tensor:
         """Returns the memory to copy from; small tensors are queued for an immediate copy."""
@@ -367,7 +362,6 @@ class Snapshot:
         self, engine: Engine, file: File, image: Image, copy_stream: CopyStream | None
     ) -> list[Ticket | CopyTicket]:
         addresses = [self._small.address_of(source) for source in image.sources]
-        self._addresses.update(addresses)
         views = {
             number: StridedView(address, source.itemsize, tuple(source.shape), source.stride())
             for number, (source, address) in enumerate(zip(image.sources, addresses, strict=True))

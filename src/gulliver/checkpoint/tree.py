@@ -31,6 +31,11 @@ def as_leaf(value: Leaf) -> Leaf:
     return part_of(value) if is_slice else value  # type: ignore[arg-type]
 
 
+def values_of(leaf: Leaf) -> Tensor:
+    """Returns the elements that this rank holds."""
+    return leaf.value if isinstance(leaf, Part) else leaf
+
+
 def split_state(state: Any) -> tuple[dict[str, Leaf], Any]:
     """Extracts the tensors from a nested state."""
     tensors: dict[str, Leaf] = {}
@@ -49,11 +54,11 @@ def _take(value: Any, path: str, tensors: dict[str, Leaf]) -> Any:
         return {"tensor": name}
     if isinstance(value, Mapping):
         return {
-            "dict": [[_key(k, path), _take(v, _below(path, k), tensors)] for k, v in value.items()]
+            "dict": [[_key(k, path), _take(v, below(path, k), tensors)] for k, v in value.items()]
         }
     if isinstance(value, list | tuple):
         kind = "list" if isinstance(value, list) else "tuple"
-        return {kind: [_take(item, _below(path, n), tensors) for n, item in enumerate(value)]}
+        return {kind: [_take(item, below(path, n), tensors) for n, item in enumerate(value)]}
     if isinstance(value, torch.dtype):
         return {"dtype": str(value).removeprefix("torch.")}
     if isinstance(value, float) and not math.isfinite(value):
@@ -66,7 +71,7 @@ def _take(value: Any, path: str, tensors: dict[str, Leaf]) -> Any:
     )
 
 
-def _below(path: str, key: Any) -> str:
+def below(path: str, key: Any) -> str:
     return f"{path}.{key}" if path else str(key)
 
 
@@ -119,7 +124,8 @@ def merge_skeletons(skeletons: Sequence[Any]) -> Any:
     # Ranks with other parts of a state, such as the optimizer's state of other parameters, have
     # dicts with other keys.
     first = skeletons[0]
-    if not all(isinstance(s, dict) and s.keys() == {"dict"} for s in skeletons):
+    is_mapping = all(isinstance(s, dict) and s.keys() == {"dict"} for s in skeletons)
+    if len(skeletons) == 1 or not is_mapping:
         return first
     found: dict[str, list[Any]] = {}
     keys: dict[str, Any] = {}

@@ -42,9 +42,8 @@ WHAT = {
     "data show": "make a web page of a table",
     "data encode": "store the latents of clips for training",
     "chat": "chat with a language model, or continue texts",
-    "serve": "serve a language model over OpenAI's API, or measure a server",
+    "serve": "serve a language model over OpenAI's API",
     "serve start": "serve a language model over OpenAI's API",
-    "serve bench": "send requests to a server and measure latency and throughput",
     "quantize": "write an int8 or int4 folder of a language model or pipeline",
     "speculate": "train a draft for speculative decoding, or measure drafts",
     "speculate train": "train a draft for a language model",
@@ -98,7 +97,6 @@ PLACES = {
     "data encode": "video.config:EncodeConfig cli.data:encode_clips",
     "chat": "cli.serve:ChatConfig cli.serve:chat_command",
     "serve start": "cli.serve:Start cli.serve:start_command",
-    "serve bench": "cli.serve:Bench cli.serve:bench_command",
     "quantize": "cli.options:QuantizeConfig cli.apps:quantize_command",
     "speculate train": "serve.speculative.train_config:TrainDraftConfig"
     " cli.apps:train_draft_command serve.speculative.train_config:check_train_draft",

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from gulliver.errors import UsageError
+from gulliver.errors import GulliverError, UsageError, nearest
 from gulliver.options import AT_LEAST_0, AT_LEAST_1, SEED, Options, Range, part_of
 from gulliver.schedule.live.options import JobsFolder, SchedulerOptions, Submission, quotas_of
 
@@ -145,7 +145,7 @@ def _history(spool: Spool) -> ScheduleHistory:
 
     found = read_history(spool)
     if found is None:
-        raise UsageError(f"nothing was scheduled in {spool.path}: submit a job first")
+        raise GulliverError(f"nothing was scheduled in {spool.path}: submit a job first")
     return found
 
 
@@ -321,6 +321,8 @@ def simulate_jobs(config: Simulate) -> int:
         raise UsageError("--at sets the time of an explanation; name a job with --why JOB")
     if config.why is not None and (config.compare or config.json or config.html):
         raise UsageError("--why explains one job: omit --compare, --json and --html")
+    if config.policy not in POLICIES:
+        raise UsageError(f"unknown --policy {config.policy!r}: {nearest(config.policy, POLICIES)}")
     jobs, cluster = _trace(config)
     policy = make_policy(config.policy, config.seed)
     if config.save is not None:

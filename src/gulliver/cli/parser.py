@@ -205,7 +205,7 @@ def _has(hint: Any, marker: Any) -> bool:
 
 
 def choices_of(hint: Any) -> tuple[Any, ...]:
-    """Returns the choices of an option, also within a union."""
+    """Returns the choices of an option, including those of literals inside a union."""
     hint = bare(hint)
     if typing.get_origin(hint) is Literal:
         return typing.get_args(hint)

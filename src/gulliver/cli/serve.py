@@ -1,55 +1,34 @@
-"""``gulliver serve``, ``gulliver serve bench`` and ``gulliver chat``.
+"""``gulliver serve`` and ``gulliver chat``.
 
 Nothing here imports torch at its top: ``--help`` reads this module.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from gulliver.errors import GulliverError, UsageError
+from gulliver.errors import GulliverError
 from gulliver.options import SEED, Range, part_of, size_text
-from gulliver.serve.http.options import Load, ServerOptions
+from gulliver.serve.http.options import ServerOptions
 from gulliver.serve.options import EngineOptions, ModelOptions
 
 if TYPE_CHECKING:
-    from gulliver.serve.http.load import RequestTiming
     from gulliver.serve.http.server import Server
     from gulliver.serve.llm import LLM
 
 
 @dataclass(frozen=True)
 class Start(ModelOptions, EngineOptions, ServerOptions):
-    """Serves a language model through the OpenAI API, until Ctrl+C or SIGTERM.
-
-    `gulliver serve bench --help`: a load generator for any such server.
-    """
+    """Serves a language model through the OpenAI API, until Ctrl+C or SIGTERM."""
 
     model: tyro.conf.Positional[Path] = tyro.MISSING
     """Hugging Face folder of the model with its tokenizer, or a GGUF file."""
-
-
-@dataclass(frozen=True)
-class Bench(Load):
-    """Sends requests to any server with the OpenAI API, and measures latency and throughput."""
-
-    url: str = tyro.MISSING
-    prompt: tuple[str, ...] = ()
-    """Prompts to send instead of random words."""
-    prompt_file: Path | None = None
-    """Text file with a prompt on each line, instead of random words."""
-    prompts: tyro.conf.Suppress[tuple[str, ...]] = ()
-    json: bool = False
-    """Print JSON, in seconds."""
-    out: Path | None = None
-    """File to write the JSON to."""
 
 
 def start_command(config: Start) -> int:
@@ -102,42 +81,6 @@ def _say(config: Start, model: LLM, server: Server, options: ServerOptions) -> N
             "  anyone who can reach this address may send requests; --api-key requires a key"
         )
     print("\n".join(lines), file=sys.stderr, flush=True)
-
-
-def bench_command(config: Bench) -> int:
-    """Sends a load, and prints latencies."""
-    from gulliver.jobs.display import Display
-    from gulliver.serve.http import generate_load
-
-    load = replace(part_of(config, Load), prompts=config.prompt)
-    if config.prompt_file is not None:
-        load = replace(load, prompts=_prompts(config.prompt_file))
-    errors = 0
-    with Display("requests", config.requests) as display:
-
-        def count(sample: RequestTiming) -> None:
-            nonlocal errors
-            errors += sample.error is not None
-            display.advance(errors=str(errors))
-
-        measured = generate_load(load, count)
-    known = measured.json
-    if config.out is not None:
-        config.out.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(known) if config.json else "\n".join(measured.lines()))
-    return 0 if known["answered"] else 1
-
-
-def _prompts(file: Path) -> tuple[str, ...]:
-    try:
-        found = tuple(
-            line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()
-        )
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--prompt-file {file}: {error}") from None
-    if not found:
-        raise UsageError(f"--prompt-file {file} has no prompt: write one per line")
-    return found
 
 
 # ``gulliver chat``: a conversation in the terminal, or replies to messages passed as options.

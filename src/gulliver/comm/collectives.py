@@ -517,19 +517,26 @@ def choose_axes(
             f"the cluster {cluster.name!r} has {cluster.size} ranks, but there are {size} ranks: "
             f"pass cluster.resized({size}), or measure it with gulliver probe"
         )
+    sizes, seconds, flat_s = fastest_torus(cluster, collectives)
+    best = dict(zip(_names(cluster, sizes), sizes, strict=True))
+    taken = best if seconds < (1 - MARGIN) * flat_s else {}
+    # Ranks may have been given different clusters, but must use the same axes.
+    return broadcast_object(
+        ChosenAxes(taken, cluster.rank_order if taken else None, seconds, flat_s, best)
+    )
+
+
+def fastest_torus(
+    cluster: Cluster, collectives: Sequence[tuple[str, int]]
+) -> tuple[tuple[int, ...], float, float]:
+    """Returns the sizes of the fastest torus, its seconds, and those of a flat group."""
     found = {sizes: torus_seconds(cluster, sizes, collectives) for sizes in tori(cluster.size)}
     flat = torus_links(cluster, [cluster.size])
     read = [host_seconds(flat, *collective) for collective in collectives]
     flat_s = sum(s for s in read if s is not None)  # a torus exchanges messages
     flat_s = flat_s or torus_seconds(cluster, [cluster.size], collectives)
     sizes = min(found, key=lambda sizes: (found[sizes], len(sizes)), default=())
-    best = dict(zip(_names(cluster, sizes), sizes, strict=True))
-    seconds = found.get(sizes, flat_s)
-    taken = best if seconds < (1 - MARGIN) * flat_s else {}
-    # Ranks may have been given different clusters, but must use the same axes.
-    return broadcast_object(
-        ChosenAxes(taken, cluster.rank_order if taken else None, seconds, flat_s, best)
-    )
+    return sizes, found.get(sizes, flat_s), flat_s
 
 
 def tori(ranks: int, axes: int = MOST_AXES) -> Iterator[tuple[int, ...]]:

@@ -428,7 +428,7 @@ def _rule(size: Resolution, frames: Any, given: Any, where: str) -> BucketRule:
     pair = chance if isinstance(chance, list | tuple) else (chance, None)
     if len(pair) != 2 or not all(_is_share(one) for one in pair if one is not None):
         raise GulliverError(
-            f"{where}: the probability is {chance!r}, but must be {SHARE}, or two of them"
+            f"{where}: the probability is {chance!r}, but must be {SHARE}, or a pair of those"
         )
     if length == 1 and pair[1] is not None:
         raise GulliverError(f"{where}: a still needs a single probability, not {chance!r}")

@@ -159,7 +159,7 @@ class VideoBase:
 
     @torch.no_grad()
     def encode_pictures(self, pictures: Sequence[Picture]) -> Tensor:
-        """Encodes stills and clips ``[N, C, T, H, W]``; missing frames are NaN."""
+        """Encodes stills and clips to latents ``[N, C, T, H, W]``, padded with NaN frames."""
         bucket, unit = self.bucket, self.maker.autoencoder.compression[0]
         found = list[Tensor]()
         for picture in pictures:

@@ -163,7 +163,7 @@ class CachedEmbeddingBag(nn.Module):
         """
         if self._attached is not None:
             raise GulliverError(
-                "the table already has an optimizer; create another table for this one"
+                "the table already has an optimizer; create another table for the new one"
             )
         self._attached = AttachedOptimizer(
             self._store, self._gradient, optimizer, row_states, self._storage, self.options.stable

@@ -191,6 +191,7 @@ def pipeline_seconds(
     micro_batches: int,
     chunks: int = 1,
     link_s: float = 0.0,
+    recomputes: bool = False,
 ) -> float:
     # Every micro-batch passes the slowest rank, and the first and the last also pass the others:
     # entirely (GPipe, 1F1B), one chunk of them (interleaved: Narayanan et al. 2021), or without
@@ -201,6 +202,7 @@ def pipeline_seconds(
     # Folded schedules have no bubbles once each rank has micro-batches for both its stages.
     folded = max(1 - backward, 1 - micro_batches / (3 * len(stages)))
     part = {"zero_bubble": 1 - backward, "zbv": folded, "dualpipev": folded}.get(schedule, 1.0)
+    part = 1.0 if recomputes else part
     hops = _hops(schedule, len(stages), chunks, micro_batches) * link_s
     # One micro-batch passes all ranks, and the others follow; separate gradients of weights come
     # last.

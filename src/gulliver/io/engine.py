@@ -341,6 +341,7 @@ class Engine(ABC):
 
     def copy_now(self, tickets: Iterable[Ticket]) -> None:
         """Copies staged segments in the calling thread, unless copying has begun."""
+        return  # for engines without threads that copy
 
     @abstractmethod
     def acquire(self, timeout: float | None = None, *, priority: int = 0) -> Page:

@@ -326,7 +326,7 @@ class ActivationOffload:
         return forget
 
     def _take(self, nbytes: int) -> ManagedTensor:
-        """Returns a managed tensor of this size, in the same order in every step."""
+        """Returns the oldest free tensor of this size: the order is the same in every step."""
         free = self._free.setdefault(nbytes, [])
         if free:
             return heapq.heappop(free)[1]

@@ -49,7 +49,7 @@ class ManagedBufferPool(BufferPool):
     """Allocates flat buffers from a manager, within its budget."""
 
     def __init__(self, manager: Manager) -> None:
-        super().__init__(0)
+        super().__init__()
         self.manager = manager
         self.counter: ByteCounter = manager.counter
 

@@ -132,7 +132,7 @@ class VideoAutoencoder(nn.Module):
         return self.decode_raw(latents * self._column(self.std) + self._column(self.mean))
 
     def moments(self, video: Tensor) -> Tensor:
-        """Returns the encoder's output: latents, followed by log-variances with `posterior`."""
+        """Returns the encoder's output: latents, and log-variances if built with `posterior`."""
         return self.encoder(fold(video)).transpose(1, 2)
 
     def encode_raw(self, video: Tensor) -> Tensor:

@@ -325,6 +325,7 @@ def _pipelined(
         [forward * part for part in each],
         [backward * part for part in each],
         hop_message(links, sent).seconds,
+        bool(plan.recompute),
     )
     busiest = max(found.busy)
     return found.seconds - busiest, busiest / (forward + backward)

@@ -48,15 +48,19 @@ def read_trace(path: str | Path) -> tuple[Job, ...]:
             found = json.loads(text)
             rows = found.get("jobs") if isinstance(found, dict) else found
         else:
-            table = csv.DictReader(
-                StringIO(text), restkey="more cells than the header", strict=True
-            )
+            table = csv.DictReader(StringIO(text), strict=True)
             names = Counter(table.fieldnames or ())
             if twice := [name for name, count in names.items() if count > 1]:
                 raise ValueError(f"two columns are named {twice[0]!r}")
-            rows = [{k: _cell(k, v) for k, v in row.items() if v} for row in table]
+            rows = []
+            for row in table:
+                # The reader puts surplus cells under None, and None into missing ones.
+                if None in row or None in row.values():
+                    raise ValueError(f"line {table.line_num} needs {len(names)} cells")
+                rows.append({k: _cell(k, v) for k, v in row.items() if v})
     except (OSError, ValueError, csv.Error) as error:
-        raise GulliverError(f"trace {path} cannot be read: {error}") from None
+        reason = getattr(error, "strerror", None) or error
+        raise GulliverError(f"trace {path} cannot be read: {reason}") from None
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise GulliverError(f'trace {path} has no list of jobs; use a list or {{"jobs": [...]}}')
     return tuple(

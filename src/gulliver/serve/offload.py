@@ -78,7 +78,7 @@ class WeightObject:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory, in whole pages."""
+        """Size in memory in bytes, rounded up to whole pages."""
         return whole_pages(sum(-(-t.nbytes // ALIGNED) * ALIGNED for t in self.tensors))
 
 

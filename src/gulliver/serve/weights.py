@@ -155,8 +155,8 @@ def check_served(model: Any) -> None:
     }
     if growing & set(GROWING):
         raise GulliverError(
-            f"rotary positions of type {min(growing & set(GROWING))} depend on the longest "
-            "sequence of a batch, so requests would change each other's completions: not supported"
+            f"RoPE type {min(growing & set(GROWING))} is not supported: it depends on the longest "
+            "sequence of a batch, so requests would change each other's completions"
         )
 
 

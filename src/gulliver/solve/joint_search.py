@@ -314,10 +314,10 @@ def solve_joint(
     states: int = STATES,
     tolerance: float = 1e-3,
 ) -> JointPlan:
-    """Finds the fastest picks within a memory budget.
+    """Finds the fastest choice per operator within a memory budget.
 
     Successive rounds keep more states per kind, up to `states`, until the gap is at most
-    `tolerance`; the first starts close to the lower bound.
+    `tolerance`; the first round starts from a solution close to the lower bound.
 
     Raises:
         GulliverError: no picks fit into the budget; the error names the smallest feasible budget

@@ -147,8 +147,8 @@ def encoded_texts(
     assert named is not None, "otherwise words are used"
     if folder_digest(named) != text.files:
         raise GulliverError(
-            f"--data.encoded {folder} does not match: text_encoder is {named} in this run, but "
-            f"{text.path} in the latents, with other files"
+            f"--data.encoded {folder} does not match: this run's text_encoder {named} has "
+            f"different files than {text.path}, which encoded the captions; set text_encoder to it"
         )
     if text.channels != channels or text.max_length > max_length:
         raise GulliverError(

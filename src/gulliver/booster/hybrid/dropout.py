@@ -204,7 +204,7 @@ ATTENTIONS = (None, "eager", "sdpa", "gulliver_sequence")
 # Maximum number of forwards that may be recomputed, far more than are in flight.
 REMEMBERED = 4096
 
-INSTEAD = "set it to 0 in the model's configuration, or use dropout='alike'"
+INSTEAD = "set dropout to 0 in the model's configuration, or use dropout='alike'"
 
 
 def drops_by_position(plan: Plan, model: nn.Module) -> bool:

@@ -331,13 +331,13 @@ class FrameStream(PartLayout):
 def stream_trained(
     network: Callable[[Tensor], Tensor], parts: Iterable[Tensor], dim: int = 2
 ) -> Tensor:
-    """Runs a network over segments of time, keeping one segment's activations for backward.
+    """Runs a network over segments of a clip; backward recomputes one segment at a time.
 
     Args:
         network: module or function made of convolutions, resampling, attention, and norms that do
             not span time.
         parts: segments of its input, one at a time.
-        dim: dim of time.
+        dim: time dimension.
 
     Returns:
         The output for the whole clip.

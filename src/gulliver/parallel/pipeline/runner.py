@@ -553,9 +553,11 @@ class StageRunner:
         own = self.losses.pop(micro, loss)
         roots, gradients, passing = self._roots(kept, own, self._gradients.pop(micro, ()))
         inputs = [t for t in kept.carry if t.requires_grad]
-        if full_backward or not inputs or not roots:
+        # A recomputed block runs again, and keeps what it saves, for every call of autograd.
+        whole = full_backward or bool(self.stage.stage_forward.recomputed)
+        if whole or not inputs or not roots:
             run = _full(roots, gradients)
-            if full_backward or inputs:
+            if whole or inputs:
                 run()
             else:
                 # The first stage sends no gradient, so the entire backward can wait.

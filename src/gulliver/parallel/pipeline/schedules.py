@@ -125,8 +125,9 @@ def predict(
     forward: Sequence[float],
     backward: Sequence[float] | None = None,
     link: float = 0.0,
+    recomputes: bool = False,
 ) -> Prediction:
-    """Predicts the seconds per step and the idle share."""
+    """Predicts the seconds per step and the idle share; with recomputation no backward is split."""
     stages = len(forward)
     numbers = stages_by_rank(style, ranks, stages // ranks)
     assert sum(map(len, numbers)) == stages, "stages are evenly on the ranks"
@@ -134,7 +135,8 @@ def predict(
     if backward is None:
         backward = [BACKWARD_OF_LINEAR * seconds for seconds in forward]
     half = [seconds / 2 for seconds in backward]
-    times = {FORWARD: forward, BACKWARD: backward, INPUTS: half, WEIGHTS: half}
+    inputs, weights = (backward, [0.0] * stages) if recomputes else (half, half)
+    times = {FORWARD: forward, BACKWARD: backward, INPUTS: inputs, WEIGHTS: weights}
     orders = [list(computations(style, place, numbers, micro_batches)) for place in range(ranks)]
     rank_of = {stage: place for place, held in enumerate(numbers) for stage in held}
     return schedule_seconds(orders, times, rank_of, link)

@@ -144,7 +144,7 @@ Carry = tuple[Tensor, ...]
 #     (memory,) between the lists
 #     (hidden, memory) inside the second list
 class StageEnd(Exception):
-    """Raised to end the forward of a stage except the last; has the tensors to send."""
+    """Raised to end the forward of every stage but the last; carries the tensors to send."""
 
     def __init__(self, carry: Carry) -> None:
         super().__init__("the stage's forward has ended")
@@ -270,7 +270,7 @@ class StageForward:
         if self.extra not in (-1, found):
             raise GulliverError(
                 f"block {self.stack.blocks[number]!r} returns {_form(found)}, not "
-                f"{_form(self.extra)}: pass extra={found!r} (of the plugin, or of stack_of)"
+                f"{_form(self.extra)}: pass extra={found!r} to the plugin or to stack_of"
             )
 
     def around_memory(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:

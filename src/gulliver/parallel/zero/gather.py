@@ -1,4 +1,4 @@
-"""Gathers parameters before use, frees them afterwards, and lets autograd save references."""
+"""Gathers parameters before use and frees them afterwards; autograd saves references to them."""
 
 from __future__ import annotations
 

@@ -42,7 +42,8 @@ WIDE = 4  # bytes per float32 element
 # [Note: backward in two parts] Activations of a micro-batch are freed when the gradients of its
 # weights are computed; until then the output gradients of its layers are kept as well. Under
 # zero_bubble the i-th rank defers i micro-batches (Qi et al. 2024: as many are in flight on each
-# rank as on the first), under zbv only the current one.
+# rank as on the first), under zbv only the current one. If any block is recomputed, no backward is
+# split: each half would recompute the block again.
 @dataclass(frozen=True)
 class RankBlocks:
     """The blocks of a pipeline rank."""
@@ -131,7 +132,7 @@ class RankBytes:
         axes, learns = grid.axes, self._learns
         micro = self.batch // axes.data // grid.micro_batches
         by_tensor = axes.mode in SHARED_BY_TENSOR
-        parts = grid.chunks if grid.schedule in PUTS_OFF else 0
+        parts = grid.chunks if grid.schedule in PUTS_OFF and not grid.recomputed else 0
         moments, whole, noted = self._moments(
             stage, axes.tensor, axes.sequence, by_tensor, grid.recomputed, parts
         )
@@ -429,4 +430,5 @@ def under_way(grid: Grid, rank: int) -> float:
 
 def put_off(grid: Grid, rank: int) -> int:
     """Maximum number of micro-batches on a rank whose weight gradients are deferred."""
-    return min(grid.micro_batches - 1, rank) if grid.schedule == "zero_bubble" else 0
+    defers = grid.schedule == "zero_bubble" and not grid.recomputed
+    return min(grid.micro_batches - 1, rank) if defers else 0

@@ -216,7 +216,8 @@ class Scorer:
             * (whole / micro)
             for rank in range(axes.pipeline)
         ]
-        seconds = pipeline_seconds(grid.schedule, ranks, backward / whole, micro, grid.chunks, link)
+        costs = grid.schedule, ranks, backward / whole, micro, grid.chunks, link
+        seconds = pipeline_seconds(*costs, recomputes=grid.recomputed > 0)
         slowest = micro * max(ranks)
         return seconds - slowest, slowest / whole
 

@@ -12,12 +12,11 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from gulliver.comm.collectives import tori
+from gulliver.comm.collectives import MARGIN, fastest_torus
 from gulliver.hardware.costs import (
     Axes,
     collective_seconds,
     torus_links,
-    torus_seconds,
     zero_collectives,
 )
 from gulliver.hardware.step import exposed_seconds
@@ -47,7 +46,6 @@ CHUNKS = (1, 2, 4, 8, 16, 32, 64, 128)
 MOST_CHUNKS = 1000
 """Chunk sizes in MiB that weak scaling tries; small ones only if they do not make more chunks."""
 STEPS = 3  # simulated steps; the first one begins without gathers in flight
-MARGIN = 0.05  # a torus must be faster by this share, as in `choose_axes`
 
 
 # [Note: one rank of each kind] Ranks that differ only in their data, sequence and tensor
@@ -207,6 +205,8 @@ class _StepProgram(StepReplay):
         kind, stage, _ = work
         forward = kind == FORWARD
         share = 0.5 if kind in (INPUTS, WEIGHTS) else 1.0
+        if self._grid.recomputed:  # then no backward is split
+            share = float(kind != WEIGHTS)
         if kind != WEIGHTS:
             self._pass("FORWARD" if forward else "BACKWARD")
         parts = self._parts[stage] if forward else self._parts[stage][::-1]
@@ -387,11 +387,8 @@ def fastest(scorer: Scorer, grid: Grid) -> ScalingPoint:
 
 def best_torus(scorer: Scorer, grid: Grid) -> tuple[int, ...]:
     """The torus that `axes="auto"` would choose for a chunk; empty if it is not faster."""
-    cluster = scorer.cluster
     if grid.axes.cuts_model:
         return ()
     collectives = zero_collectives(min(grid.stage, 2), [grid.chunk_mb * MIB])
-    found = {sizes: torus_seconds(cluster, sizes, collectives) for sizes in tori(cluster.size)}
-    best = min(found, key=lambda sizes: (found[sizes], len(sizes)), default=())
-    flat = torus_seconds(cluster, [cluster.size], collectives)
-    return best if best and found[best] < (1 - MARGIN) * flat else ()
+    sizes, seconds, flat_s = fastest_torus(scorer.cluster, collectives)
+    return sizes if seconds < (1 - MARGIN) * flat_s else ()

@@ -96,15 +96,19 @@ def _codes(groups: Tensor, pairs: Tensor) -> Tensor:
 
 def pairs_int4(groups: Tensor) -> Tensor:
     """Returns scale and minimum in float16 for groups ``[..., GROUP]``: a least-squares fit."""
-    # The range from minimum to maximum serves outliers; least squares, with the values as
-    # rounded to it, the others.
+    # The values as rounded to the range from minimum to maximum are fitted to the weights, of which
+    # large ones count more, as in llama.cpp's K formats.
     low, high = torch.aminmax(groups, dim=-1, keepdim=True)
-    pairs = torch.cat([(high - low) / 15, low], -1)
-    codes = _codes(groups, pairs)
-    mean, centre = codes.mean(-1, keepdim=True), groups.mean(-1, keepdim=True)
+    codes = _codes(groups, torch.cat([(high - low) / 15, low], -1))
+    share = groups.abs() + groups.square().mean(-1, keepdim=True).sqrt_()
+    share /= share.sum(-1, keepdim=True).clamp_(min=1e-30)
+    mean = (share * codes).sum(-1, keepdim=True)
+    centre = (share * groups).sum(-1, keepdim=True)
     codes -= mean
-    spread = codes.square().sum(-1, keepdim=True)
-    scale = (codes * groups).sum(-1, keepdim=True) / spread.clamp_(min=1e-30)
+    share *= codes
+    scale = (share * groups).sum(-1, keepdim=True) / (share * codes).sum(-1, keepdim=True).clamp_(
+        min=1e-30
+    )
     return torch.cat([scale, centre - mean * scale], -1).half()
 
 

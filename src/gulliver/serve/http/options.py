@@ -1,15 +1,14 @@
-"""Options of the server and the load generator; imports neither torch nor FastAPI nor httpx."""
+"""Options of the server; imports neither torch nor FastAPI."""
 
 from __future__ import annotations
 
-import math
 import os
 import socket
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated
 
 from gulliver.errors import GulliverError
-from gulliver.options import AT_LEAST_1, SEED, Options, Range, byte_size
+from gulliver.options import AT_LEAST_1, Options, Range, byte_size
 
 KEY_VARIABLE = "GULLIVER_API_KEY"
 """Environment variable with the API key, if no option sets it."""
@@ -105,63 +104,3 @@ class ServerOptions(Options):
                 "or 0 for a free one"
             ) from None
         return made
-
-
-@dataclass(frozen=True)
-class Load(Options):
-    """A load for any server with the OpenAI API.
-
-    Attributes:
-        url: Address of the server, with or without /v1.
-        model: Name of the model; by default the first that the server lists.
-        requests: Number of requests.
-        rate: Requests per second, as a Poisson process; by default all are sent immediately.
-        prompt_words: Minimum and maximum words of a random prompt.
-        max_tokens: Minimum and maximum tokens of a completion.
-        prompts: Prompts to use in turn instead of random words.
-        endpoint: API to call: completions or chats.
-        temperature: Sampling temperature.
-        ignore_eos: Request completions of full length; not all servers support it.
-        seed: Seed of arrivals, lengths and words.
-        api_key: API key of the server; by default GULLIVER_API_KEY.
-        connections: Maximum requests in flight; later ones are delayed.
-        timeout: Seconds without data after which a request has failed.
-    """
-
-    url: str
-    model: str | None = None
-    requests: Annotated[int, AT_LEAST_1] = 100
-    rate: Annotated[float, Range(0, math.inf, open_below=True)] = math.inf
-    prompt_words: tuple[int, int] = (16, 256)
-    max_tokens: tuple[int, int] = (16, 128)
-    prompts: tuple[str, ...] = ()
-    endpoint: Literal["completions", "chat"] = "completions"
-    temperature: Annotated[float, Range(0, 100)] = 0.0
-    ignore_eos: bool = False
-    seed: Annotated[int, SEED] = 0
-    api_key: str | None = field(default=None, repr=False)
-    connections: Annotated[int, Range(1, 2**20)] = 1000
-    timeout: Annotated[float, Range(0.1, 86400)] = 120.0
-
-    def check_combinations(self) -> None:
-        """Rejects malformed addresses and empty ranges."""
-        super().check_combinations()
-        if not self.url.startswith(("http://", "https://")):
-            raise GulliverError(f"url={self.url!r}: use an address such as http://127.0.0.1:8000")
-        for name in ("prompt_words", "max_tokens"):
-            low, high = getattr(self, name)
-            if not 1 <= low <= high:
-                raise GulliverError(
-                    f"{name}={low} {high}: use a minimum and a maximum of at least 1"
-                )
-
-    @property
-    def base(self) -> str:
-        """Address with ``/v1``."""
-        bare = self.url.rstrip("/")
-        return bare if bare.endswith("/v1") else f"{bare}/v1"
-
-    @property
-    def key(self) -> str | None:
-        """API key of the server, from the option, otherwise from the environment."""
-        return self.api_key or os.environ.get(KEY_VARIABLE) or None

@@ -185,7 +185,7 @@ class SpeculationStats:
     right: dict[int, int] = field(default_factory=dict)
 
     def acceptance(self) -> list[float]:
-        """Acceptance rate of first guesses by depth, starting at 1, given accepted parents."""
+        """Returns the acceptance rate of tokens with accepted parents, by depth from 1."""
         return [self.right.get(depth, 0) / self.seen[depth] for depth in sorted(self.seen)]
 
 
@@ -467,7 +467,7 @@ def _proposer(kind: str | Path, tokenizer: Any | None, sequences: int) -> Propos
     folder = Path(kind)
     if not folder.is_dir():
         raise GulliverError(
-            f"speculation={str(kind)!r} is neither a folder of a draft nor a look-up: "
+            f"speculation={str(kind)!r} is neither the folder of a draft nor a lookup method: "
             f"{nearest(str(kind), LOOK_UPS)}"
         )
     if is_draft(folder):

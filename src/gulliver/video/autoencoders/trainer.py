@@ -429,7 +429,7 @@ class AutoencoderTrainer(TrainingLoop):
         return measure(model, self.sources.held_out, self.world.device, self.place)
 
     def finish(self) -> tuple[VideoAutoencoder, dict[str, Any]]:
-        """Measures latents and quality; returns the unshared autoencoder and metrics."""
+        """Measures latent statistics and quality; returns the complete autoencoder and metrics."""
         self.passes.off()
         model = self.result()
         self._measure_latents(model)
