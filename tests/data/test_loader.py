@@ -411,7 +411,7 @@ def test_set_epoch_of_sampler_is_respected() -> None:
         ({"world_size": 4}, r"world size 2\b.* 4\b"),
         ({"dataset": Numbers(99)}, r"dataset length 23\b.* 99\b"),
         ({"drop_last": True}, r"number of batches 6\b.* 5\b"),
-        ({"generator": torch.Generator()}, r"0 generators .* has 1"),
+        ({"generator": torch.Generator()}, r"0 sampler generators, .* has 1"),
         ({"shuffle": False}, r"order .*RandomSampler.*SequentialSampler"),
     ],
     ids=lambda value: ", ".join(value) if isinstance(value, dict) else "",

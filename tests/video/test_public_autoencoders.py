@@ -216,7 +216,7 @@ F8 = torch.float8_e4m3fn
 
 def test_files_of_something_else_are_named(tmp_path: Path) -> None:
     for name, told in (
-        ("temporal_vae.encoder.conv_in.conv.weight", "Open-Sora 1.2, but lacks"),
+        ("temporal_vae.encoder.conv_in.conv.weight", "Open-Sora 1.2, but lack"),
         ("spatial_vae.module.encoder.conv_in.weight", "picture half of Open-Sora 1.2"),
         ("encoder.mid.attn_1.q.weight", "first layout, not diffusers'"),
         ("encoder.down_blocks.0.resnets.0.conv1.conv.weight", "folder with its config.json"),

@@ -237,6 +237,8 @@ class ClipTable:
         """Reads the window that a seed selects; 0 selects the first frames."""
         row = self.rows[index]
         bucket = bucket or row.bucket
+        if bucket is None:
+            raise GulliverError(f"{row.name} is in no bucket of the first epoch: pass a bucket")
         try:
             content = self._content(index, bucket, seed)
         except GulliverError as error:

@@ -513,7 +513,7 @@ def load_autoencoder(
             {public_name(name): _squeezed(name, info.shape) for name, info in infos.items()}
         )
     except GulliverError as error:
-        raise GulliverError(f"{path} holds {error}") from None
+        raise GulliverError(f"{path}: {error}") from None
     made = getattr(models, kind)
     known = inspect.signature(made.__init__).parameters
     fields |= {name: value for name, value in config.items() if name in known and value is not None}
