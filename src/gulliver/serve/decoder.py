@@ -344,6 +344,22 @@ def read_dense(
     if gguf.ROTARY in tensors:
         frequencies = tensors[gguf.ROTARY].tolist(), frequencies[1]
     tensors = {n: t for n, t in tensors.items() if not n.endswith("rotary_emb.inv_freq")}
+    tensors = _converted(tensors, shapes, dtype)
+    if options.quantize is not None:
+        head = _quantize(tensors, head, options.quantize, count)
+    layer = LayerShape(kv_heads, dim, dim**-0.5)
+    shape = ModelShape((layer,) * count, dtype, vocabulary)
+    model = DenseModel(
+        *(tensors, shape, heads, activation, epsilon, [frequencies], [0] * count, head)
+    )
+    ends = gguf.end_ids(folder) if gguf_file else _end_tokens(folder, config)
+    return model, context, ends
+
+
+def _converted(
+    tensors: dict[str, Tensor], shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Checks names and shapes, and converts float tensors; those in 4 bits stay as they are."""
     packed = {n.removesuffix("_scale") for n in tensors if n.endswith("weight_scale")}
     sizes = {
         n: (len(t), 2 * t.shape[1]) if n in packed else tuple(t.shape)
@@ -355,16 +371,7 @@ def read_dense(
     floats = {n: tensors[n] for n in sizes if n not in packed}
     if any(tensor.dtype not in KINDS for tensor in floats.values()):
         raise Unfit("its files have unsupported dtypes")
-    tensors |= {name: tensor.to(dtype) for name, tensor in floats.items()}
-    if options.quantize is not None:
-        head = _quantize(tensors, head, options.quantize, count)
-    layer = LayerShape(kv_heads, dim, dim**-0.5)
-    shape = ModelShape((layer,) * count, dtype, vocabulary)
-    model = DenseModel(
-        *(tensors, shape, heads, activation, epsilon, [frequencies], [0] * count, head)
-    )
-    ends = gguf.end_ids(folder) if gguf_file else _end_tokens(folder, config)
-    return model, context, ends
+    return tensors | {name: tensor.to(dtype) for name, tensor in floats.items()}
 
 
 def _mapped(folder: Path) -> dict[str, Tensor]:
