@@ -157,22 +157,9 @@ class ShardedState:
         }
         self.groups.list_members(self.names)
         self._parameter_of: dict[nn.Parameter, nn.Parameter] = {}
-        # Allocates and counts the buffers of chunks.
-        self.pool: BufferPool
-        self.states: PieceStates
-        if manager is None:
-            self.pool = BufferPool()
-            inner.state = StateByParameter(self._parameter_of)
-            self.states = PieceStates(inner, self.groups, whole)
-        else:  # between steps, state is on meta and users cannot read it
-            self.pool = ManagedBufferPool(manager)
-            self.states = TieredStates(inner, self.groups, whole, manager)
-            # A weak method, because the manager may outlive the optimizer.
-            release = WeakMethod(self._release_idle)
-            manager.release_with(lambda: (found := release()) and found())
+        self.pool, self.states = self._memory()
         # All chunks, in the order of use, and those of trained parameters.
-        self.all_chunks: list[ShardedChunk] = []
-        self.chunks: list[ShardedChunk] = []
+        self.all_chunks, self.chunks = list[ShardedChunk](), list[ShardedChunk]()
         # With tiers on a single rank, the manager prefetches, and no other rank waits.
         alone = self.states.tiered and self.size == 1
         self.gatherer = Gatherer(
@@ -191,6 +178,19 @@ class ShardedState:
         self.adopt(
             [self._placed(*found) for found in self.ordered(options.order, options.chunk_bytes)]
         )
+
+    def _memory(self) -> tuple[BufferPool, PieceStates]:
+        """Creates the pool that allocates and counts the buffers of chunks, and the states."""
+        inner, manager = self.inner, self.manager
+        if manager is None:
+            inner.state = StateByParameter(self._parameter_of)
+            return BufferPool(), PieceStates(inner, self.groups, self.whole)
+        # A weak method, because the manager may outlive the optimizer.
+        release = WeakMethod(self._release_idle)
+        manager.release_with(lambda: (found := release()) and found())
+        # Between steps, state is on meta and users cannot read it.
+        states = TieredStates(inner, self.groups, self.whole, manager)
+        return ManagedBufferPool(manager), states
 
     # Chunks.
 
