@@ -148,7 +148,7 @@ QUEUE = 2**18
 """Number of pages that may be queued, enough for 1 TiB of state."""
 MIB = 2**20
 LIMIT = "memory_limit"
-NICE = 10
+NICE = 5
 """Niceness of the threads that copy: they use the time that training's threads leave."""
 GROWTH = 32
 """Pages by which the shadow grows at a time; earlier pages are used meanwhile."""
