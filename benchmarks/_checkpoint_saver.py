@@ -32,7 +32,7 @@ from gulliver.checkpoint import AsyncCheckpointer, load
 from gulliver.checkpoint.tree import split_state
 
 BLOCK = 4 * 2**20
-TORCH_SAVE, SAFETENSORS, DCP = "torch.save", "safetensors", "dcp.save"
+TORCH_SAVE = "torch.save"
 THREAD, PROCESS = "dcp.async_save thread", "dcp.async_save process"
 SHADOW, RING = "ours, shadow", "ours, ring"
 PAIRS = 3  # Saves without training, each with a raw write beside it
@@ -219,55 +219,17 @@ class TorchSave(Entrant):
         fill(tensors, found)
 
 
-class Safetensors(Entrant):
-    """`safetensors.torch.save_file` and fsync."""
-
-    def save(self, folder: Path, step: int) -> Pending:
-        from safetensors.torch import save_file
-
-        folder.mkdir(parents=True)
-        save_file(self.training.tensors(), str(folder / "state.safetensors"))
-        force(folder)
-        return _complete()
-
-    def load(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
-        from safetensors import safe_open
-
-        with safe_open(str(folder / "state.safetensors"), framework="pt") as file:
-            for name, tensor in tensors.items():
-                tensor.detach().copy_(file.get_tensor(name))
-
-
-class Distributed(Entrant):
-    """`torch.distributed.checkpoint.save`, which forces its files to the disk."""
+class DistributedAsync(Entrant):
+    """`torch.distributed.checkpoint.async_save` with a stager that keeps its memory."""
 
     def __init__(self, training: Training, job: Job) -> None:
         import torch.distributed as dist
+        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
         super().__init__(training, job)
         if not dist.is_initialized():
             scratch = tempfile.mkdtemp(dir=job.folder)
             dist.init_process_group("gloo", init_method=f"file://{scratch}/s", rank=0, world_size=1)
-
-    def save(self, folder: Path, step: int) -> Pending:
-        import torch.distributed.checkpoint as dcp
-
-        dcp.save(self.training.nested(), checkpoint_id=folder)
-        return _complete()
-
-    def load(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
-        import torch.distributed.checkpoint as dcp
-
-        dcp.load(self.training.nested(), checkpoint_id=folder)
-
-
-class DistributedAsync(Distributed):
-    """`torch.distributed.checkpoint.async_save` with a stager that keeps its memory."""
-
-    def __init__(self, training: Training, job: Job) -> None:
-        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-
-        super().__init__(training, job)
         # Shared memory is what the other process gets it by. Copied by the call itself, which is
         # what its documentation has users do before they change the state.
         self.stager = DefaultStager(StagingOptions(False, job.entrant == PROCESS, False, False))
@@ -288,6 +250,11 @@ class DistributedAsync(Distributed):
         ended: list[float] = []
         future.add_done_callback(lambda _: ended.append(time.perf_counter()))
         return Pending(lambda: future.result(), lambda: ended[0] if ended else None)
+
+    def load(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
+        import torch.distributed.checkpoint as dcp
+
+        dcp.load(self.training.nested(), checkpoint_id=folder)
 
 
 class Ours(Entrant):
@@ -345,8 +312,6 @@ class Ours(Entrant):
 
 ENTRANTS: dict[str, type[Entrant]] = {
     TORCH_SAVE: TorchSave,
-    SAFETENSORS: Safetensors,
-    DCP: Distributed,
     THREAD: DistributedAsync,
     PROCESS: DistributedAsync,
     SHADOW: Ours,

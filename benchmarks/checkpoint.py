@@ -1,4 +1,4 @@
-"""Saving while training goes on: torch.save, safetensors, torch's distributed checkpoint, and ours.
+"""Saving while training goes on: torch.save, torch's distributed checkpoint, and ours.
 
 `python -m benchmarks.checkpoint` trains a GPT with AdamW and an average of its weights, and saves
 all of that in the middle of training. Contestants take turns, each in a process of its own, which
@@ -28,11 +28,9 @@ import numpy as np
 import tyro
 
 from benchmarks._checkpoint_saver import (
-    DCP,
     ENTRANTS,
     PROCESS,
     RING,
-    SAFETENSORS,
     SHADOW,
     THREAD,
     TORCH_SAVE,
@@ -50,7 +48,7 @@ SAMPLE_S = 0.02
 TOLERANCE = 0.05
 """Of a bar on memory, as a share of the state: for what else comes and goes in the process."""
 TIMEOUT_S = 1800.0
-COPIES = {TORCH_SAVE: 0.1, SAFETENSORS: 0.1, DCP: 1.0, THREAD: 2.0, PROCESS: 3.5, SHADOW: 1.0}
+COPIES = {TORCH_SAVE: 0.1, THREAD: 2.0, PROCESS: 3.5, SHADOW: 1.0}
 """Memory over the state that a contestant needs, roughly; loading may need one more state."""
 
 
@@ -344,48 +342,30 @@ def report(all_of: dict[str, Figures], options: Options, foreign: float) -> Repo
 
 def report_every(all_of: dict[str, list[Watched]], options: Options, foreign: float) -> Report:
     """Step time, memory and states written of those who save every step."""
-    rows, bars, noted = [], [], {}
+    rows, bars, figures = [], [], {}
     for name, found in all_of.items():
-        parts = [each.run.every for each in found]
-        assert all(parts)
-        every = [part for part in parts if part is not None]
+        every = [each.run.every for each in found if each.run.every is not None]
         ratio = Spread(tuple(part.ratio for part in every))
         worst = statistics.median(part.worst for part in every)
         written = statistics.median(part.written for part in every)
+        calm = statistics.median(part.calm_s for part in every)
         extra = statistics.median(each.later_extra for each in found)
         states = extra / found[0].run.nbytes
-        calm = statistics.median(part.calm_s for part in every)
-        noted[name] = {
-            "ratio": asdict(ratio),
-            "worst": worst,
-            "written": written,
-            "skipped": options.every - written,
-            "states": states,
-            "calm_s": calm,
-        }
-        rows.append(
-            [
-                name,
-                ratio.shown(".3f"),
-                f"{worst:.2f}",
-                f"{written:g} of {options.every}",
-                f"{options.every / written:.1f}",
-                f"{states:.2f}",
-                f"{calm:.2f}",
-            ]
-        )
+        shown = (written, options.every / written, states, calm)
+        rows.append([name, ratio.shown(".3f"), f"{worst:.2f}", *(f"{n:.3g}" for n in shown)])
+        figures[name] = {"ratio": asdict(ratio), "states": states, "runs": [*map(asdict, every)]}
         if name == SHADOW:
             bars.append(at_most("step time, every step saved, over calm", ratio.median, 1.1))
             bars.append(at_most("states in memory", states, 1 + TOLERANCE))
-            # All of a core's time, as if nothing of it were hidden behind the copy.
+            # As if nothing of it were hidden behind the copy.
             summed = found[0].run.nbytes / checksum_rate() * written
             part = summed / (options.every * calm * options.threads)
             bars.append(at_most("checksums, of step time", part, 0.02))
     title = f"Saving every step: {found[0].run.nbytes / 1e9:.2f} GB (model, average, AdamW)"
-    columns = ("contestant", "step over calm", "slowest", "states saved")
-    columns = (*columns, "steps per state", "states in memory", "calm step, s")
+    columns = ("contestant", "step over calm", "slowest", "states saved", "steps per state")
+    columns = (*columns, "states in memory", "calm step, s")
     made = Report(f"checkpoint-every-{options.gb:g}gb", title, columns, rows)
-    made.bars, made.figures = bars, noted
+    made.bars, made.figures = bars, figures
     made.notes = [
         f"Medians (quartiles) of {options.rounds} processes that ask for a save after each of "
         f"{options.every} steps; calm steps are {options.calm} before and as many after. All "

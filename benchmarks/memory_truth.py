@@ -104,7 +104,6 @@ GRIDS = (
     ),
     _line(2, "1f1b", again=8),
     _line(2, "zero_bubble", again=8),
-    _line(2, "zbv", again=4),
     _line(4, "1f1b"),
     *(_line(2, "1f1b", stage, 2) for stage in (1, 2, 3)),
     Grid(Axes(tensor=2, pipeline=2), 0, 4, "1f1b"),

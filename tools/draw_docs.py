@@ -377,7 +377,8 @@ def weak_scaling() -> str:
             if measured:
                 x, place = at(ranks, measured)
                 svg.box(x - 4, place - 4, 8, 8, color)
-    svg.text(left + width + 12, top + 60 + 22 * len(names) + 12, "squares: measured", 11)
+    if any(measured for name in names for _, measured in figures[name].values()):
+        svg.text(left + width + 12, top + 60 + 22 * len(names) + 12, "squares: measured", 11)
     return str(svg)
 
 

@@ -111,8 +111,8 @@ def _by_step(world: World) -> tuple[list[int], int, bool]:
     gatherer, steps = optimizer.gatherer, list[int]()
     start = gatherer.start
 
-    def started(sharded: Any) -> None:
-        start(sharded)
+    def started(sharded: Any, exact: bool = False) -> None:
+        start(sharded, exact)
         whole = [c.chunk for c in gatherer.chunks if c.presence is not Presence.ABSENT]
         steps[-1] = max(steps[-1], sum(chunk.data.nbytes for chunk in whole))
 

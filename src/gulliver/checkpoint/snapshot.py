@@ -415,7 +415,8 @@ class Snapshot:
             waited = {key: self._waiting[key] for key in wanted}
         if waited and self._engine is not None:
             # The caller is held up, so it copies, too: copiers run at a lower priority.
-            self._engine.copy_now(ticket for tickets in waited.values() for ticket in tickets)
+            staged = (t for tickets in waited.values() for t in tickets if isinstance(t, Ticket))
+            self._engine.copy_now(staged)
         for tickets in waited.values():
             for ticket in tickets:
                 _wait_copied(ticket)
