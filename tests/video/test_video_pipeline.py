@@ -396,7 +396,7 @@ def test_incompatible_parts_are_rejected(folders: Path, tmp_path: Path) -> None:
     )
     edit = {"references": (torch.zeros(3, 1, 32, 48),), "mask_strategy": "0,0,0,0,1,0.5"}
     refused(
-        r"edit ratios need a model of Open-Sora 1\.2; with this STDiT3 of Open-Sora 1\.3",
+        r"edit ratios need a model of Open-Sora 1\.2; with Open-Sora 1\.3's STDiT3",
         lambda: loaded(folders, "1.3").generate([Request("a", BUCKET, **edit)]),
     )
     refused(
