@@ -415,7 +415,7 @@ def test_two_ranks_share_the_branches_of_guidance(pool: Pool, folders: Path) -> 
     alone = loaded(folders, "1.1").generate([Request("a cat", BUCKET, 3)], SamplingConfig(3, 3.0))
     for found in pool.run(_share, 2, folders, 2):
         torch.testing.assert_close(found, alone[0], rtol=1e-6, atol=1e-6)
-    with pytest.raises(GulliverError, match=r"tokens of this STDiT2 of Open-Sora 1\.1 cannot be"):
+    with pytest.raises(GulliverError, match=r"tokens of Open-Sora 1\.1's STDiT2 cannot be"):
         pool.run(_refused_share, 2, folders)
 
 
