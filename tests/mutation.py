@@ -54,8 +54,8 @@ MUTANTS = (
     Mutant(
         "zero: shards get the sum of gradients",
         "parallel/zero/reduce.py",
-        '            gradient,\n            "mean",\n            self.group,\n            async',
-        '            gradient,\n            "sum",\n            self.group,\n            async',
+        'return reduce_scatter(output, gradient, "mean", self.group',
+        'return reduce_scatter(output, gradient, "sum", self.group',
         ("zero",),
     ),
     Mutant(
@@ -89,8 +89,8 @@ MUTANTS = (
     Mutant(
         "zero: whole parameters lose their shapes",
         "parallel/zero/state.py",
-        "return self.whole or self.parts == 1",
-        "return self.parts == 1",
+        "self.has_whole = whole or self.parts == 1",
+        "self.has_whole = self.parts == 1",
         ("zero_whole",),
     ),
     Mutant(

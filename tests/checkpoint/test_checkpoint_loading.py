@@ -142,7 +142,7 @@ REFUSED: list[tuple[str, Callable[[nn.Module], dict[str, Any]]]] = [
         lambda m: {"optimizer": torch.optim.Adam([next(m.parameters())])},
     ),
     (
-        r"parameter 0 of group 0 is \(3, 3\).* \(3,\)",
+        r"parameter 0 of group 0 .*\(3, 3\).* \(3,\)",
         lambda m: {"optimizer": _reversed(m)},
     ),
     (

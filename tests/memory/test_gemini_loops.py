@@ -90,7 +90,8 @@ class Loop:
             precision=self.precision,
         )
         if not self.limited:
-            plugin = LowLevelZeroPlugin(3, verbose=False, precision=self.precision)
+            options: Any = {"precision": self.precision, "step_in_backward": self.early}
+            plugin = LowLevelZeroPlugin(3, verbose=False, **options)
         self.booster = Booster(plugin=plugin)
         # What else a process of tests holds, and gives back, is no business of this model.
         with patch.object(_limited, "Footprint", side_effect=OSError):

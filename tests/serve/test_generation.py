@@ -330,7 +330,7 @@ def test_the_demonstration_leaves_its_report(
             assert name == "gulliver.cli"
             return max(pool.run(_rank_of_a_command, ranks, arguments))
 
-        monkeypatch.setattr(_demo, "SamplingConfig", lambda: QUICK)
+        monkeypatch.setattr(_demo, "SamplingConfig", lambda steps: QUICK)
         monkeypatch.setattr(_demo, "launch", launched)
     config = DemoConfig(out=tmp_path, ranks=2, steps=6, autoencoder_steps=6, samples=5)
     figures = demonstrate(config)
