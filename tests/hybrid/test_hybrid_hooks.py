@@ -57,7 +57,7 @@ def _normed(model: Any) -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], Callable[[Any], Any], str]] = [
-    (TENSOR, _hook(f"{ATTENTION}.q_proj"), f"{ATTENTION}.q_proj has hooks, and tp_size=2"),
+    (TENSOR, _hook(f"{ATTENTION}.q_proj"), f"{ATTENTION}.q_proj has hooks, but tp_size=2"),
     (TENSOR, _hook("lm_head", "forward_pre_hook"), "lm_head has hooks"),
     (TENSOR, _hook("model.embed_tokens", "full_backward_hook"), "model.embed_tokens has hooks"),
     (TENSOR, _hook("model.layers.1.mlp.act_fn"), "one rank's features or heads"),

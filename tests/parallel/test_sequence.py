@@ -793,7 +793,7 @@ def _uneven(world: World) -> list[str]:
 def test_a_part_that_is_too_short_is_named_on_all_ranks(pool: Pool) -> None:
     for attending, gathering in pool.run(_uneven, 3):
         assert "rank 1 holds 2 tokens of q" in attending
-        assert "rank 1 holds 2 of 9 in dim 2" in gathering
+        assert "rank 1 holds 2 of 9 positions in dim 2" in gathering
 
 
 def test_rules_without_a_mask_allow_all() -> None:

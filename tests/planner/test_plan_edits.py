@@ -99,7 +99,7 @@ HALF = LowLevelZeroPlugin(1, chunk_mb=1, precision="bf16")
             TENSOR,
             "rules: {}",
             'rules: {gate_proj: "replicate", up_proj: "replicate", down_proj: "replicate"}',
-            r"rules.gate_proj \(line \d+\): 'replicate' and .*gate_proj.*column' \(line \d+\)",
+            r"rules.gate_proj \(line \d+\) .*'replicate'.*gate_proj.*column' \(line \d+\)",
         ),
         (TENSOR, "rules: {}", 'rules: {gate_prj: "column"}', r"gate_prj \(line .* 'gate_proj'"),
         (

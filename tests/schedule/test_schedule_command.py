@@ -85,7 +85,7 @@ def test_the_command_compares_explains_and_draws(
     ("arguments", "code", "told"),
     [
         (("stedy",), 1, "'stedy'.*'steady'"),
-        (("steady", "--policy", "first"), 1, "policy 'first'"),
+        (("steady", "--policy", "first"), 2, "policy 'first'"),
         (("steady", "--at", "3"), 2, "--at.*--why"),
         (("steady", "--why", "x", "--compare"), 2, "--why.*--compare"),
         (("steady", "--slots", "2"), 1, r"requests 4 slots .*\b2;"),
