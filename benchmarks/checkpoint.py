@@ -343,6 +343,7 @@ def report(all_of: dict[str, Figures], options: Options, foreign: float) -> Repo
 def report_every(all_of: dict[str, list[Watched]], options: Options, foreign: float) -> Report:
     """Step time, memory and states written of those who save every step."""
     rows, bars, figures = [], [], {}
+    nbytes = next(iter(all_of.values()))[0].run.nbytes
     for name, found in all_of.items():
         every = [each.run.every for each in found if each.run.every is not None]
         ratio = Spread(tuple(part.ratio for part in every))
@@ -350,7 +351,7 @@ def report_every(all_of: dict[str, list[Watched]], options: Options, foreign: fl
         written = statistics.median(part.written for part in every)
         calm = statistics.median(part.calm_s for part in every)
         extra = statistics.median(each.later_extra for each in found)
-        states = extra / found[0].run.nbytes
+        states = extra / nbytes
         shown = (written, options.every / written, states, calm)
         rows.append([name, ratio.shown(".3f"), f"{worst:.2f}", *(f"{n:.3g}" for n in shown)])
         figures[name] = {"ratio": asdict(ratio), "states": states, "runs": [*map(asdict, every)]}
@@ -358,10 +359,10 @@ def report_every(all_of: dict[str, list[Watched]], options: Options, foreign: fl
             bars.append(at_most("step time, every step saved, over calm", ratio.median, 1.1))
             bars.append(at_most("states in memory", states, 1 + TOLERANCE))
             # As if nothing of it were hidden behind the copy.
-            summed = found[0].run.nbytes / checksum_rate() * written
+            summed = nbytes / checksum_rate() * written
             part = summed / (options.every * calm * options.threads)
             bars.append(at_most("checksums, of step time", part, 0.02))
-    title = f"Saving every step: {found[0].run.nbytes / 1e9:.2f} GB (model, average, AdamW)"
+    title = f"Saving every step: {nbytes / 1e9:.2f} GB (model, average, AdamW)"
     columns = ("contestant", "step over calm", "slowest", "states saved", "steps per state")
     columns = (*columns, "states in memory", "calm step, s")
     made = Report(f"checkpoint-every-{options.gb:g}gb", title, columns, rows)

@@ -74,3 +74,13 @@ def test_deadline_extends_on_slow_machine() -> None:
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_every_mutant_changes_one_place(mutant: Mutant) -> None:
     compile(mutated(mutant), mutant.file, "exec")
+
+
+def test_old_locations_export_the_names_of_the_new_ones() -> None:
+    from gulliver.booster import operators, search
+    from gulliver.booster.auto import auto_engine
+    from gulliver.operators.plans import find_operators
+    from gulliver.planner.search.grids import search_grids
+
+    assert (search.auto_engine, search.search_grids) == (auto_engine, search_grids)
+    assert operators.find_operators is find_operators

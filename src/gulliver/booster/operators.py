@@ -1,8 +1,5 @@
 """Old location of `gulliver.operators`, kept for one release."""
 
-from gulliver._lazy import lazy_exports
+from gulliver.operators.plans import Program, find_operators
 
-__getattr__, __dir__ = lazy_exports(
-    __name__,
-    {"gulliver.operators.plans": ["Program", "find_operators"]},
-)
+__all__ = ["Program", "find_operators"]

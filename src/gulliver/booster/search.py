@@ -1,8 +1,6 @@
 """Old location of `gulliver.planner.search` and `auto_engine`, kept for one release."""
 
-from gulliver._lazy import lazy_exports
+from gulliver.booster.auto import auto_engine
+from gulliver.planner.search.grids import search_grids
 
-__getattr__, __dir__ = lazy_exports(
-    __name__,
-    {"gulliver.booster.auto": ["auto_engine"], "gulliver.planner.search.grids": ["search_grids"]},
-)
+__all__ = ["auto_engine", "search_grids"]
