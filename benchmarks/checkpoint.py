@@ -358,10 +358,9 @@ def report_every(all_of: dict[str, list[Watched]], options: Options, foreign: fl
         if name == SHADOW:
             bars.append(at_most("step time, every step saved, over calm", ratio.median, 1.1))
             bars.append(at_most("states in memory", states, 1 + TOLERANCE))
-            # As if nothing of it were hidden behind the copy.
             summed = nbytes / checksum_rate() * written
-            part = summed / (options.every * calm * options.threads)
-            bars.append(at_most("checksums, of step time", part, 0.02))
+            busy = options.every * calm * options.threads
+            bars.append(at_most("checksums, of step time", summed / busy, 0.02))
     title = f"Saving every step: {nbytes / 1e9:.2f} GB (model, average, AdamW)"
     columns = ("contestant", "step over calm", "slowest", "states saved", "steps per state")
     columns = (*columns, "states in memory", "calm step, s")
