@@ -17,7 +17,6 @@ from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.pipelining import schedules
 
 from gulliver.errors import GulliverError, nearest
 from gulliver.hardware.costs import BACKWARD_OF_LINEAR
@@ -45,11 +44,18 @@ STYLES = {
 }
 
 
+def torch_schedules() -> Any:
+    """Imports torch's schedules, which takes seconds, when the first pipeline is planned."""
+    from torch.distributed.pipelining import schedules
+
+    return schedules
+
+
 def style_of(name: str, chunks: int | None = None) -> Style:
     if name not in STYLES:
         raise GulliverError(f"pp_style={name!r} is not known: {nearest(name, STYLES)}")
     style = STYLES[name]
-    if not hasattr(schedules, style.schedule):
+    if not hasattr(torch_schedules(), style.schedule):
         raise GulliverError(
             f"pp_style={name!r} needs torch's {style.schedule}, which this torch does not have"
         )
@@ -106,8 +112,8 @@ def make_schedule(
     name: str, runners: Sequence[Any], micro_batches: int, loss: Callable[[Any, Tensor], Tensor]
 ) -> Any:
     style = style_of(name, None if STYLES[name].fixed else len(runners))
-    made = getattr(schedules, style.schedule)
-    single = issubclass(made, schedules.PipelineScheduleSingle)
+    made = getattr(torch_schedules(), style.schedule)
+    single = issubclass(made, torch_schedules().PipelineScheduleSingle)
     stages = runners[0] if single else list(runners)
     return made(stages, n_microbatches=micro_batches, loss_fn=loss, scale_grads=False)
 
