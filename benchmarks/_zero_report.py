@@ -121,7 +121,7 @@ def loss_differences(network: Network) -> dict[str, float]:
 
 
 def bars(network: Network) -> list[Bar]:
-    """What must hold on a network."""
+    """Returns the bars for the results on a network."""
     found = [*_bytes_bars(network), *_loss_bars(network), *_time_bars(network)]
     results = [network.results[name] for name in network.ours((0, 1, 2))]
     errors = [abs(r.predicted_s / r.step.median - 1) for r in results if r.predicted_s]
@@ -149,7 +149,7 @@ def _bytes_bars(network: Network) -> list[Bar]:
 
 
 def _loss_bars(network: Network) -> list[Bar]:
-    """For the peers too: one that trains something else would be no peer."""
+    """Returns bars for equal losses; peers must train the same model."""
     base, *others = list(loss_differences(network).items()) or [("", 0.0)]
     return [at_most(f"{name}: loss, off {base[0]}'s", off, 1e-5) for name, off in others]
 

@@ -86,12 +86,12 @@ class Samples:
     found: list[tuple[float, int]] = field(default_factory=list)
 
     def watch(self, stop: threading.Event) -> None:
-        """Looks until it is told to stop."""
+        """Samples memory until `stop` is set."""
         while not stop.wait(SAMPLE_S):
             self.found.append((time.perf_counter(), memory_of(self.pid)))
 
     def most(self, begun: float, ended: float) -> int:
-        """The high-water mark of a while."""
+        """Returns the peak between two times."""
         return max((n for when, n in self.found if begun <= when <= ended), default=0)
 
 
@@ -209,7 +209,7 @@ class Figures:
 
 
 def figures(found: Sequence[Watched]) -> Figures:
-    """What all processes of a contestant found."""
+    """Combines the results of all processes of a contestant."""
     runs = [each.run for each in found]
     later = [entry for run in runs for entry in run.during[1:]]
     first = [run.during[0] for run in runs]
@@ -273,7 +273,7 @@ def row(name: str, of: Figures) -> list[str]:
 
 
 def bars(all_of: dict[str, Figures], options: Options) -> list[Bar]:
-    """What the figures are held against, where the contestants were there."""
+    """Returns the bars for the contestants that ran."""
     made = []
     ours = all_of.get(SHADOW)
     theirs = [all_of[name].held.median for name in TORCH_ASYNC if name in all_of]

@@ -21,7 +21,7 @@ from gulliver.data import DataLoader
 
 @dataclass(frozen=True)
 class Options:
-    """What to measure."""
+    """Options of the loader benchmark."""
 
     rounds: int = 5  # Turns of each contestant
     threads: int = 1  # Torch's compute threads; 0: as it finds them

@@ -178,9 +178,9 @@ class AsyncCheckpointer:
         on_error: reaction to a failure: ``raise`` raises it from the next call, ``warn`` logs it
             and continues.
         when_busy: behavior of `save` while a step is still being written. ``wait`` waits for it.
-            ``skip`` skips the new step, so that `save` may be called at every step: one state is in
-            memory at a time, training never waits for the disk of a shadow, and the newest state is
-            saved once the writer is free. Skipped steps are counted in `skipped` and `last`.
+            ``skip`` skips the new step, so `save` may be called at every step: training does not
+            wait for the disk, one state is in memory at a time, and the first call after the write
+            saves its step. Skipped steps are counted in `skipped` and `last`.
         group: ranks that save together; None for all.
         engine: I/O engine; None for the best one on this machine. A given engine keeps its pool
             size.

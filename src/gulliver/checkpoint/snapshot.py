@@ -210,7 +210,7 @@ SETTLE_S = 2.0
 
 # [Note: who waits for what] `submit` passes addresses and returns; the engine's threads gather and
 # write page after page. A tensor must not change until its pages are gathered: `release` waits for
-# this, and is called before writes (`gulliver.memory.before_write`) and by hooks of every torch
+# this, and is called before writes (`memory.pending.before_write`) and by hooks of every torch
 # optimizer's step. Only tensors that these modify are copied after `save` has returned (`guarded`).
 # `save` itself waits for the rest (`unguarded`), whose writers call no hook and may not increment
 # versions (``.data``, numpy, fused kernels).

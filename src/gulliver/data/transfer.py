@@ -168,8 +168,8 @@ def _send(copy_stream: CopyStream, leaves: list[Any]) -> tuple[list[Any], CopyEv
 
 
 def _locked(leaf: Any) -> Any:
-    # torch's allocator of page-locked memory caches blocks, and lends one again only once the
-    # copies from it are complete, so the sources need not be kept until then.
+    # torch's allocator of page-locked memory caches blocks and reuses one only when the copies from
+    # it are complete, so the sources need not be kept until then.
     return leaf.pin_memory() if getattr(leaf, "device", _HOST) == _HOST else leaf
 
 

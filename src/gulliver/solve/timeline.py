@@ -17,7 +17,7 @@ Work = tuple[str, int, int]  # kind, stage and micro-batch of an action
 
 
 class Act(Enum):
-    """What a rank does."""
+    """Kind of an action."""
 
     COMPUTE = auto()
     START = auto()
@@ -25,7 +25,7 @@ class Act(Enum):
     WAIT = auto()
     """Waits for the end of a message, and for `seconds` more."""
     MARK = auto()
-    """Notes the time."""
+    """Records the time."""
 
 
 class Action(NamedTuple):
@@ -87,7 +87,7 @@ class _Simulation:
     def run(self) -> None:
         while self._ready:
             self._advance(self._ready.popleft())
-        assert not self._blocked, "the programs can be executed"
+        assert not self._blocked, "a rank waits for a message that is never sent"
 
     def _advance(self, rank: int) -> None:
         """Runs a rank until it waits for a message that has not ended."""

@@ -553,7 +553,7 @@ class StageRunner:
         own = self.losses.pop(micro, loss)
         roots, gradients, passing = self._roots(kept, own, self._gradients.pop(micro, ()))
         inputs = [t for t in kept.carry if t.requires_grad]
-        # A recomputed block runs again, and keeps what it saves, for every call of autograd.
+        # Every call of autograd would recompute the blocks again and keep their activations.
         whole = full_backward or bool(self.stage.stage_forward.recomputed)
         if whole or not inputs or not roots:
             run = _full(roots, gradients)

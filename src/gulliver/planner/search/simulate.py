@@ -128,15 +128,16 @@ class _StepProgram(StepReplay):
         self._updates = [update * chunk.size.whole / max(1, whole) for chunk in self.chunks]
 
     def actions(self) -> list[Action]:
-        for self._steps in range(STEPS):
+        for step in range(STEPS):
+            self._steps = step
             self._step()
             self._actions.append(Action(Act.MARK))
         return self._actions
 
-    # What a rank has.
+    # Blocks, stages and chunks of a rank.
 
     def _blocks_of(self) -> dict[int, list[int]]:
-        """Numbers of the blocks of each stage of the rank."""
+        """Lists the blocks of each of the rank's stages."""
         if self._stages == 1:
             return {0: list(range(max(1, len(self._scorer.facts.parts))))}
         sizes, _ = self._scorer.dealt(self._stages)
@@ -146,7 +147,7 @@ class _StepProgram(StepReplay):
     def _packed(self) -> list[ChunkBytes]:
         """Packs trained parameters into chunks, and divides the stages by their chunks."""
         facts, shared = self._scorer.facts, self._scorer.shared(self._grid.axes)
-        assert shared is not None, "grids are simulated whose tensors can be cut"
+        assert shared is not None, "only grids with divisible tensors are simulated"
         before, after, _ = shared.ends
         item = facts.item * facts.trained / max(1, facts.parameters)
         last = max(1, len(facts.parts)) - 1
@@ -155,7 +156,7 @@ class _StepProgram(StepReplay):
             for block in blocks:
                 inside = [*shared.sizes[block]] if block < len(shared.sizes) else []
                 inside += after if block == last else ()
-                # An embedding looks up rows, which takes no time worth mentioning.
+                # An embedding only looks up rows, which takes almost no time.
                 embedded = [(size, 0.0) for size in before if block == 0]
                 computed = sum(inside)
                 if not computed:
@@ -245,7 +246,7 @@ class _StepProgram(StepReplay):
         self._pass("released")
         self._pass("prefetched")
 
-    # What that means.
+    # Messages for the chunks, called by `StepReplay`.
 
     def finish(self, chunk: ImaginedChunk) -> None:
         if chunk.presence is Presence.ARRIVING:
@@ -275,7 +276,7 @@ class _StepProgram(StepReplay):
         for place, seconds in legs:
             self._last[name, chunk.number] = f"replicas {place}", (self._serial, place)
             self._add(Act.START, seconds, (self._serial, place), f"replicas {place}", lane)
-        # What messages take of the compute of a rank whose core sends them.
+        # Compute time lost on a rank whose core also sends the messages.
         taken = (1 - self._scorer.free) * sum(seconds for _, seconds in legs)
         self._add(Act.COMPUTE, taken)
 
@@ -303,12 +304,12 @@ class _StepProgram(StepReplay):
 
 
 def _lane(axis: str, links: Axes) -> str:
-    """Messages over sockets share one queue, those of rings only with their own axis."""
+    """Returns the queue of an axis: all axes over sockets share one, each ring has its own."""
     return axis if all(link.ring for _, link in links) else "sockets"
 
 
 def _legs(collective: str, axes: Axes, count: int) -> list[tuple[int, float]]:
-    """Splits a collective over a torus into one for each axis: place and seconds."""
+    """Splits a collective over a torus into one per axis; returns axis indices and seconds."""
     inwards = list(range(1, len(axes)))
     left = [count / math.prod(size for size, _ in axes[n + 1 :]) for n in range(len(axes))]
 
@@ -324,7 +325,7 @@ def _legs(collective: str, axes: Axes, count: int) -> list[tuple[int, float]]:
 
 
 def _inside(scorer: Scorer, grid: Grid) -> dict[bool, dict[str, float]]:
-    """Seconds for which a block waits for messages inside a replica, in forward and backward."""
+    """Returns seconds per block, by forward and axis, that messages inside a replica take."""
     links, found = scorer.links(grid.axes), dict[bool, dict[str, float]]()
     times = grid.micro_batches * max(1, len(scorer.facts.blocks))
     for message in scorer.messages(grid):
@@ -386,7 +387,7 @@ def fastest(scorer: Scorer, grid: Grid) -> ScalingPoint:
 
 
 def best_torus(scorer: Scorer, grid: Grid) -> tuple[int, ...]:
-    """The torus that `axes="auto"` would choose for a chunk; empty if it is not faster."""
+    """Returns the torus that `axes="auto"` would choose for a chunk; empty if none is faster."""
     if grid.axes.cuts_model:
         return ()
     collectives = zero_collectives(min(grid.stage, 2), [grid.chunk_mb * MIB])

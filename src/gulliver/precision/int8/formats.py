@@ -55,9 +55,9 @@ def check_int4(largest: Tensor, path: str) -> None:
 
 def sensitive_paths(paths: Iterable[str]) -> set[str]:
     """Returns the layers that mode int4 keeps in int8, given all linear layers in order."""
-    # As in llama.cpp's mixtures of formats: keys, values and the output layer; of the layers after
-    # gated feed-forwards, some of whose inputs are huge, those of the first and last eighth of the
-    # blocks and of every third block between. Errors of their weights cost most.
+    # Errors of these weights cost most, as in llama.cpp's mixtures of formats: keys, values and the
+    # output layer, and the down projections (some of whose inputs are huge) of the first and last
+    # eighth of the blocks and of every third block between.
     names = [(path, path.rpartition(".")[2]) for path in paths]
     down = [path for path, name in names if name == "down_proj"]
     edge = len(down) // 8
@@ -96,8 +96,8 @@ def _codes(groups: Tensor, pairs: Tensor) -> Tensor:
 
 def pairs_int4(groups: Tensor) -> Tensor:
     """Returns scale and minimum in float16 for groups ``[..., GROUP]``: a least-squares fit."""
-    # The values as rounded to the range from minimum to maximum are fitted to the weights, of which
-    # large ones count more, as in llama.cpp's K formats.
+    # Weights are rounded with the range from minimum to maximum, then scale and minimum are fitted
+    # to the rounded values; large weights count more, as in llama.cpp's K formats.
     low, high = torch.aminmax(groups, dim=-1, keepdim=True)
     codes = _codes(groups, torch.cat([(high - low) / 15, low], -1))
     share = groups.abs() + groups.square().mean(-1, keepdim=True).sqrt_()
