@@ -300,7 +300,7 @@ def test_unfit_sample_is_named_and_counted() -> None:
         ({"budget": Tokens(4)}, r"sample 2 \(20\) .* 20 tokens"),
         ({"budget": Seconds(0.2)}, r"0\.2 s.* 2 ranks"),
         ({"intra": False}, "intra=False needs one degree="),
-        ({"intra": False, "degree": 3}, "2 ranks: .*not 3"),
+        ({"intra": False, "degree": 3}, "2 ranks: use 1, 2, not 3"),
         ({"degree": 2}, "degree= only applies to intra=False"),
         ({"shapes": [3, [8]]}, r"sample 1 .*\[8\].*list"),
         ({"shapes": torch.tensor([3, 8])}, "tensor.*list"),

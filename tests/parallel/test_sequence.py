@@ -773,7 +773,7 @@ def test_ranks_that_do_not_agree_are_told_so_on_all_of_them(pool: Pool) -> None:
     batch, mask, length, dtype, degree = zip(*pool.run(_disagreeing, 2), strict=True)
     assert all("batch are 2, 3" in line for line in batch)
     assert all("mask differ" in line for line in mask)
-    assert all("4, 4" in line for line in length)
+    assert all("layout of 8 tokens gives the ranks 4, 4" in line for line in length)
     assert all("dtype differ" in line for line in dtype)
     assert all("must be one of 1, 2" in line for line in degree)
 
@@ -792,7 +792,7 @@ def _uneven(world: World) -> list[str]:
 
 def test_a_part_that_is_too_short_is_named_on_all_ranks(pool: Pool) -> None:
     for attending, gathering in pool.run(_uneven, 3):
-        assert "rank 1 holds 2 tokens of q" in attending
+        assert "rank 1 holds 2 tokens of q, but the contiguous layout of 9 tokens" in attending
         assert "rank 1 holds 2 of 9 positions in dim 2" in gathering
 
 

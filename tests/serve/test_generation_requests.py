@@ -214,7 +214,7 @@ REFUSED = [
     ({"prompt": "|0|a|1|b"}, {}, "uses loop 1"),
     ({"references": (clip_of(1),)}, {}, "mask strategy"),
     ({"mask_strategy": "0"}, {}, "uses reference 0"),
-    ({"references": (clip_of(1),), "mask_strategy": "0,0,0,3"}, {}, r"\b3\b.* has 3"),
+    ({"references": (clip_of(1),), "mask_strategy": "0,0,0,3"}, {}, r"starting at 3, but it has 3"),
     ({"references": (clip_of(4),), "mask_strategy": "0"}, {}, "reference 0: 4 frames"),
     ({"references": (clip_of(9),), "mask_strategy": "0,0,0,0,3"}, {}, "--frames"),
     ({"align": 2}, {}, "align=2"),

@@ -191,7 +191,7 @@ REFUSED: dict[str, tuple[dict[str, Any], int, str | None, str]] = {
     "echo": ({"echo": True, "logprobs": 1}, 400, "echo", "echo with logprobs"),
     "model": ({"model": "tinny"}, 404, "model", "did you mean 'tiny'"),
     "samples": ({"n": 17}, 400, "n", "n=17: this server allows at most 16"),
-    "answers": ({"prompt": ["a"] * 100, "n": 3}, 400, "prompt", "300"),
+    "answers": ({"prompt": ["a"] * 100, "n": 3}, 400, "prompt", "request 300"),
     "text for number": ({"top_p": "0.5"}, 400, "top_p", "top_p: input should be a valid number"),
     "seed": ({"seed": 2**70}, 400, "seed", "a 64-bit integer"),
     "stop": ({"stop": ""}, 400, "stop", "texts must have 1 to"),
