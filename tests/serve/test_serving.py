@@ -363,7 +363,7 @@ def test_models_that_would_answer_wrongly_are_refused() -> None:
     model = type(small())(small().config)
     model.config.rope_parameters = {**model.config.rope_parameters, "rope_type": "dynamic"}
     try:
-        with pytest.raises(GulliverError, match="RoPE type dynamic .*longest sequence"):
+        with pytest.raises(GulliverError, match=r"RoPE type dynamic .*longest sequence"):
             LocalRunner(model)
     finally:
         model.config.rope_parameters["rope_type"] = "default"

@@ -457,7 +457,7 @@ def test_drafts_of_another_vocabulary_are_refused(tmp_path: Any) -> None:
     with pytest.raises(GulliverError, match=r"vocabulary of 50 tokens.* 67"):
         Engine(runner, drafter=Speculator(SmallModel(small, 256)))
     runner.close()
-    with pytest.raises(GulliverError, match="speculation=.*draft.*lookup"):
+    with pytest.raises(GulliverError, match=r"speculation=.*draft.*lookup"):
         make_speculator("n-gram")
     with pytest.raises(GulliverError, match="depth is 0"):
         SpeculationOptions(depth=0)
