@@ -128,7 +128,6 @@ class Mask:
         )
 
     def digest(self) -> int:
-        """Returns a checksum of the mask, to compare it between ranks."""
         total = 0
         for item in fields(self):
             value = getattr(self, item.name)
@@ -295,7 +294,6 @@ def tiles(
     rows: Interval | None = None,
     leaf: int | None = None,
 ) -> tuple[Tile, ...]:
-    """Returns the blocks to compute for one rank's queries and one rank's keys."""
     leaf = LEAF if leaf is None else leaf
     found = [
         tile
@@ -309,7 +307,6 @@ def tiles(
 def _pieces(
     held: tuple[Interval, ...], rows: Interval | None = None
 ) -> Iterator[tuple[Interval, int]]:
-    """Yields intervals of local tokens with consecutive positions, and their first position."""
     at = 0
     for start, stop in held:
         end = at + stop - start
