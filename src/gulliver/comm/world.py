@@ -122,6 +122,7 @@ def adopt_world(world: World | None, watchdog: Watchdog | None = None) -> None:
 
 
 def current_world() -> World:
+    """Returns the current world; joins it on the first call."""
     return _world or init_world()
 
 

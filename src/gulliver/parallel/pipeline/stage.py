@@ -69,6 +69,7 @@ class Stage:
         return found
 
     def copies(self) -> dict[str, RankGroup]:
+        """Returns the ranks with a copy of each of this rank's tied parameters."""
         place = self.rank_group.rank
         return {
             name: RankGroup(tuple(self.rank_group.ranks[p] for p in places), places.index(place))

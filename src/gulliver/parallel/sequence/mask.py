@@ -128,6 +128,7 @@ class Mask:
         )
 
     def digest(self) -> int:
+        """Returns a checksum of the mask, to compare it between ranks."""
         total = 0
         for item in fields(self):
             value = getattr(self, item.name)

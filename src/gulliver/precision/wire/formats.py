@@ -153,6 +153,7 @@ class ErrorBound:
 
 
 def error_bound(wire: WireFormat) -> ErrorBound:
+    """Returns the error bound of a format for finite elements."""
     if wire.name == "identity":
         return ErrorBound(0.0, 0.0, 0.0, 0.0)
     kind = wire.kind
