@@ -334,7 +334,6 @@ def _rank_groups(group: Group) -> tuple[RankGroup, ...]:
 
 
 def _plain(group: Group, rank: int = 0) -> tuple[dist.ProcessGroup | None, int]:
-    """Returns a group's process group, and the number of the group's rank `rank` in it."""
     if not isinstance(group, Torus):
         return group, rank
     rank_group = group.flat
@@ -425,7 +424,6 @@ def _check_parts(part: Tensor, whole: Tensor, size: int, dtype: torch.dtype | No
 
 
 def any_rank(flag: bool, device: torch.device) -> bool:
-    """Whether any rank of the world passes True (collective)."""
     votes = torch.tensor([float(flag)], device=device)
     all_reduce(votes, op="max")
     return bool(votes.item())
@@ -438,16 +436,7 @@ T = TypeVar("T")
 
 
 def raise_on_any_rank(function: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
-    """Calls a function on every rank; raises on all ranks if it failed on any of them.
-
-    Args:
-        function: function that does not communicate.
-        group: ranks that call it; None for all ranks.
-
-    Raises:
-        Exception: this rank's error.
-        GulliverError: another rank's error.
-    """
+    """Calls a function on every rank; raises on all ranks if it failed on any of them."""
     failure: Exception | None = None
     value: T | None = None
     try:

@@ -124,12 +124,7 @@ _made: WeakKeyDictionary[Any, dict[Key, _Shared]] = WeakKeyDictionary()
 
 
 def shared_rank_group(rows: Sequence[Sequence[int]], use: str) -> RankGroup:
-    """Returns the row with this rank as a rank group (collective; pass equal rows on all ranks).
-
-    Args:
-        rows: rows of world ranks, in order; one contains this rank.
-        use: purpose; equal rows with the same purpose share a process group.
-    """
+    """Returns the row with this rank as a rank group (collective; pass equal rows on all ranks)."""
     me = dist.get_rank()
     # Every rank creates the groups of all ranks, as torch requires.
     made = [(row, _shared(row, use)) for row in rows if len(row) > 1]
@@ -174,7 +169,6 @@ def host_rank_group(group: dist.ProcessGroup | None, use: str) -> RankGroup:
 
 
 def return_rank_group(rank_group: RankGroup) -> None:
-    """Releases a rank group of `host_rank_group` (collective)."""
     # Its process group is destroyed once no rank uses it any more.
     groups = _made.get(dist.group.WORLD, {}) if dist.is_initialized() else {}
     mine = rank_group.process_group

@@ -98,16 +98,7 @@ class HostTeam:
         dtype: torch.dtype,
         purpose: Purpose,
     ) -> HostWork:
-        """Averages an operand whose elements are in several contiguous tensors.
-
-        Args:
-            output: this rank's part of the mean.
-            terms: start, tensor and end of each run of elements, in order; None, and gaps between
-                runs, are zeros.
-            size: elements of the operand.
-            dtype: dtype of the tensors.
-            purpose: see `reduce_scatter`.
-        """
+        """Averages an operand whose elements are in several contiguous tensors."""
         # Address and end of each run, in bytes; those without an address are zeros.
         runs, last, tensors = list[int](), 0, list[Tensor]()
         for start, tensor, end in (*terms, (size, None, size)):
@@ -136,10 +127,7 @@ class HostTeam:
     def all_reduce(
         self, tensor: Tensor, op: str, purpose: Purpose, now: bool
     ) -> list[HostWork] | None:
-        """Reduces a tensor in place; returns the operations to wait for, or None if unsupported.
-
-        Small tensors are supported only with `now`, others only if each rank's part has equal size.
-        """
+        """Reduces a tensor in place; returns the operations to wait for, or None if unsupported."""
         tensor = tensor.detach()
         if now and tensor.nbytes <= SMALL_BYTES:
             terms = tensor.new_empty(self.size, *tensor.shape)
@@ -165,7 +153,6 @@ class HostTeam:
             return True
 
     def _tag(self, purpose: Purpose) -> int:
-        """Returns the group's next tag, which differs between ranks if their operations differ."""
         return flight_recorder.next_tag(self._group(), 1, purpose)
 
     def _sum(self, output: Tensor, input: Tensor, op: str, tag: int) -> HostWork:
@@ -200,11 +187,7 @@ def host_team(group: Any) -> HostTeam | None:
 
 
 def open_host_team(group: dist.ProcessGroup | None) -> str:
-    """Opens the host team of a group (collective).
-
-    Returns:
-        The reason why it cannot be opened; empty on success.
-    """
+    """Opens the host team of a group (collective); returns the reason if that fails, else ""."""
     key = group or dist.group.WORLD
     if key is None or not sends_directly(group, torch.empty(0)):
         return "tensors do not travel over gloo"

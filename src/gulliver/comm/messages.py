@@ -133,7 +133,6 @@ def release_buffer(buffer: Tensor) -> None:
 
 
 def _content(tensor: Tensor) -> Tensor:
-    """Returns the bytes to send; an empty tensor is sent as one element."""
     return as_bytes(tensor if tensor.numel() else tensor.new_zeros(1))
 
 
@@ -218,7 +217,6 @@ class PackedTensors:
         return tensor if wire is IDENTITY else pack(tensor, wire)
 
     def receiving(self, tensor: Tensor) -> Tensor:
-        """Returns a receive buffer; `unpack` writes its content to the tensor."""
         wire = self.wire.of(tensor)
         if wire is IDENTITY:
             return tensor

@@ -493,7 +493,6 @@ def _scratch(slots: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _tags(rank_groups: Sequence[RankGroup], purpose: Purpose = ANY) -> list[int]:
-    """Returns the first tag of each rank group; one more tag per row follows."""
     found, rows = [], 1
     for rank_group in rank_groups:
         found.append(flight_recorder.next_tag(rank_group.process_group, rows, purpose))
@@ -502,7 +501,6 @@ def _tags(rank_groups: Sequence[RankGroup], purpose: Purpose = ANY) -> list[int]
 
 
 def _cut(interval: tuple[int, int], count: int) -> list[tuple[int, int]]:
-    """Splits an interval into equal parts; the last may be shorter or empty."""
     start, end = interval
     length = -(-(end - start) // count)
     edges = [min(start + number * length, end) for number in range(count + 1)]

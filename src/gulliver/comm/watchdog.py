@@ -386,7 +386,6 @@ class Watchdog:
         return self._inside and any(status.passage == self._passages for status in statuses)
 
     def _lost(self) -> tuple[int, str] | None:
-        """Returns a rank that is reported as lost, and the reason."""
         for other, (status, _) in self._heard.items():
             if status.end:
                 return other, status.end
@@ -419,13 +418,10 @@ class Watchdog:
 
 
 class _Position:
-    """This rank's progress, sampled once a second."""
-
     def __init__(self) -> None:
         self._count, self._call, self._beats = 0, "", 0
 
     def look(self) -> tuple[Entries, str] | None:
-        """Returns the recorded entries and the blocking call; None if there was progress."""
         call = blocking_collective()
         same = (flight_recorder.count, call) == (self._count, self._call)
         self._beats = self._beats + 1 if same else 0
@@ -443,7 +439,6 @@ def current_watchdog() -> Watchdog | None:
 
 
 def set_watchdog(watchdog: Watchdog | None) -> None:
-    """Sets the watchdog of the current world, which `guard` and `together` use."""
     global _watchdog
     _watchdog = watchdog
 

@@ -24,7 +24,6 @@ from gulliver.options import size_text
 from gulliver.solve.conversion import Conversion, ConversionStep, Sharding, convert_least
 
 SUMS = ("sum", "avg", "max")
-"""Supported reductions of partial values."""
 
 
 def sharding_of(placements: Sequence[Placement], dims: int) -> Sharding:

@@ -77,7 +77,6 @@ def run_move(local: Tensor, move: ConversionStep, place: MeshTensor) -> Tensor:
 
 
 def _own(tensor: Tensor) -> Tensor:
-    """Returns the tensor, or a copy if it is not contiguous from the start of its storage."""
     if tensor.is_contiguous() and tensor.storage_offset() == 0:
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)

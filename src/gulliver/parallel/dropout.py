@@ -57,7 +57,6 @@ def hash_text(text: str) -> int:
 
 
 def keep_mask(key: int, p: float, dims: Sequence[Along], device: torch.device) -> Tensor:
-    """Returns the dropout mask of a shard: True for elements to keep."""
     state = torch.full((), _signed(key), dtype=torch.int64, device=device)
     stride = 1
     # Integers wrap around, so each dim adds its own term to the index, and only the last sum is as
@@ -95,8 +94,6 @@ def drop(x: Tensor, p: float, key: int, dims: Sequence[Along], inplace: bool = F
 
 
 class _Drop(Function):
-    """Autograd function that multiplies by a dropout mask."""
-
     # [Note: different recomputation is detected] The mask is saved for backward as bytes, whereas
     # torch's own dropout saves bools or floats. So if `torch.utils.checkpoint` recomputes a
     # function outside of the hooks, and torch's dropout runs instead of this one, the checkpoint

@@ -94,7 +94,6 @@ class Counter:
         return cls(value.item(), value.dtype) if isinstance(value, Tensor) else cls(value)
 
     def to_value(self, device: torch.device | None = None) -> Any:
-        """Converts to the optimizer's form: a number, or a 0-dim tensor on `device`."""
         if self.dtype is None:
             return self.value
         return torch.tensor(self.value, dtype=self.dtype, device=device)
@@ -200,20 +199,12 @@ class OptimizerCheckpoint:
         return dict(state)
 
     def load_leaves(self, model: nn.Module) -> dict[str, Leaf]:
-        """Returns the tensors of the model's state that this rank loads."""
         return self.model_leaves(model)
 
     # The optimizer's state.
 
     def adopt_state(self, state: State, others: Mapping[Any, Any], exact: Collection[str]) -> None:
-        """Loads validated state into an optimizer that is not sharded.
-
-        Args:
-            state: full tensors and counters, by parameter name.
-            others: state that is not per parameter.
-            exact: names of parameters whose state keeps its dtype; other state is converted to the
-                parameter's dtype.
-        """
+        """Loads validated state into an optimizer that is not sharded."""
         trained = self.optimizer.inner.state_dict()
         stepped = [p for group in self.optimizer.param_groups for p in group["params"]]
         numbers = {p: number for number, p in enumerate(stepped)}
@@ -240,11 +231,7 @@ class OptimizerCheckpoint:
         return not self.optimizer.spreads_state
 
     def other_state(self) -> State:
-        """Returns state that is not per parameter, by the optimizer's key.
-
-        Raises:
-            GulliverError: such state exists, but this optimizer shards its state.
-        """
+        """Returns state that is not per parameter, by the optimizer's key."""
         # In torch's types every key is a parameter, but torch also saves and loads other keys.
         kept = dict[Any, Any](self.optimizer.inner.state)
         found = {key: value for key, value in kept.items() if not isinstance(key, Tensor)}
@@ -292,15 +279,10 @@ class OptimizerCheckpoint:
         return [[name for name in given if name not in names] for given, names in pairs]
 
     def take_up(self, names: Collection[str]) -> set[str]:
-        """Allocates state of frozen parameters, so that saved state can be loaded.
-
-        Returns:
-            The names of parameters for which no state was allocated.
-        """
+        """Allocates state of frozen parameters; returns the names without any."""
         return set(names)
 
     def canonical_names(self, model: nn.Module) -> dict[str, str]:
-        """Maps each tied name in the model's state to the name that keys optimizer state."""
         known, names = dict(model.named_parameters(remove_duplicate=False)), self.optimizer.names
         return {n: names[p] for n, p in known.items() if names.get(p, n) != n}
 

@@ -83,7 +83,6 @@ class ConvPlan:
     options: tuple[Any, ...]  # Stride, dilation and groups
 
     def read(self, x: Tensor, box: Box) -> Tensor:
-        """Returns the input of a chunk, including its padding."""
         part, pads = self._inside(x, box), []
         for (start, stop), window, extent in zip(box, self.windows, self.extents, strict=True):
             first, last = window.needs(start, stop)
@@ -185,8 +184,6 @@ def chunk_convolutions(
 
 
 class _Call:
-    """Replacement of a convolution's `_conv_forward`."""
-
     def __init__(
         self, owner: ChunkedConvolutions, name: str, like: Any, budget: int | None, limit: int
     ) -> None:

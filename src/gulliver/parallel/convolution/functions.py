@@ -74,7 +74,6 @@ def _pointwise(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _own_share(t: Tensor, x: Sharded) -> Tensor:
-    """Returns the shard of a replicated tensor that matches the shard `x`."""
     dim = x.cut.dim - x.dim()
     if t.dim() < -dim or t.shape[dim] == 1:
         return t
@@ -183,7 +182,6 @@ def _convolution(func: Any, args: Any, kwargs: Any) -> Sharded:
 
 
 def _of_samples(x: Sharded, call: Callable[[Tensor], Tensor]) -> Sharded:
-    """Applies a function that is independent along the sharded dim to the local shard."""
     if x.local.shape[x.cut.dim]:
         return like(x, call(x.local))
     shape = list(x.local.shape)
@@ -493,7 +491,6 @@ def _attention(func: Any, args: Any, kwargs: Any) -> Sharded:
 def _of_rows(
     q: Sharded, k: Sharded, v: Sharded, mask: Tensor | None, causal: bool, scale: float | None
 ) -> Sharded:
-    """Computes attention locally, for activations sharded by sample or head."""
     if mask is not None and mask.dim() + q.cut.dim - q.dim() >= 0:
         reject("attention with a separate mask for each sharded sample", q)
     if not q.local.numel():
@@ -554,7 +551,6 @@ def _causal_run(
 
 
 def _runs_of(x: Sharded) -> list[Interval]:
-    """Returns the positions of local tokens as intervals of the full token sequence."""
     start, stop = own_run(x)
     cut = x.cut
     period = cut.extent * cut.inner

@@ -110,12 +110,10 @@ def networks_of(autoencoder: nn.Module) -> dict[str, nn.Module]:
 
 
 def has_networks(autoencoder: Any) -> bool:
-    """Whether ranks can share an autoencoder; False if its chunks depend on earlier chunks."""
     return getattr(autoencoder, "networks", None) != {}
 
 
 def pieces_of(autoencoder: nn.Module, name: str) -> Callable[..., Iterator[Tensor]] | None:
-    """Returns the autoencoder's own chunked "encode" or "decode", if it has one."""
     if getattr(autoencoder, "micro_frames", None) is None:
         return None
     return getattr(autoencoder, f"{name}_pieces")

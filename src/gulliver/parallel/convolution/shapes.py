@@ -79,7 +79,6 @@ def permuted(x: Sharded, dims: Sequence[int]) -> Sharded:
 
 
 def _shell(x: Sharded) -> torch.Tensor:
-    """Returns an empty tensor of the full shape, to infer a function's output shape."""
     return torch.empty(tuple(x.shape), device="meta")
 
 
@@ -189,7 +188,6 @@ def _repeat_interleave(func: Any, args: Any, kwargs: Any) -> Sharded:
 
 
 def sliced(x: Sharded, start: int, stop: int, step: int = 1) -> Sharded:
-    """Returns a slice of the sharded dim; each rank keeps its local positions."""
     extent = x.cut.extent
     if not is_plain(x):
         reject("a slice along a merged dim", x)

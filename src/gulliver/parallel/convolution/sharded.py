@@ -34,12 +34,8 @@ _WHOLE = (
     "is_floating_point is_complex len hash itemsize"
 )
 OF_WHOLE = frozenset(_WHOLE.split())
-"""Attributes that describe the full tensor."""
-
 _PART = "requires_grad device is_cuda is_cpu is_meta is_xpu is_mps grad_fn"
 OF_PART = frozenset(_PART.split())
-"""Attributes that describe the local shard."""
-
 IN_PLACE = frozenset(["iadd", "isub", "imul", "itruediv", "idiv"])
 """Operators that work in place, in addition to functions whose names end with ``_``."""
 
@@ -248,7 +244,6 @@ def _is_aliased(target: Any) -> bool:
 
 
 def _of_messages(error: BaseException) -> bool:
-    """Whether an error was raised by communication between ranks."""
     frames = traceback.walk_tb(error.__traceback__)
     return any(str(f.f_globals.get("__name__")).startswith("gulliver.comm") for f, _ in frames)
 

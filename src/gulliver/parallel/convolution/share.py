@@ -152,7 +152,6 @@ def share_autoencoder(
 
 
 def given(x: Tensor, dim: int, ranks: Ranks) -> Sharded:
-    """Returns this rank's shard of a replicated tensor; backward gathers the gradient."""
     part = ranks.shard(x, dim)
     if torch.is_grad_enabled() and x.requires_grad:
         part.local = _Given.apply(x, part.cut, ranks)
@@ -173,7 +172,6 @@ class _Given(torch.autograd.Function):
 
 
 def gathered(x: Sharded) -> Tensor:
-    """Gathers the full tensor; backward keeps this rank's shard of the gradient."""
     return _Gathered.apply(x.local, x)
 
 

@@ -244,7 +244,6 @@ class FrameStream(PartLayout):
         raise _Starved
 
     def whole(self, x: Sharded, key: Key) -> Tensor:
-        """Returns all frames up to now, and caches them."""
         name = self._name(key)
         if x.cut.outer != 1:
             reject("attention over a merged dim", x)
@@ -375,7 +374,6 @@ def _segment(
 
 
 def tails_of(stream: FrameStream) -> list[Tensor]:
-    """Returns the cached and the delayed frames of a stream, as a list."""
     waiting = [] if stream.waiting is None else [stream.waiting]
     return [tail for kept in stream.kept.values() for tail in _tails(kept)] + waiting
 

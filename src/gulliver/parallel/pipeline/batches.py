@@ -19,8 +19,6 @@ from gulliver.errors import GulliverError, nearest
 from gulliver.families.loss import ModelLoss
 
 IGNORED = -100
-"""Label that Hugging Face losses ignore."""
-
 WEIGHTS = ("samples", "labels", "shifted_labels")
 Batch = Mapping[str, Any] | Sequence[Any] | Tensor
 
@@ -166,7 +164,6 @@ def _said(
 
 
 def _even(micros: Sequence[MicroBatch], samples: list[float], masks: bool = False) -> bool:
-    """Whether labels, masks and samples are split in the same proportions."""
     given = micros[0].given
     names = [n for n in given if isinstance(n, str)] if isinstance(given, Mapping) else []
     for name in names:

@@ -292,7 +292,6 @@ class Pipeline:
         return loss.detach()
 
     def _refuse_uncounted(self, losses: Losses) -> None:
-        """Raises on all ranks if the denominator of the criterion is unknown."""
         # Only the last stage detects this, in the middle of the schedule, where others would wait
         # for it; so the schedule finishes first.
         found = torch.tensor([float(losses.uncounted)], device=self._device())

@@ -124,7 +124,6 @@ def _above(roots: Sequence[Node]) -> dict[Node, list[Node]]:
 def _climb(
     starts: Sequence[Node], above: dict[Node, list[Node]], until: set[Node]
 ) -> tuple[set[Node], set[Node]]:
-    """Returns the ancestors of `starts` below `until`, and the reached nodes of `until`."""
     seen, met = {node for node in starts if node in above}, set()
     waiting = list(seen)
     while waiting:
@@ -255,7 +254,6 @@ class StageMessages:
         self._packed: dict[tuple[int, int], PackedTensors] = {}
 
     def metas(self, cut: int, kind: str) -> tuple[Meta, ...] | None:
-        """Returns the metadata of tensors sent to stage `cut`, if known."""
         return self._known.get((cut, kind))
 
     def know(self, kind: str, tensors: Sequence[Tensor], micro: int) -> tuple[Meta, ...]:
@@ -290,7 +288,6 @@ class StageMessages:
         return known
 
     def hand_over_local(self, kind: str, tensors: Sequence[Tensor]) -> None:
-        """Records the metadata of tensors from the previous stage, if it is on this rank."""
         self._known[self.stage, kind] = tuple(Meta.of(t) for t in tensors)
 
     def _announce(self, metas: Sequence[Meta], micro: int) -> None:
@@ -379,8 +376,6 @@ class PipelineRun:
 
 @dataclass
 class _KeptTensors:
-    """Tensors of a micro-batch that backward needs."""
-
     outputs: Carry
     carry: Carry
 
@@ -479,7 +474,6 @@ class StageRunner:
         return self.messages.sends(self.stage_index + 1, outputs, micro)
 
     def set_local_fwd_input(self, outputs: Any, micro: int) -> None:
-        """Passes a micro-batch's input from the previous stage on this rank."""
         self.messages.hand_over_local(self._run.kinds[micro], outputs)
         self._received[micro] = tuple(t.detach() for t in outputs)
 
@@ -606,7 +600,6 @@ def _full(roots: list[Tensor], gradients: list[Tensor] | None) -> Callable[[], N
 
 
 def _gradient(tensor: Tensor, passing: dict[Tensor, Tensor]) -> Tensor | None:
-    """Returns the gradient of a received tensor; None if it requires none."""
     if not tensor.requires_grad:
         return None
     found, tensor.grad = tensor.grad, None

@@ -153,7 +153,6 @@ def _ending(paths: dict[str, nn.Module], end: str) -> str | None:
 def _all_ending(
     paths: dict[str, nn.Module], ends: Sequence[str], lists: Sequence[str]
 ) -> Iterator[str]:
-    """Yields paths outside of block lists that end with one of `ends`, in the order of `ends`."""
     inside = tuple(f"{path}." for path in lists)
     for end in ends:
         for path in paths:
@@ -182,7 +181,6 @@ def _longest(paths: dict[str, nn.Module]) -> str:
 
 
 LISTS = ("layers", "layer", "h", "blocks", "block")
-"""Attribute names of lists of blocks."""
 
 
 def _many(module: nn.Module) -> bool:
@@ -242,7 +240,6 @@ class _Walk:
 
 
 def units_of(model: nn.Module, stack: Stack) -> list[Unit]:
-    """Returns the modules with parameters around the blocks, and their assigned blocks."""
     walk = _Walk(model, stack)
     walk.visit("", model)
     return walk.units

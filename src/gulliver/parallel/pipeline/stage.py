@@ -142,7 +142,6 @@ def make_stage(
 
 
 def checkpoint_blocks(stage: Stage, paths: Collection[str] | None = None) -> None:
-    """Enables activation checkpointing of the stage's blocks."""
     blocks = enumerate(stage.stack.blocks)
     stage.stage_forward.recomputed = {n for n, path in blocks if paths is None or path in paths}
 
@@ -249,7 +248,6 @@ def _replace(
 
 
 def _graft(placeholder: nn.Module, path: str, module: nn.Module) -> None:
-    """Puts a module at a path inside a placeholder, creating containers."""
     # Not by register_module, because a placeholder seems to have the modules that it replaces.
     inner = placeholder
     *names, last = path.split(".")
@@ -259,8 +257,6 @@ def _graft(placeholder: nn.Module, path: str, module: nn.Module) -> None:
 
 
 class _Lent:
-    """Calls a module without registering it as a submodule."""
-
     def __init__(self, model: nn.Module, path: str) -> None:
         self._model, self._path = model, path
 

@@ -75,7 +75,6 @@ def _read_later(entry: Any) -> bool:
 
 
 SCORES = 4
-"""Number of dims of attention weights: batch, heads, queries, keys."""
 
 
 def fill(tensor: Tensor, device: torch.device) -> Tensor:
@@ -274,7 +273,6 @@ class StageForward:
             )
 
     def around_memory(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Runs the encoder, or returns its output if an earlier stage computed it."""
         if self.state is None and self.stages == 1:
             return call(*args, **kwargs)
         state = self.running(self.stack.memory or "")
@@ -289,7 +287,6 @@ class StageForward:
         return output
 
     def _refuse_leak_behind(self, state: ForwardState, output: Any) -> None:
-        """Raises if the model's output is NaN because of a placeholder."""
         # Their use does not prove it, because the hidden state itself may contain NaN.
         came = [t for t in (state.hidden, state.memory) if t is not None]
         if not state.elsewhere or any(_has_nan(t) for t in came):
@@ -336,7 +333,6 @@ def first_of(output: Any) -> Tensor:
 
 
 def hidden_of(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-    """Returns the hidden state, which is a block's first argument."""
     return args[0] if args else kwargs[_first_name(block)]
 
 

@@ -86,7 +86,6 @@ def choose(
 
 
 def predict(cluster: Cluster, shape: Shape, plan: SequencePlan, stride: int = 1) -> SplitPrediction:
-    """Predicts the cost of a plan on every `stride`-th rank of a cluster."""
     took = split_attention_seconds(cluster, shape, _split(plan, shape), stride)
     return SplitPrediction(plan, took.total, took.compute, took.exchanges, volume(plan, shape))
 

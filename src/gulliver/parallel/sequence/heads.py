@@ -38,7 +38,6 @@ class Heads:
     group: int  # Query heads per KV head
 
     def runs(self, member: int) -> tuple[Run, ...]:
-        """Splits a rank's heads into runs with equal KV group sizes."""
         # Kernels for grouped queries require it, and an uneven distribution may not satisfy it.
         first, last = self.queries[member]
         base = self.keys[member][0]

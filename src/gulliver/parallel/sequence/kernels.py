@@ -146,7 +146,6 @@ def _reference_backward(
 
 
 def _grouped(block: AttentionBlock) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns q, k and v as ``[batch, KV heads, queries per KV head, length, dim]``."""
     dtype = precise(block.q.dtype)
     q = block.q.to(dtype).unflatten(1, (block.k.shape[1], -1))
     return q, block.k.to(dtype).unsqueeze(2), block.v.to(dtype).unsqueeze(2)
@@ -245,7 +244,6 @@ def _unequal(asked: KernelRequirements) -> str | None:
 def _cuda_lacks(
     asked: KernelRequirements, op: str, dtypes: tuple[torch.dtype, ...], largest: int, masks: bool
 ) -> str | None:
-    """Returns the reason why a CUDA kernel does not support a call; None if it does."""
     if asked.device != "cuda":
         return f"it supports CUDA, not {asked.device}"
     if _compat_attention.attention_op(op) is None:
@@ -413,7 +411,6 @@ def _block(
 
 
 def _bias(tile: Tile, q: Tensor, rules: Rules) -> tuple[Tensor | None, Tensor | None]:
-    """Returns the mask as an additive bias, and the rows without visible keys."""
     if tile.kind != "masked":
         return None, None
     allowed = tile.allowed(rules).to(q.device)

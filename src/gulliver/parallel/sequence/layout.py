@@ -49,14 +49,12 @@ class Layout:
         return self.ring * self.ulysses
 
     def of_place(self, place: int) -> tuple[Interval, ...]:
-        """Returns the positions that a ring rank holds, in local order."""
         if self.name == "contiguous":
             return _joined([intervals(split_evenly(self.length, self.ring))[place]])
         parts = intervals(split_evenly(self.length, 2 * self.ring))
         return _joined([parts[place], parts[2 * self.ring - 1 - place]])
 
     def of_rank(self, rank: int) -> tuple[Interval, ...]:
-        """Returns the positions that a rank holds; ranks of a Ulysses group are consecutive."""
         place, member = divmod(rank, self.ulysses)
         held = self.of_place(place)
         return part_of(held, *intervals(split_evenly(size_of(held), self.ulysses))[member])
@@ -96,7 +94,6 @@ def _joined(parts: list[Interval]) -> tuple[Interval, ...]:
 
 
 def part_of(held: tuple[Interval, ...], first: int, last: int) -> tuple[Interval, ...]:
-    """Returns the positions of the local tokens ``first:last``."""
     found, at = [], 0
     for start, stop in held:
         low, high = max(first - at, 0), min(last - at, stop - start)
@@ -210,7 +207,6 @@ class SequenceGroups:
 
     @property
     def place(self) -> int:
-        """Position of this process in the ring."""
         return self.outer.rank * self.inner.size + self.inner.rank
 
 

@@ -295,7 +295,6 @@ def tiles(
     rows: Interval | None = None,
     leaf: int | None = None,
 ) -> tuple[Tile, ...]:
-    """Returns the blocks to compute for one rank's queries and one rank's keys."""
     leaf = LEAF if leaf is None else leaf
     found = [
         tile
@@ -309,7 +308,6 @@ def tiles(
 def _pieces(
     held: tuple[Interval, ...], rows: Interval | None = None
 ) -> Iterator[tuple[Interval, int]]:
-    """Yields intervals of local tokens with consecutive positions, and their first position."""
     at = 0
     for start, stop in held:
         end = at + stop - start

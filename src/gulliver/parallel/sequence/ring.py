@@ -39,7 +39,6 @@ from gulliver.precision.wire.packing import pack, unpack
 BLOCK_TAG, GATHERED_TAG = 100, 200
 """Base message tags of rotating blocks and of their sums; the chunk number is added."""
 Count = Callable[[int, int], int]
-"""Returns the number of elements of a message, by ring rank and chunk."""
 
 
 # [Note: gradients follow their blocks] Every rank has a share of the gradient of every block of
@@ -71,8 +70,6 @@ class Visit:
 
 
 class _RingChannel:
-    """Double-buffered transfers of one chunk around one ring."""
-
     def __init__(self, rank_group: RankGroup, piece: int, largest: int) -> None:
         self._rank_group, self._piece, self._largest = rank_group, piece, largest
         self._buffers: list[Tensor | None] = [None, None]
@@ -91,8 +88,6 @@ class _RingChannel:
 
 
 class _TwoLevelRing:
-    """Both levels of the ring, for one chunk of each block."""
-
     def __init__(self, groups: SequenceGroups, piece: int, count: Count) -> None:
         self._groups, self._piece, self._count = groups, piece, count
         largest = max(count(place, piece) for place in range(groups.plan.ring))
@@ -100,7 +95,6 @@ class _TwoLevelRing:
         self._fast = _RingChannel(groups.inner, piece, largest)
 
     def origin(self, a: int, b: int) -> int:
-        """Returns the ring rank whose block is present in step (a, b)."""
         outer, inner = self._groups.outer, self._groups.inner
         return (outer.rank - a) % outer.size * inner.size + (inner.rank - b) % inner.size
 
@@ -215,10 +209,7 @@ class _Trip:
     def _inner_turn(
         self, a: int, held: Tensor
     ) -> Generator[Visit | None, Tensor, tuple[Tensor, Messages | None]]:
-        """Runs one turn of the inner ring.
-
-        Returns the first half of the held block's result, and the other ranks' sum in flight.
-        """
+        """Returns half the held block's result, and the other ranks' sum in flight."""
         ring, inner, block = self.ring, self.groups.inner, held
         del held
         following = ring.inwards(a, 0, block)
@@ -239,7 +230,6 @@ class _Trip:
     def _rest(
         self, visit: Visit, first: Tensor, arriving: Messages | None
     ) -> Generator[Visit | None, Tensor, Tensor]:
-        """Returns the held block's result, from both halves, plus the received sum."""
         total = first.add_((yield visit))
         return total if arriving is None else total.add_(arriving.wait())
 
@@ -282,8 +272,6 @@ class RingCall:
 
 
 class _Cuts:
-    """Boundaries of the chunks of each block, equal on all ranks."""
-
     def __init__(self, layout: Layout) -> None:
         self._layout, self._sizes = layout, layout.place_sizes()
         most = MOST_PIECES if layout.ring > 1 else 1
@@ -387,7 +375,6 @@ class _Pack:
         return sum(self._sizes(place, piece))
 
     def open(self, visit: Visit) -> list[Tensor]:
-        """Returns the tensors of a message; views if it is not compressed."""
         if visit.place == self._place:
             return self._held(visit.piece)
         parts = visit.block.split(self._sizes(visit.place, visit.piece, each_byte=True))

@@ -161,7 +161,6 @@ def sum_of_equal(gradient: Tensor, ranks: int) -> Tensor:
 
 
 def checked_layout(x: Tensor, groups: SequenceGroups, dim: int, length: int | None) -> Layout:
-    """Returns a tensor's layout; raises an error if the shards have other lengths."""
     held = {groups.rank: x.shape[dim]}
     if length is None:
         gathered = gather_integers(groups.all, [x.shape[dim]], x.device)
@@ -217,8 +216,6 @@ class _Unshard(torch.autograd.Function):
 
 
 class _Show(torch.autograd.Function):
-    """Returns `whole` in forward; in backward, passes the gradient to `share`."""
-
     @staticmethod
     def forward(ctx: Any, share: Tensor, whole: Tensor, alike: int) -> Tensor:
         ctx.alike = alike

@@ -100,8 +100,6 @@ def guard_stack(path: str, stack: nn.Module, shared: SharedSequence, known: bool
 
 
 def gather_outputs(module: nn.Module, rank_group: RankGroup) -> None:
-    """Gathers the hidden states in a module's outputs, such as ``output_hidden_states``."""
-
     def whole(value: Any) -> Any:
         if isinstance(value, Tensor):
             lengths = vars(value).get("_lengths") or UNCUT
@@ -422,7 +420,6 @@ class _Applied:
 
 
 def _above(stack: str) -> list[str]:
-    """Returns the paths of modules that enclose a list of blocks, innermost first."""
     parts = stack.split(".")
     return [".".join(parts[:count]) for count in range(len(parts) - 1, -1, -1)]
 

@@ -51,7 +51,6 @@ RING_TAG, PIECE_TAG, SIZE_TAG = 500, 600, 700
 """Base message tags: of ring pieces, of pieces sent to their owner, and of sizes."""
 
 Wait = Callable[[], Tensor]
-"""Waits for a collective and returns its result."""
 
 
 def start_gather(own: Tensor, dim: int, lengths: Sequence[int], rank_group: RankGroup) -> Wait:
@@ -157,7 +156,6 @@ class Reduction:
 
     @property
     def order(self) -> list[int]:
-        """Order of pieces in which all ranks send to different peers."""
         place, size = self._rank_group.rank, self._rank_group.size
         return [(place + step) % size for step in range(1, size)]
 
@@ -194,7 +192,6 @@ def gather_sizes(size: int, rank_group: RankGroup, device: torch.device) -> tupl
 
 
 def _slots(rank_group: RankGroup) -> list[int]:
-    """Returns the positions of the ranks' pieces in the group's collectives."""
     order = rank_group.group_order()
     return [order.index(place) for place in range(rank_group.size)]
 
@@ -333,8 +330,6 @@ class _Reduce(Function):
 
 
 class _Along(Function):
-    """A collective along a dim, with its adjoint as backward."""
-
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, move: str, dim: int, lengths: tuple[int, ...], rank_group: RankGroup

@@ -134,7 +134,6 @@ def enter(x: Tensor, rank_group: RankGroup, cut: SequenceCut | None) -> Tensor:
 
 
 def enter_whole(x: Tensor, rank_group: RankGroup) -> Tensor:
-    """Enters a full tensor, once for all column layers with this input."""
     # Stored on the tensor, because a column does not know which others read its input.
     before = vars(x).get("_entered")
     recorded = x.requires_grad and torch.is_grad_enabled()
@@ -187,7 +186,6 @@ class Arrival:
         return self._data
 
     def pieces(self) -> Iterator[tuple[int, Tensor]]:
-        """Yields each rank with its piece on arrival; afterwards `data` is complete."""
         ring, self._ring = self._ring, None
         assert ring is not None
         cut, own = self.entry.cut, self.own
@@ -292,7 +290,6 @@ class Entry:
         return total.value(grad.dtype)
 
     def leave(self) -> None:
-        """Ends a column layer's backward; the last one frees the gathered input."""
         self._done += 1
         if self._done >= self._columns:
             self._again, self._done = None, 0

@@ -79,14 +79,11 @@ def check_fitting(choices: Choices) -> None:
 
 @dataclass(frozen=True)
 class _Site:
-    """Column layers, and the row layers that take their outputs."""
-
     above: str
     columns: tuple[str, ...]
     rows: tuple[str, ...]
 
     def parts(self, choices: Choices) -> list[_Site]:
-        """Separates layers that are sharded by heads from others."""
         by_kind = [[], []]
         for row in self.rows:
             by_kind[choices.placed[row].how.heads].append(row)

@@ -78,8 +78,6 @@ class OnLine(nn.Module):
 # Parameters are plain, hold the rank's shard, and keep the names of the layer they replace. Read
 # `ColumnLinear`, `RowLinear`, then the two functions.
 class _Sharded(OnLine):
-    """A linear layer with one rank's shard of the weight."""
-
     weight: nn.Parameter  # Shard ``[outputs, inputs]``, or ``[inputs, outputs]`` if `transposed`
     bias: nn.Parameter | None  # Bias, or None
 
@@ -131,7 +129,6 @@ class ColumnLinear(_Sharded):
 
     @property
     def columns(self) -> Interval:
-        """Interval of this rank's outputs, in a layer that is not fused."""
         (run,) = self.runs
         return run
 
@@ -217,8 +214,6 @@ def _autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, T
 
 
 class _Column(Function):
-    """The matmul of a column layer; passes the input gradient to the `Entry`."""
-
     # [Note: what is kept] This rank's piece and the weight are saved, never the gathered input.
     #
     # [Note: recorded backward] With ``create_graph`` gradients are differentiated again. So they
@@ -359,8 +354,6 @@ class UnknownTokenError(GulliverError, IndexError):
 
 
 class _Embedding(OnLine):
-    """A sharded embedding; unsupported options have default values, which adapters read."""
-
     weight: nn.Parameter
     max_norm: None = None
     norm_type = 2.0

@@ -267,7 +267,6 @@ class _Planner:
         return style if (factor == "lora_B") == (kind == "column") else "replicate"
 
     def _style_of(self, path: str, module: nn.Module) -> str | None:
-        """Returns the style from the user's rule, the family or the model's plan."""
         found = best_match(path, self.rules)
         return self._known_style(path, module) if found is None else self.rules[found]
 
@@ -402,7 +401,6 @@ class _Planner:
                     )
 
     def _stacks(self, placed: dict[str, ShardedModule]) -> tuple[str, ...]:
-        """Returns the paths of the outermost lists of blocks that contain sharded modules."""
         found: list[str] = []
         for path, module in self.modules.items():
             if not isinstance(module, nn.ModuleList) or any(

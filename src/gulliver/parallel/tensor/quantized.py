@@ -90,7 +90,6 @@ def _row(layer: Any, ways: QuantizeArguments) -> nn.Module:
 
 
 def _grouped(layer: Any, path: str) -> bool:
-    """Whether int4 groups apply to a row layer's inputs; rejects shards that split a group."""
     total = layer.total or layer.in_features
     if total % GROUP:
         return False

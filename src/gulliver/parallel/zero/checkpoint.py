@@ -51,16 +51,8 @@ def gather_state(shards: ShardedState, keep: bool) -> State:
 def stream_state(
     shards: ShardedState, chunks: Sequence[ShardedChunk]
 ) -> tuple[State, Iterator[tuple[str, str, Tensor]]]:
-    """Streams the full optimizer state tensor by tensor (collective; all ranks iterate).
-
-    Args:
-        shards: sharded state.
-        chunks: chunks whose state to gather.
-
-    Returns:
-        Counters and non-element-wise state, by name and kind; and an iterator of name, kind and
-        full value of element-wise state. A value is valid until the next one.
-    """
+    """Returns counters, and an iterator of name, kind and full value (collective)."""
+    # Counters include state that is not element-wise. A value is valid until the next one.
     optimizer, group = shards.inner, shards.group
     counters: State = {}
     present = {(name, MASTER) for c in chunks if c.chunk.has_master for name in c.chunk.parameters}
@@ -138,12 +130,10 @@ def _scattered(
 
 
 def run_of(whole: Tensor, piece: ShardPiece, owned: Tensor) -> Tensor:
-    """Returns the elements of a full tensor that a piece has, in the shape of `owned`."""
     return whole.reshape(-1)[piece.offset : piece.offset + piece.numel].view(owned.shape)
 
 
 def _is_elementwise(value: Any, owned: Tensor) -> bool:
-    """Whether optimizer state has the shape and dtype of its parameter."""
     if not isinstance(value, Tensor):
         return False
     return value.shape == owned.shape and value.dtype == owned.dtype
@@ -306,13 +296,9 @@ class ZeroCheckpoint(OptimizerCheckpoint):
         return self._leaves(model, every=True, fill=True)
 
     def _leaves(self, model: nn.Module, every: bool, fill: bool = False) -> dict[str, Leaf]:
-        """Returns this rank's part of the model's state, by `state_dict` name.
-
-        Args:
-            model: boosted model.
-            every: return all tensors on this rank, including those that another group writes.
-            fill: the caller overwrites all elements.
-        """
+        """Returns this rank's part of the model's state, by `state_dict` name."""
+        # `every` includes tensors that another group writes; `fill` says that the caller overwrites
+        # all elements.
         shards = self._shards
         refuse_extra_state(model)
         train_unfrozen(shards)
@@ -465,14 +451,7 @@ class ZeroCheckpoint(OptimizerCheckpoint):
         return self._share(part)
 
     def make_state(self, entries: Mapping[str, Mapping[str, Any]]) -> dict[tuple[str, str], Leaf]:
-        """Allocates optimizer state for loading from a checkpoint.
-
-        Args:
-            entries: counters or tensor placeholders, by parameter and kind.
-
-        Returns:
-            The tensors to load into, by parameter and kind.
-        """
+        """Allocates optimizer state to load into, by parameter and kind."""
         shards, states = self._shards, self._shards.states
         capturing = shards.groups.capturing()
         states.drop(shards.chunks)
@@ -565,10 +544,8 @@ class ZeroCheckpoint(OptimizerCheckpoint):
         return {name: found[p] for name, p in named if p in found}
 
     def shown_parts(self) -> dict[str, Tensor]:
-        """Returns this rank's part of the last gathered values of packed parameters.
-
-        They may differ from the shards. Keys are the names of the chunks' first parameters.
-        """
+        """Returns this rank's part of the last gathered values of packed parameters."""
+        # They may differ from the shards. Keys are the names of the chunks' first parameters.
         found: dict[str, Tensor] = {}
         for sharded in self._shards.all_chunks:
             self._shards.gatherer.finish(sharded)

@@ -41,7 +41,6 @@ class TensorSize:
 
 
 def shard_dtype(dtype: torch.dtype, trained: bool) -> torch.dtype:
-    """Returns the dtype of parameter shards; float32 for trained 16-bit parameters."""
     return torch.float32 if trained and dtype in HALVES else dtype
 
 
@@ -217,7 +216,6 @@ class ShardedChunk(Resident):
             self.gradient_shard = parked
 
     def squared_norm(self, measure: Squared) -> Tensor | float:
-        """Returns the gradient shard's contribution to a squared norm; cached if possible."""
         if self.squared is not None and self.factor is None:
             return self.squared
         return sum(measure(self, gradient) for gradient in self.gradients())
@@ -289,7 +287,6 @@ EVERY = 3
 
 
 def gathers_in_backward(number: int, count: int) -> bool:
-    """Whether a chunk is gathered during backward; see the note above."""
     return number > UPDATE_LAG and (count - 1 - number) % EVERY == 0
 
 

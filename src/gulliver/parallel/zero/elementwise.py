@@ -61,10 +61,7 @@ OPTIMIZERS = ("optimizers", "zero_stage 1 and up cuts", "tp_size", "pp_size")
 
 
 def optimizer_table() -> list[tuple[str, ...]]:
-    """Returns the rows of the table of supported optimizers; `OPTIMIZERS` is its header.
-
-    Stage 0 supports all optimizers except those that `check_optimizer` rejects.
-    """
+    """Returns the rows of the table of supported optimizers; `OPTIMIZERS` is its header."""
     packages = [(name.split(".")[0], name.rpartition(".")[2]) for name in PER_PARAMETER]
     return [
         (", ".join(ELEMENTWISE), "anywhere", "any", "any"),
@@ -135,7 +132,6 @@ def check_optimizer(
 def check_by_chunk(
     optimizer: torch.optim.Optimizer, stage: int, tiered: bool, step_in_backward: bool
 ) -> None:
-    """Rejects an optimizer that cannot step chunks separately, if that is required."""
     if tiered and stage != 3:
         raise GulliverError(f"memory tiers need stage 3 (sharded parameters), not stage {stage}")
     if (tiered or step_in_backward) and not steps_by_chunk(optimizer):

@@ -72,7 +72,6 @@ def _is_unrecorded(func: Callable[..., Any]) -> bool:
 
 
 def _comes_alone(chunk: Chunk) -> bool:
-    """Whether this rank can unshard a chunk without communication."""
     return chunk.layout.parts == 1 or (isinstance(chunk, ManagedChunk) and chunk.has_copy)
 
 
@@ -114,16 +113,6 @@ class Gatherer:
         every: bool = True,
         tight: bool = False,
     ) -> None:
-        """Creates a gatherer without chunks; see `take`.
-
-        Args:
-            sharded: whether parameters are resharded after use (stage 3).
-            group: process group of the ranks that own the shards.
-            ahead: number of chunks to prefetch (stage 3).
-            overlap: False waits for every gather immediately, for comparison.
-            every: a pass gathers all chunks, even unused ones; see `Prefetcher`.
-            tight: memory may not suffice for chunks that a pass skips; see `Prefetcher`.
-        """
         self.chunks: list[ShardedChunk] = []
         self.sharded, self.group = sharded, group
         self.ahead, self.overlap = ahead, overlap
@@ -200,7 +189,6 @@ class Gatherer:
         sharded.chunk.note_gathered()
 
     def bring(self, sharded: ShardedChunk) -> None:
-        """Starts gathering a chunk when a pass requests it."""
         if sharded.presence is not Presence.ABSENT:
             # It is loaded here, but other ranks still need this rank's part.
             self.finish(sharded)
@@ -555,7 +543,6 @@ class Gatherer:
         return tensor
 
     def unpack(self, saved: Any) -> Tensor:
-        """Returns the saved tensor, after gathering its chunk if necessary."""
         if type(saved) is not SavedParameter:
             return saved
         sharded = self._chunk_of[id(saved.parameter)]

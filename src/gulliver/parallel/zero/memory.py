@@ -116,15 +116,7 @@ def held_bytes(
 def reduced_at_end(
     found: Mapping[str, int], chunks: Sequence[ChunkBytes], stage: int, parts: int, gathered: int
 ) -> dict[str, int]:
-    """Converts the bytes of an ordinary step to a step that reduces all gradients at its end.
-
-    Args:
-        found: bytes by kind in an ordinary step.
-        chunks: chunks in the order of use.
-        stage: ZeRO stage.
-        parts: number of shards of a chunk.
-        gathered: number of consecutive chunks of parameters that stage 3 holds together.
-    """
+    """Returns the bytes of a step that reduces all gradients at its end."""
     # Gradients of micro-batches, and of steps of unequal work, accumulate in full buffers in every
     # stage; when they are reduced, shards in flight exist in addition.
     if parts == 1:
@@ -252,8 +244,6 @@ class StepReplay(ABC):
 
 
 class _Counted(StepReplay):
-    """Counts the bytes in memory."""
-
     def __init__(self, chunks: Sequence[ChunkBytes], stage: int, parts: int, ahead: int) -> None:
         super().__init__(chunks, stage, ahead, IN_FLIGHT if parts > 1 else 0)
         self.counter = ByteCounter()
@@ -302,10 +292,8 @@ class _Counted(StepReplay):
 
 
 def _unread(chunks: Sequence[ChunkBytes]) -> set[int]:
-    """Returns the chunks before the repeated blocks, whose parameters backward does not read.
-
-    Inputs need no gradient, so neither embeddings nor a first layer use their weights.
-    """
+    """Returns the chunks before the repeated blocks, whose parameters backward does not read."""
+    # Inputs need no gradient, so neither embeddings nor a first layer use their weights.
     names = [name for chunk in chunks for name in chunk.names]
     first = names[0].rpartition(".")[0] if names else ""
     entry = list(takewhile(lambda n: not any(map(str.isdigit, n.split("."))), names))

@@ -57,7 +57,6 @@ class LossScaler:
     good_steps: int = 0
 
     def update(self, finite: bool) -> None:
-        """Lowers the scale after an overflow; raises it after enough finite steps."""
         self.good_steps = self.good_steps + 1 if finite else 0
         if not finite:
             self.scale = max(self.smallest, self.scale * self.backoff)
@@ -263,7 +262,6 @@ class ZeroOptimizer(BoostedOptimizer):
 
     @property
     def steps_in_backward(self) -> bool:
-        """Whether the chunks are updated during backward in this step."""
         waits = math.isfinite(self.options.max_norm) or self.scaler is not None
         return self.options.step_in_backward and not waits
 
@@ -376,7 +374,6 @@ class ZeroOptimizer(BoostedOptimizer):
             self._suspended = ""
 
     def _refuse(self, what: str) -> None:
-        """Raises if the step is suspended, or chunks may have been updated in backward."""
         if self._suspended:
             raise GulliverError(self._suspended)
         if self._early is not None:
@@ -456,7 +453,6 @@ class ZeroOptimizer(BoostedOptimizer):
         return gather_state(self.shards, keep)
 
     def gradient_bytes(self) -> int:
-        """Returns the bytes of gradients on this rank: shards and full buffers."""
         held = [t for c in self.chunks for t in (*c.chunk.gradients.collected, c.gradient_shard)]
         return sum(t.nbytes for t in held if t is not None and not t.is_meta)
 

@@ -199,16 +199,9 @@ class GradientReducer:
         scale: float = 1.0,
         on_sent: Callable[[ShardedChunk], None] | None = None,
     ) -> Iterator[None]:
-        """Context of a backward; with `reduce`, all reductions have started when it ends.
-
-        Outside of this context, or without `reduce`, backward only accumulates; the next backward
-        with `reduce`, or `vote_and_flush`, sends all gradients.
-
-        Args:
-            reduce: start reducing the gradients.
-            scale: loss scale, by which reduced gradients are divided.
-            on_sent: called with each chunk whose reduction has started.
-        """
+        """Context of a backward; with `reduce`, all reductions have started when it ends."""
+        # Otherwise backward only accumulates; the next one with `reduce`, or `vote_and_flush`,
+        # sends all gradients. Reduced ones are divided by `scale`, the scale of the loss.
         self.check_stray()
         refusal, self._refusal, self._scale = self._refusal, "", scale
         self._voted = False
@@ -239,18 +232,9 @@ class GradientReducer:
     def vote_and_flush(
         self, extra: Sequence[int] = (), check: Callable[[list[int]], None] | None = None
     ) -> set[str]:
-        """Votes on which parameters have a gradient on any rank, and reduces all gradients.
-
-        Collective, even if ranks called backward differently.
-
-        Args:
-            extra: bytes to send with the vote, equally many on every rank.
-            check: called with the maximum of each extra byte over the ranks, before reductions
-                start.
-
-        Returns:
-            The parameters that have a gradient on any rank.
-        """
+        """Reduces all gradients; returns the parameters that have one on any rank (collective)."""
+        # Ranks may have called backward differently. `extra` is sent with the vote, equally long on
+        # every rank; `check` gets its maxima over the ranks, before reductions start.
         for sharded in self.chunks:
             self._forget_cleared(sharded)
             self._used |= sharded.chunk.gradients.placed.keys()
@@ -528,7 +512,6 @@ class GradientSender:
         return team is not None and team.takes(chunk.master_shard, chunk.members[0], "mean")
 
     def send(self, sharded: ShardedChunk) -> tuple[Tensor, Handle]:
-        """Starts reducing a chunk's gradients; returns the result tensor and the handle."""
         chunk, why = sharded.chunk, sharded.purpose("reduces", "in a backward")
         if chunk.gradients.direct:
             team = host_team(self.group)  # not stored: it ends with the world

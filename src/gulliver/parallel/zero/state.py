@@ -129,18 +129,6 @@ class ShardedState:
         manager: Manager | None = None,
         whole: bool = False,
     ) -> None:
-        """Splits parameters into chunks.
-
-        Args:
-            inner: the user's optimizer; its groups are modified.
-            names: trainable parameters with their names, in the model's order.
-            frozen: frozen parameters to shard, with their names.
-            stage: ZeRO stage, 0 to 3; see `ZeroOptimizer`.
-            group: process group to shard over; None for all ranks.
-            options: how chunks are split and moved.
-            manager: memory manager that offloads chunks (stage 3); None keeps them on the device.
-            whole: keep trained parameters unsplit; see the note in `memory._layout`.
-        """
         self.inner, self.names, self.frozen_names = inner, dict(names), dict(frozen)
         self.stage, self.group, self.options, self.whole = stage, group, options, whole
         self.manager = manager
@@ -180,7 +168,6 @@ class ShardedState:
         )
 
     def _memory(self) -> tuple[BufferPool, PieceStates]:
-        """Creates the pool that allocates and counts the buffers of chunks, and the states."""
         inner, manager = self.inner, self.manager
         if manager is None:
             inner.state = StateByParameter(self._parameter_of)
@@ -216,10 +203,8 @@ class ShardedState:
     def ordered(
         self, order: Sequence[str], chunk_bytes: int
     ) -> list[tuple[ChunkLayout, dict[str, nn.Parameter], bool]]:
-        """Returns layout, parameters and trainability of all chunks, in the order of use.
-
-        Parameters not in `order` come last. Sets the size of later chunks too.
-        """
+        """Returns layout, parameters and trainability of all chunks, in the order of use."""
+        # Parameters not in `order` come last.
         self.chunk_bytes = chunk_bytes
         place = {name: number for number, name in enumerate(order)}
         found: list[tuple[ChunkLayout, dict[str, nn.Parameter], bool]] = []
@@ -304,7 +289,6 @@ class ShardedState:
         self._list_trained()
 
     def train(self, frozen: Sequence[ShardedChunk]) -> None:
-        """Starts training chunks of parameters that were frozen; see `train_unfrozen`."""
         self.groups.check_members()  # the groups are filled again
         for sharded in frozen:
             self.gatherer.release(sharded)
@@ -331,13 +315,12 @@ class ShardedState:
         self.reducer.release_idle()
 
     def step_groups(self) -> list[list[int]]:
-        """Returns groups of chunks, by index, that the optimizer updates in one call.
-
-        Chunks are updated one at a time if tiers hold their state, if gathers overlap steps, or if
-        a checkpoint may still copy other chunks. If only gathers overlap and all ranks are on one
-        host, groups are larger, as gathers and optimizer calls compete for its CPU. An unknown
-        optimizer updates all chunks in one call: it may combine parameters or count calls.
-        """
+        """Returns groups of chunks, by index, that the optimizer updates in one call."""
+        # Chunks are updated one at a time if tiers hold their state, if gathers overlap steps, or
+        # if a checkpoint may still copy other chunks. If only gathers overlap and all ranks are on
+        # one host, groups are larger, as gathers and optimizer calls compete for its CPU. An
+        # unknown optimizer updates all chunks in one call: it may combine parameters or count
+        # calls.
         numbers = list(range(len(self.chunks)))
         gathers = self.stage in (1, 2) and self.size > 1
         apart = any_read_lock() or self.states.tiered
@@ -356,13 +339,7 @@ class ShardedState:
         self._updating = True
 
     def update(self, numbers: Sequence[int], used: set[str], gather: bool = True) -> None:
-        """Updates chunks with complete gradients in one optimizer step.
-
-        Args:
-            numbers: indices of the chunks.
-            used: names of parameters that have a gradient on any rank.
-            gather: start gathering the updated parameters (stages below 3).
-        """
+        """Updates chunks with complete gradients in one optimizer step."""
         chunks = [self.chunks[number] for number in numbers]
         for sharded in chunks:
             self.reducer.wait_reduction(sharded)

@@ -180,7 +180,6 @@ class InBackward:
             )
 
     def refuse(self, what: str) -> None:
-        """Raises if chunks may have been updated in backward."""
         if self.begun:
             raise GulliverError(
                 f"{what} between backward and step, but step_in_backward has already stepped "
@@ -309,23 +308,13 @@ class UnevenStep:
         self.sent = True
 
     def finish_waiting(self) -> None:
-        """Reduces gradients that waited until copies of parameters were freed."""
         self.waits = False
         self.finish()
 
 
 @contextmanager
 def uneven_step(optimizer: ZeroOptimizer) -> Iterator[UnevenStep]:
-    """Context for all forward and backward passes of a step (collective).
-
-    Ranks may run different numbers of passes.
-
-    Args:
-        optimizer: optimizer to step afterwards.
-
-    Raises:
-        GulliverError: an option of the optimizer requires communication in every backward.
-    """
+    """Context for all passes of a step, of which ranks may run different numbers (collective)."""
     check_uneven(optimizer)
     if optimizer.unfinished:  # earlier gradients would also count in this step
         raise GulliverError(optimizer.unfinished)
@@ -340,7 +329,6 @@ def uneven_step(optimizer: ZeroOptimizer) -> Iterator[UnevenStep]:
 
 
 def check_uneven(optimizer: ZeroOptimizer) -> None:
-    """Rejects options that require equally many backward passes on all ranks."""
     limited = optimizer.shards.manager is not None
     found = {
         "step_in_backward": optimizer.options.step_in_backward,

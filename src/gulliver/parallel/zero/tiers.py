@@ -61,8 +61,6 @@ class StateByParameter(defaultdict[Any, Any]):
 
 
 DIGEST = 8
-"""Bytes of a digest of all options."""
-
 MOVED = (
     "the parameters in param_groups changed after boost; set groups up before, as only their "
     "options may change afterwards (lr = 0 stops a group)"
@@ -140,7 +138,6 @@ class OptimizerGroups:
         )
 
     def check_members(self) -> None:
-        """Raises, on this rank only, if the user changed the groups' parameters."""
         if self.is_moved():
             raise GulliverError(MOVED)
 
@@ -198,7 +195,6 @@ def _difference(every: Sequence[dict[str, str]]) -> str:
 
 
 def gradient_was_set(foreign: Sequence[str]) -> GulliverError:
-    """Returns the error for gradients that the user set, on this or another rank."""
     whose = f"the gradient of {foreign[0]!r}" if foreign else "a gradient on another rank"
     return GulliverError(
         f"{whose} was set: the optimizer steps what backward has reduced to the shards, and "
@@ -322,7 +318,6 @@ class PieceStates:
             sharded.chunk.drop_moments()
 
     def written(self, chunks: Iterable[ShardedChunk]) -> Iterator[Tensor]:
-        """Yields the tensors that a step of these chunks writes, for checkpoints."""
         for sharded in chunks:
             yield sharded.chunk.master_shard
             for owned in sharded.owned:

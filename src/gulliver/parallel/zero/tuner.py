@@ -154,7 +154,6 @@ class BucketTuner:
             self._tick()
 
     def _try_next(self) -> bool:
-        """Re-partitions the chunks to the next size; False if there is none."""
         assert self.result is not None
         size = next_size(self.result.measured, self._start, self._largest)
         if size is None:
@@ -241,7 +240,6 @@ class UseRecorder:
             hook.remove()
 
     def order(self, names: Iterable[str]) -> list[str]:
-        """Returns names in the order of first use; unused parameters come last."""
         return sorted(names, key=lambda name: self._first.get(name, len(self._first)))
 
     def _noting(self, owned: list[str]) -> Callable[..., None]:

@@ -54,7 +54,6 @@ class Selection:
 
     @property
     def kept(self) -> dict[str, str]:
-        """Reasons why layers cannot compute in FP8, by path."""
         return {layer.path: layer.why_not for layer in self.layers if layer.why_not}
 
     @property
@@ -237,7 +236,6 @@ def convert_to_fp8(
 
 
 def check_layers(found: Selection, layers: Collection[str] | None) -> tuple[str, ...]:
-    """Returns the paths of the layers to convert."""
     able = [layer.path for layer in found.taken]
     if layers is None and not able:
         raise GulliverError(f"no linear layer can compute in FP8: {found}")
@@ -272,7 +270,6 @@ def fp8_events(model: nn.Module) -> dict[str, dict[str, int]]:
 
 
 def check_hardware(model: nn.Module, recipe: Recipe) -> None:
-    """Raises an error on devices without FP8 units."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     if device.type == "meta":
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -285,7 +282,6 @@ def check_hardware(model: nn.Module, recipe: Recipe) -> None:
 
 
 def has_units(device: torch.device) -> bool:
-    """Whether a device has FP8 units that torch supports."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= FP8_CAPABILITY
 
 

@@ -20,7 +20,6 @@ GRADIENT = torch.float8_e5m2
 LARGEST_SCALE = 2.0**126
 """Largest scale whose inverse is a normal float32."""
 EXPONENT = 0x7F800000
-"""Exponent bits of a float32."""
 
 
 # [Note: scales are powers of two] A scale maps the largest magnitude of a tensor (tensor-wise), of
@@ -47,7 +46,6 @@ class Scaled(NamedTuple):
         return Scaled(self.values.t(), self.inverse.t())
 
     def decoded(self, dtype: torch.dtype) -> Tensor:
-        """Dequantizes to a wider dtype."""
         return self.values.to(dtype) * self.inverse.to(dtype)
 
 
@@ -159,7 +157,6 @@ class LayerState:
 
     @property
     def rowwise(self) -> bool:
-        """Whether each row or column has its own scale."""
         return self.recipe.scaling == "rowwise"
 
     def cast(self, role: Role, x: Tensor, dim: int | None) -> Scaled:
@@ -260,8 +257,6 @@ def _input(given: Tensor, rows: Tensor, state: LayerState, dim: int | None) -> S
 
 
 class _Linear(Function):
-    """Matmuls of a layer; saves only the FP8 operands if backward needs no others."""
-
     @staticmethod
     def forward(
         ctx: Any,

@@ -44,7 +44,6 @@ def largest_of(weight: Tensor, path: str) -> Tensor:
 
 
 def check_int4(largest: Tensor, path: str) -> None:
-    """Raises an error for weights that exceed the float16 scales of int4."""
     most = torch.finfo(torch.float16).max
     if not largest.is_meta and largest.numel() and float(largest.max()) > most:
         raise GulliverError(

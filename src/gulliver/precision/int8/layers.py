@@ -59,7 +59,6 @@ class QuantizedLayer(nn.Module, ABC):
 
     @property
     def stored(self) -> Stored:
-        """Weight as passed to kernels."""
         weight, scales, version = self._state()
         known = self._stored
         # Sums are recomputed when the weight was replaced or written.
@@ -127,7 +126,6 @@ class QuantizedLayer(nn.Module, ABC):
         pass
 
     def _activations(self, x: Tensor) -> Tensor:
-        """Casts an input as autocast does; raises an error for integers."""
         if not (x.is_floating_point() or x.is_complex()):
             raise GulliverError(
                 f"{self.path} needs floats, not {_name(x.dtype)}, because the model casts its "

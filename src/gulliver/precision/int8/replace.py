@@ -101,7 +101,6 @@ LOG = logging.getLogger("gulliver")
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 Model = TypeVar("Model", bound=nn.Module)
 NOTE = "_quantisation"
-"""Name of the model attribute that holds the report."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +133,6 @@ class QuantizeArguments:
     def quantised(
         self, weight: Tensor, mode: str, joined: Callable[[Tensor], Tensor] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Returns values and scales of a matrix ``[outputs, inputs]``."""
         key = self.key, mode == "int4"
         known, given = self.made.get(key), self.rounded.get(self.path)
         if known is None and given is not None:
@@ -212,7 +210,6 @@ def replace_module(
 def linear_modes(
     model: nn.Module, mode: str = "int8_dynamic", exclude: Iterable[str] = ()
 ) -> dict[str, str]:
-    """Returns the modes that `replace_module` would use for linear layers, by path."""
     # Without layers whose weights others share, and without layers of other packages.
     _check(model, mode, None)
     replacing = _Replacing(model, QuantizeArguments(mode, math.inf), False, False)
@@ -267,7 +264,6 @@ class _Replacing:
         self.report = Report(options.mode, before=model_bytes(model))
 
     def match(self, exclude: Sequence[str], only: Sequence[str] | None) -> None:
-        """Finds the paths that match patterns; raises an error for a pattern without matches."""
         for pattern in (*exclude, *(only or ())):
             if not any(_matches(path, pattern) for path in self.modules):
                 raise GulliverError(f"no module matches {pattern!r}; use a path or the end of one")
@@ -308,7 +304,6 @@ class _Replacing:
         vars(self.model)[NOTE] = self.report
 
     def _warn(self, some: bool) -> None:
-        """Warns if most of a model, such as fused experts, was not quantized."""
         whole = sum(layer.before for layer in self.report.layers)
         kept = {layer.path: layer.before for layer in self.report.kept}
         if not some:
@@ -424,7 +419,6 @@ def quantized_linear(module: Any, options: QuantizeArguments) -> nn.Module:
 
 
 def matrix_of(module: Any) -> Tensor:
-    """Returns a linear layer's weight as ``[outputs, inputs]``, detached."""
     weight = module.weight.detach()
     return weight.t() if is_transposed(module) or getattr(module, "transposed", False) else weight
 
@@ -452,7 +446,6 @@ def _relative(weight: Tensor, back: Tensor) -> float:
 
 
 def _matrix_in(module: nn.Module) -> Tensor | None:
-    """Returns a module's weight, or its largest parameter of two or more dims."""
     own = [p for p in module._parameters.values() if p is not None and p.dim() > 1]
     weight = getattr(module, "weight", None)
     if isinstance(weight, Tensor) and weight.dim() > 1:

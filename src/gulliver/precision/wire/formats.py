@@ -55,7 +55,6 @@ KINDS = {
 }
 _ALIASES = {"fp32": "identity", "none": "identity", "fp8_e4m3": "fp8"}
 NAMES = ("identity", *KINDS)
-"""Names of all formats."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,6 @@ class WireFormat:
 
     @property
     def kind(self) -> ElementKind:
-        """Element type; the identity format has none."""
         return KINDS[self.name]
 
     @property
@@ -132,7 +130,6 @@ def _checked(wire: WireFormat) -> WireFormat:
 
 
 def packed_bytes(numel: int, wire: WireFormat, itemsize: int = 4) -> int:
-    """Returns the size in bytes: scales, then elements, padded to a multiple of four."""
     if wire.name == "identity":
         return numel * itemsize
     scales = SCALE_BYTES * -(-numel // wire.block) if wire.scaled else 0
@@ -149,7 +146,6 @@ class ErrorBound:
     typical: float  # Relative Frobenius error of many normally distributed elements
 
     def limit(self, tensor: Tensor, block: int = BLOCK) -> Tensor:
-        """Returns the error bound of each element of a flat tensor, in float64."""
         size = tensor.abs().double()
         padded = torch.nn.functional.pad(size, (0, -size.numel() % block)).view(-1, block)
         largest = padded.amax(1, keepdim=True).expand_as(padded).reshape(-1)[: size.numel()]

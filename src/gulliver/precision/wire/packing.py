@@ -140,7 +140,6 @@ def unpack(
 
 
 def _places(packed: Tensor, numel: int, wire: WireFormat) -> tuple[Tensor, Tensor]:
-    """Splits packed data into scales and elements."""
     end = SCALE_BYTES * -(-numel // wire.block)
     return packed[:end].view(torch.float32), packed[end:]
 
