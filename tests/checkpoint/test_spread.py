@@ -284,7 +284,7 @@ def save_and_go_on(world: World, cut: Cut, folder: Path) -> None:
         job.check()
 
 
-@pytest.mark.parametrize("zero", [0, 1, 3])
+@pytest.mark.parametrize("zero", [1, 3])
 def test_save_is_consistent_while_training_continues(pool: Pool, tmp_path: Path, zero: int) -> None:
     cut = Cut(slices=2, replicas=2, zero=zero)
     pool.run(save_and_go_on, 4, cut, tmp_path)
@@ -326,7 +326,7 @@ def test_step_of_any_grid_loads_into_any_other(
         pool.run(load_and_check, target.ranks, target, tmp_path)
 
 
-@pytest.mark.parametrize("target", CUTS, ids=str)
+@pytest.mark.parametrize("target", some(CUTS, [CUTS[n] for n in (1, 2, 6)]), ids=str)
 def test_a_step_of_one_process_loads_at_any_cut(pool: Pool, tmp_path: Path, target: Cut) -> None:
     pool.run(save, 1, Cut(), tmp_path)
     pool.run(load_and_check, target.ranks, target, tmp_path)

@@ -150,10 +150,7 @@ def _set_random_state(states: Sequence[torch.Tensor]) -> None:
 def apply_plan(
     resolved: ResolvedPlan, model: nn.Module, world: World, verbose: bool = True
 ) -> tuple[nn.Module, BoostedOptimizer]:
-    """Applies a resolved plan: changes the model in place and wraps its optimizer (collective).
-
-    Raises on all ranks, before anything is changed, if the plan cannot run.
-    """
+    """Applies a resolved plan: changes the model in place and wraps its optimizer (collective)."""
     plan, optimizer = resolved.plan, resolved.optimizer
     tensor, stages = resolved.tensor, resolved.stages
     raise_on_any_rank(lambda: check_units(plan, model))
@@ -235,7 +232,6 @@ def check_choices(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer
 
 
 def _manager(resolved: ResolvedPlan) -> LimitedManager | None:
-    """Creates the memory manager of a plan; None without a memory limit."""
     plan = resolved.plan
     if not plan.limited:
         return None
@@ -255,7 +251,6 @@ def _is_streamed(plan: Plan) -> bool:
 
 
 def _check_second(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    """Rejects a second optimizer if the first one manages the full model."""
     half = plan.precision.parameters
     if any(is_boosted(p) for p in model.parameters()) and (plan.stage == 3 or half == "fp16"):
         what = "stage 3 has sharded all of" if plan.stage == 3 else "fp16 has one loss scale for"

@@ -35,7 +35,6 @@ HALVES = ("bf16", "fp16")
 def plugin_of(
     grid: Grid, precision: str = "fp32", limit: int = 0, behind: OffloadTiers | None = None
 ) -> Plugin:
-    """Returns the plugin that runs a grid."""
     half = precision if precision in HALVES else None
     axes, chunk = grid.axes, float(grid.chunk_mb) or "auto"
     limits: dict[str, Any] = {}

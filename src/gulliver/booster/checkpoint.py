@@ -127,7 +127,6 @@ def write_scheduler(lr_scheduler: Any, path: Path, writes: bool) -> None:
 
 
 def read_scheduler(lr_scheduler: Any, path: Path) -> None:
-    """Loads a file written by `write_scheduler`."""
     content, ours = read_json(path), type(lr_scheduler).__name__
     if not isinstance(content, Mapping) or not {"scheduler", "state"} <= content.keys():
         raise GulliverError(f"{path} contains no scheduler state")
@@ -139,7 +138,6 @@ def read_scheduler(lr_scheduler: Any, path: Path) -> None:
 
 
 def fill_scheduler(lr_scheduler: Any, state: Mapping[str, Any]) -> None:
-    """Restores a scheduler's saved state."""
     own = lr_scheduler.state_dict()
     for key, value in state.items():
         # JSON only has plain dicts; a step schedule stores its milestones in a Counter.
@@ -366,7 +364,6 @@ class OptimizerEntry:
         )
 
     def match(self) -> None:
-        """Rejects an entry of another optimizer class or of other parameters."""
         reader, ours = self.reader, type(self.optimizer.inner).__name__
         content = with_refs(reader.skeleton(OPTIMIZER), reader.tensors(OPTIMIZER))
         if not isinstance(content, dict) or not {"optimizer", "groups", "state"} <= content.keys():
@@ -393,7 +390,6 @@ class OptimizerEntry:
             )
 
     def fill(self) -> None:
-        """Fills state and options from the entry."""
         reader, optimizer, content = self.reader, self.optimizer, self.content
         if optimizer.spreads_state:
             _fill_shards(reader, optimizer, content["state"])
@@ -415,7 +411,6 @@ def _stepped(reader: StepReader, content: Mapping[str, Any]) -> dict[str, Any]:
 def _check_shapes(
     reader: StepReader, optimizer: BoostedOptimizer, content: Mapping[str, Any]
 ) -> None:
-    """Rejects optimizer state whose shapes do not match the parameters."""
     # If every rank has the full state, its shapes need not be those of the parameters; then the
     # step has the parameters' shapes.
     shapes = {name: whole_shape(p) for p, name in optimizer.checkpoint.trainable.items()}
@@ -539,7 +534,6 @@ def restore_random(reader: StepReader) -> bool:
 
 
 def _feedback(optimizer: BoostedOptimizer) -> Any:
-    """Returns the object that holds the optimizer's error feedback, or None."""
     if isinstance(optimizer, ZeroOptimizer):
         return optimizer.shards.reducer.sender
     return optimizer.feedback

@@ -126,10 +126,7 @@ def write_file(model: nn.Module, path: Path) -> Write:
 def write_folder(
     holder: BoostedOptimizer, model: nn.Module, folder: Path, **options: Any
 ) -> tuple[Write, set[str] | None]:
-    """Returns a function that writes a Hugging Face folder, and the names it reads (None: all).
-
-    Tied weights are written once. For a model with PEFT adapters only the adapters are written.
-    """
+    """Returns a function that writes a Hugging Face folder, and the names it reads (None: all)."""
     raise_on_any_rank(lambda: refuse_existing(folder))
     dtype = options.pop("dtype", None) or _of_all(dtypes_of(model))
     if has_adapters(model):
@@ -299,7 +296,6 @@ class CheckpointIO:
         return raise_on_any_rank(lambda: StepReader(where))
 
     def _check_single(self, model: nn.Module | None) -> None:
-        """Rejects models with several optimizers, because a step holds the state of one."""
         if model in self._several:
             raise GulliverError(
                 "the model has several optimizers, but a checkpoint step stores only one; use "

@@ -99,7 +99,6 @@ class NoiseMeter:
         optimizer.backward = counted  # type: ignore[method-assign]
 
     def _listen(self, gradient: Tensor) -> None:
-        """Adds a parameter's gradient from one backward."""
         self._parts.append(gradient.detach().double().square().sum())
 
     def _first(self, method: Callable[..., Any]) -> Callable[..., Any]:

@@ -82,7 +82,6 @@ class ZeroOptions(Options):
         )
 
     def refuse_tuning(self) -> None:
-        """Rejects ``chunk_mb="again"`` if the chunk size is planned or fixed."""
         if self.chunk_mb == "again":
             raise GulliverError(
                 "chunk_mb='again' tunes chunks in the first steps of LowLevelZeroPlugin without a "
@@ -107,7 +106,6 @@ class LimitOptions(Options):
     disk: str | Path | None = None
 
     def tiers(self, stage: int, right: str, **others: Any) -> MemoryTiers | None:
-        """Returns the memory tiers of a plugin; None without a limit."""
         limit = self.memory_limit
         for name in ("disk", "host_limit"):
             if limit is None and (value := getattr(self, name)) is not None:
@@ -204,7 +202,6 @@ class Fp8Options(Options):
     fp8_emulation: bool = False
 
     def plan(self) -> Fp8Plan | None:
-        """Returns the plan's FP8 section."""
         return fp8_plan(self.use_fp8, self.fp8_emulation)
 
 
@@ -229,7 +226,6 @@ class CommunicationOptions(Options):
     wire_gate: bool = True
 
     def wires(self) -> WireOptions:
-        """Returns the wire formats of each kind of message."""
         return WireOptions.of(
             self.communication_dtype,
             self.force_communication_dtype,
@@ -323,11 +319,7 @@ class HybridOptions(Options):
 def sort_options(
     owner: type, kinds: Sequence[type[Options]], given: Mapping[str, Any]
 ) -> list[Any]:
-    """Sorts a plugin's options into an instance of each of `kinds`, and validates them.
-
-    Raises:
-        GulliverError: no group has such an option, or a value is out of range.
-    """
+    """Sorts a plugin's options into an instance of each of `kinds`, and validates them."""
     kind_of = {field.name: kind for kind in kinds for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     for name in given:
         if name not in kind_of:

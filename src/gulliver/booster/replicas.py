@@ -128,7 +128,6 @@ def tune(plan: Plan, model: nn.Module, boosted: ZeroOptimizer, verbose: bool) ->
 
 
 def zero_wires(plan: Plan) -> ZeroWires:
-    """Returns the wire formats of ZeRO's chunks."""
     wire = plan.wire
     reduce, gather = wire_format(wire.reduce), wire_format(wire.gather)
     return ZeroWires(reduce, gather, wire.error_feedback, wire.gate)
@@ -198,7 +197,6 @@ class BucketHook:
         return found
 
     def take_lost(self, found: Mapping[str, torch.Tensor]) -> None:
-        """Replaces the accumulated packing errors."""
         self._lost, self._given = {}, dict(found) if self.feeds else {}
 
     def _compare(self, bucket: dist.GradBucket, exact: torch.Tensor) -> None:

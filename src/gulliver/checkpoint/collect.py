@@ -55,7 +55,6 @@ def install_hooks() -> None:
 
 
 def guarded_storages() -> set[int]:
-    """Returns the storages that only hooked optimizers modify."""
     return set().union(*(_storages(optimizer) for optimizer in writers()))
 
 
@@ -68,7 +67,6 @@ def _storages(optimizer: torch.optim.Optimizer) -> set[int]:
 
 
 def _changed_by(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    """Yields the tensors that a step changes."""
     if changed := getattr(optimizer, ASKS, None):
         yield from changed()
         return
@@ -92,7 +90,6 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _local(tensor: Any) -> torch.Tensor:
-    """Returns this rank's part of a DTensor; other tensors unchanged."""
     return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
@@ -139,12 +136,10 @@ class RankContent:
 
 
 def own_entry(entry: str, rank: int) -> str:
-    """Returns the name under which a rank's value of a per-rank entry is saved."""
     return f"{entry}@{rank}"
 
 
 def file_name(entry: str, rank: int, world_size: int) -> str:
-    """Returns the name of the file that holds a rank's tensors of an entry."""
     if world_size == 1 or "@" in entry:
         return f"{entry.replace('@', '-rank-')}{WHOLE_FILE}"
     return f"{entry}-{rank + 1:05d}-of-{world_size:05d}{WHOLE_FILE}"
@@ -191,7 +186,6 @@ def collect(
 
 
 def _content(value: Any) -> Any:
-    """Returns an object's state dict, or the value itself."""
     if isinstance(value, nn.Module):
         refuse_boosted(value, "save")
         return {
@@ -214,7 +208,6 @@ def kind_of(value: Any) -> dict[str, Any] | None:
 
 
 def refuse_boosted(model: nn.Module, action: str) -> None:
-    """Rejects a model with parameters in ZeRO chunks, which this rank may hold only in part."""
     for name, parameter in model.named_parameters():
         if "_boosted" in vars(parameter):
             raise GulliverError(

@@ -76,7 +76,6 @@ def any_step(path: Path | str, step: int | None = None) -> Path:
 
 
 def _joined(problems: list[Problem]) -> list[Problem]:
-    """Merges equal problems of adjacent pages."""
     found: list[Problem] = []
     for problem in problems:
         before = found[-1] if found else None
@@ -108,7 +107,6 @@ class Difference:
     relative: float = 0.0
 
     def add(self, one: Tensor, other: Tensor, tolerance: float, relative: float) -> None:
-        """Compares two equally long runs of elements and adds the result to the totals."""
         self.numel += one.numel()
         if one.dtype == other.dtype and torch.equal(_bytes(one), _bytes(other)):
             return
@@ -140,7 +138,6 @@ def _bytes(value: Tensor) -> Tensor:
 
 
 def _bits(dtype: torch.dtype) -> torch.dtype:
-    """Returns an integer dtype of the same size, for bitwise comparison."""
     return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
 
 
@@ -242,7 +239,6 @@ def _differences(
 
 
 def _different_values(one: Weights, other: Weights) -> list[str]:
-    """Names the entries of two steps whose non-tensor values differ."""
     assert isinstance(one, StepWeights)
     assert isinstance(other, StepWeights)
     ours, theirs = _values(one), _values(other)

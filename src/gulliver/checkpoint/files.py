@@ -54,10 +54,8 @@ CODES: dict[torch.dtype, str] = {
     torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
     torch.float8_e8m0fnu: "F8_E8M0",
 }
-"""Name of each supported dtype in the safetensors format."""
 DTYPES = {code: dtype for dtype, code in CODES.items()}
 RESERVED = "__metadata__"
-"""Reserved header key, for metadata in text form."""
 MAX_HEADER = 100_000_000
 """Maximum header size in bytes; readers reject larger ones."""
 
@@ -70,7 +68,6 @@ class Slot:
     dtype: torch.dtype
     shape: tuple[int, ...]
     offset: int
-    """Byte offset of the tensor in the file."""
 
     @property
     def nbytes(self) -> int:
@@ -84,7 +81,6 @@ def shape_from_json(value: Any) -> tuple[int, ...]:
 
 
 def is_holdable(tensor: Tensor) -> bool:
-    """Whether the format supports a tensor."""
     plain = tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_meta
     return plain and tensor.dtype in CODES and has_memory(tensor)
 
@@ -98,7 +94,6 @@ def has_memory(tensor: Tensor) -> bool:
 
 
 def check_holdable(where: str, tensor: Tensor) -> None:
-    """Rejects a tensor that the format does not support."""
     if not is_holdable(tensor):
         kind = "meta" if tensor.is_meta else f"{tensor.layout} {tensor.dtype}"
         if not tensor.is_meta and tensor.layout == torch.strided and tensor.dtype in CODES:
@@ -164,7 +159,6 @@ class Image:
 
 
 def read_slots(path: Path) -> tuple[dict[str, Slot], dict[str, str]]:
-    """Reads the header of a safetensors file: its tensors and metadata."""
     # Opening the file validates its header: tensors are consecutive up to the end of the file.
     metadata = read_metadata(path)
     with named_errors(path, "read"), path.open("rb") as file:
@@ -217,20 +211,17 @@ def write_tensors(
 
 
 def _plain(name: str, tensor: Tensor) -> Tensor:
-    """Returns a tensor as contiguous host memory."""
     check_holdable(f"tensor {name!r}", tensor)
     # Lazily conjugated or negated views would be written without the operation.
     return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Reads all tensors of a safetensors file."""
     with _opened(path) as file:
         return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 
 
 def read_metadata(path: Path) -> dict[str, str]:
-    """Reads the metadata of a safetensors file."""
     with _opened(path) as file:
         return dict(file.metadata() or {})
 

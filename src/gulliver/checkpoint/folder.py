@@ -49,7 +49,6 @@ def _read_order(path: str, inode: int, mtime_ns: int, nbytes: int) -> int:
 
 
 def by_age(folders: Iterable[tuple[int, Path]]) -> list[int]:
-    """Steps with a readable manifest, oldest first."""
     ages = ((order_in(folder), step) for step, folder in folders)
     return [step for _, step in sorted((order, step) for order, step in ages if order is not None)]
 
@@ -67,7 +66,6 @@ OURS = re.compile(rf".+\.safetensors(\.index\.json)?|{re.escape(STATE)}", re.DOT
 """Pattern of the names of a step's files other than the manifest."""
 
 OPEN_LOCK = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-"""Flags for opening a lock file; symbolic links are not followed."""
 
 _log = logging.getLogger("gulliver")
 
@@ -259,7 +257,6 @@ class FolderLock:
             return False
 
     def release(self) -> None:
-        """Releases the lock; may be called twice."""
         if self._handle is not None:
             handle, self._handle = self._handle, None
             unlock(handle)

@@ -39,7 +39,6 @@ from gulliver.memory.parts import Part, Region, region_of, whole_shape
 from gulliver.memory.pending import before_write
 
 SCALED = "_scale_inv"
-"""Suffix of the tensors that hold an FP8 tensor's scales."""
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 UNUSED = (".input_scale", ".activation_scale")
@@ -448,7 +447,6 @@ def _add_aliases(
     prefix: str,
     aliases: Mapping[str, str],
 ) -> None:
-    """Adds the model's other names of tied tensors to the weights."""
     for name, kept in aliases.items():
         there = prefix + kept in weights.infos and prefix + name not in weights.infos
         if name in targets and there:
@@ -480,7 +478,6 @@ def _same_memory(leaf: Leaf) -> Any:
 
 
 def _fill(weights: Weights, targets: Mapping[str, Leaf]) -> None:
-    """Reads into tensors and parts, directly or through a reused buffer."""
     straight: dict[str, Part] = {}
     staged: dict[str, Leaf] = {}
     for source, leaf in targets.items():

@@ -43,7 +43,6 @@ DEFAULT = "default"
 
 
 def has_adapters(model: Any) -> bool:
-    """Whether PEFT has put adapters into a model."""
     return isinstance(model, nn.Module) and bool(getattr(model, "peft_config", None))
 
 
@@ -209,7 +208,6 @@ def _config_of(weights: Weights) -> Mapping[str, Any] | None:
 
 
 def _unprefixed(weights: Weights, prefix: str) -> dict[str, str]:
-    """Maps target names without the prefix to source names."""
     names = {n.removeprefix(prefix): n for n in weights.infos if n.startswith(prefix)}
     if not names or "" in names:
         raise GulliverError(
@@ -229,10 +227,7 @@ def write_untied(
     aliases: Mapping[str, str] | None = None,
     names: Mapping[str, str] | None = None,
 ) -> Path:
-    """Writes a Hugging Face folder with the tensors in `names` (default: all).
-
-    Tied weights are written under one of their names; `aliases` has the others.
-    """
+    """Writes a Hugging Face folder; tied weights go under one name, `aliases` has the others."""
     refuse_existing(folder)
     if not max_shard_bytes > 0:
         raise GulliverError(f"max_shard_bytes={max_shard_bytes} is too small: use 1 or more")
@@ -268,7 +263,6 @@ def _index(plans: list[FilePlan], infos: Mapping[str, TensorInfo]) -> dict[str, 
 
 
 def _shards(infos: Mapping[str, TensorInfo], limit: float) -> list[list[str]]:
-    """Groups names in order so that each file stays within `limit` bytes."""
     shards: list[list[str]] = [[]]
     filled = 0
     for name, info in infos.items():

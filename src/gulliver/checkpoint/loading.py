@@ -51,7 +51,6 @@ class Ref:
 
 
 def with_refs(skeleton: Any, saved: Mapping[str, TensorEntry]) -> Any:
-    """Joins a skeleton as `join_state` does, with a `Ref` in place of each tensor."""
     names = [name for name in names_in(skeleton) if name in saved]
     return join_state({n: Ref(n, saved[n].shape, saved[n].dtype) for n in names}, skeleton)
 
@@ -65,7 +64,6 @@ def refs_in(value: Any) -> list[Ref]:
 
 
 def replace_refs(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Replaces the `Ref`s in nested values with the tensors they name."""
     if isinstance(value, Ref):
         return tensors[value.name]
     if isinstance(value, Mapping):
@@ -228,7 +226,6 @@ class Filling:
     is_object: bool = False
 
     def check(self, strict: bool) -> None:
-        """Rejects mismatches, and values that do not fit; see `Mismatch.refuse`."""
         where = f"{self.reader.folder}, entry {self.entry!r},"
         self.odd.refuse(where, len(self.leaves) + len(self.odd.missing), strict)
         for name, leaf in self.leaves.items():
@@ -312,10 +309,7 @@ def _check_fillable(where: str, leaf: Leaf) -> None:
 
 
 def module_leaves(module: nn.Module) -> tuple[dict[str, Leaf], list[str]]:
-    """Returns a module's tensors to fill in place, and the names left to `load_state_dict`.
-
-    The latter are the extra state, and entries created by hooks or overridden methods.
-    """
+    """Returns a module's tensors to fill in place, and the names left to `load_state_dict`."""
     refuse_boosted(module, "load")
     own = [*module.named_parameters(), *module.named_buffers()]
     for name, tensor in own:
@@ -366,7 +360,6 @@ def _plan_module(filling: Filling, module: nn.Module, skeleton: Any, prefix: str
 
 
 def _match_names(filling: Filling, leaves: Mapping[str, Leaf], prefix: str) -> None:
-    """Matches a model's leaves with an entry's tensors by name."""
     reader, filling.prefix = filling.reader, prefix
     odd = filling.odd = match(reader.tensors(filling.entry), leaves, prefix)
     filling.leaves = {n: leaf for n, leaf in leaves.items() if n not in odd.missing}
@@ -474,7 +467,6 @@ def _items(skeleton: Any, is_mapping: bool) -> dict[Any, Any] | None:
 _log = logging.getLogger("gulliver")
 
 ATTEMPTS = 100
-"""Maximum attempts to read a step that a writer may be removing."""
 Result = TypeVar("Result")
 
 
@@ -525,7 +517,6 @@ def step_folder(path: Path | str, step: int | None = None) -> Path:
 
 
 def _why_broken(step: Path) -> str:
-    """Describes why a step is incomplete; empty if it does not exist."""
     try:
         if step.is_dir():
             Verifier(step, read_manifest(step)).check_sizes()
@@ -535,7 +526,6 @@ def _why_broken(step: Path) -> str:
 
 
 def check_number(folder: Path, step: int | None) -> None:
-    """Rejects a step's folder if another step is requested."""
     if step is not None and (number := read_manifest(folder).step) != step:
         raise GulliverError(
             f"{folder} is step {number}, not step {step}: pass the run's folder, or omit step"
@@ -633,7 +623,6 @@ def plan_all(
 
 
 def fill_all(fillings: Mapping[str, Filling], loaded: Loaded) -> None:
-    """Fills the entries planned by `plan_all`."""
     for entry, filling in fillings.items():
         value = filling.fill()
         if not filling.is_object:
@@ -643,7 +632,6 @@ def fill_all(fillings: Mapping[str, Filling], loaded: Loaded) -> None:
 def _present(
     reader: StepReader, state: Mapping[str, Any], loaded: Loaded, strict: bool
 ) -> dict[str, Any]:
-    """Returns the entries that are in the checkpoint; `strict` rejects absent ones."""
     found = {}
     for entry, value in state.items():
         if entry in reader.entries:

@@ -31,7 +31,6 @@ from gulliver.io.files import write_text
 from gulliver.memory.parts import Part, Region, whole_shape
 
 FORMAT = 3
-"""Version of the manifest format."""
 MANIFEST, STATE = "manifest.json", "state.json"
 SEAL = ',\n "crc32": '
 """Text between a manifest's content and its checksum."""
@@ -59,7 +58,6 @@ class PartEntry:
     region: Region | None = None
 
     def place(self, shape: tuple[int, ...]) -> PartOffset:
-        """Returns the part's position in a tensor of the given shape."""
         return PartOffset(shape, self.start, self.stop, self.region)
 
     def to_json(self) -> list[Any]:
@@ -136,14 +134,12 @@ def file_from_json(value: Mapping[str, Any]) -> FileEntry:
 
 
 def _name_from_json(name: str) -> str:
-    """Rejects a file name that refers to another folder."""
     if not name or "/" in name or "\0" in name or name in (".", ".."):
         raise ValueError(f"{name!r} is not a valid file name")
     return name
 
 
 def checked_about(about: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Copies the user's part of a manifest; rejects values that JSON cannot store."""
     try:
         found = dict(about or {})
         json.dumps(found, allow_nan=False)
@@ -160,7 +156,6 @@ def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Reads and checks the manifest of a step."""
     path = Path(folder) / MANIFEST
     raw = read_bytes(path)
     text, _, _ = raw.rpartition(SEAL.encode())
@@ -209,7 +204,6 @@ def order_of(content: Any) -> int:
 
 
 def tensor_from_json(value: Mapping[str, Any]) -> TensorEntry:
-    """Parses a tensor's entry, as written by one rank or merged."""
     shape = shape_from_json(value["shape"])
     found, regions = list[PartEntry](), set[PartEntry]()
     for file, start, stop, *rest in value["parts"]:
@@ -256,7 +250,6 @@ def _sizes(folder: Path, inode: int, mtime_ns: int, nbytes: int) -> dict[str, in
 
 
 SHOWN = 4
-"""Number of names shown in a message."""
 
 
 class Shaped(Protocol):
@@ -289,7 +282,6 @@ class Mismatch:
         return "; ".join(text for text in said if text)
 
     def refuse(self, where: str, wanted: int, strict: bool = True) -> None:
-        """Raises an error unless the mismatch is allowed."""
         # Without `strict`, names may be missing or unexpected, but not all missing, and shapes must
         # match.
         if self.unlike or (strict and self) or (wanted and len(self.missing) == wanted):
@@ -297,7 +289,6 @@ class Mismatch:
 
 
 def listed(what: str, names: list[str]) -> str:
-    """Counts names and shows the first few; empty if there are none."""
     shown = ", ".join(names[:SHOWN]) + (", ..." if len(names) > SHOWN else "")
     return f"{len(names)} {what} ({shown})" if names else ""
 

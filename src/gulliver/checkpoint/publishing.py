@@ -82,7 +82,6 @@ class HeartbeatWatch:
         self._seen = False
 
     def check(self) -> None:
-        """Raises an error if the rank has ended without a report."""
         try:
             handle = lock_file(self._path) if self.rank and self._path.exists() else None
         except OSError:
@@ -111,7 +110,6 @@ POLL_S = 0.02
 
 
 def write_rank_report(partial: Path, rank: int, save_id: str, report: Mapping[str, Any]) -> None:
-    """Reports this rank's files, or its error, to rank 0."""
     _check_there(partial)
     # Rank 0 may complete the step, and rename its folder, as soon as the last report exists:
     # nothing may access the folder after that, not even to sync it.
@@ -198,7 +196,6 @@ def _awaited(partial: Path, rank: int, save_id: str, silence_s: float) -> dict[s
 
 
 def _state(reports: list[dict[str, Any]]) -> dict[str, Any]:
-    """Merges the non-tensor values of all ranks."""
     entries: dict[str, list[Any]] = {}
     for report in reports:
         for entry, skeleton in report["entries"].items():
@@ -225,14 +222,12 @@ def _indices(tensors: Mapping[str, Any], world_size: int) -> dict[str, Any]:
 
 
 def checksummed(path: Path) -> dict[str, Any]:
-    """Describes a small file for the manifest, with one checksum."""
     content = path.read_bytes()
     size = max(1, len(content))
     return {"bytes": len(content), "page_bytes": size, "crc32": [f"{zlib.crc32(content):08x}"]}
 
 
 def versions() -> dict[str, Any]:
-    """Returns versions, time and an id for a manifest."""
     import gulliver
 
     return {

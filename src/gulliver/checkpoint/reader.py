@@ -81,7 +81,6 @@ def fitted(where: str, name: str, values: Tensor, target: torch.dtype) -> Tensor
 
 
 def check_representable(where: str, name: str, values: Tensor, target: torch.dtype) -> None:
-    """Rejects values that their new dtype cannot represent."""
     problem = first_unrepresentable(values, target)
     if problem is not None:
         raise GulliverError(
@@ -140,7 +139,6 @@ def _not_finite(values: Tensor, target: torch.dtype) -> Tensor:
 
 
 AHEAD = 8
-"""Number of pages to read ahead."""
 
 
 @dataclass(frozen=True)
@@ -181,10 +179,8 @@ class Verifier:
         self._given, self._engine = engine, engine
         self._slots: dict[str, dict[str, Slot]] = {}
         self.bytes_read = 0
-        """Bytes read from the disk so far."""
 
     def check_size(self, name: str) -> FileEntry:
-        """Returns the entry of a file after checking its size."""
         if name not in self.manifest.files:
             raise GulliverError(f"{self.folder} does not list {name}: its manifest is broken")
         entry, size = self.manifest.files[name], _size(self.folder / name)
@@ -197,7 +193,6 @@ class Verifier:
         raise self._broken(name, begin, stop, what)
 
     def check_sizes(self) -> None:
-        """Rejects files that are missing or have another size."""
         for name in self.manifest.files:
             self.check_size(name)
 
@@ -294,7 +289,6 @@ class Verifier:
             yield self._error(Problem(name, 0, entry.nbytes, (), str(error)))
 
     def _check_header(self, file: str) -> None:
-        """Compares a file's header with the manifest."""
         if file.endswith(".safetensors"):
             self._read_slots(file)
         for entry, tensors in self.manifest.tensors.items():
@@ -438,7 +432,6 @@ class StepReader:
 
     @property
     def bytes_read(self) -> int:
-        """Total bytes read from disk."""
         return self._files.bytes_read
 
     @property
@@ -449,7 +442,6 @@ class StepReader:
         return sorted({entry for own in self._ranks for entry in own})
 
     def is_per_rank(self, entry: str) -> bool:
-        """Whether every rank has its own value for an entry."""
         return entry in self._own_entries()
 
     def tensors(self, entry: str) -> Mapping[str, TensorEntry]:
@@ -486,7 +478,6 @@ class StepReader:
         return found
 
     def check_tied(self, entry: str, tied: Mapping[str, str], prefix: str = "") -> None:
-        """Rejects tied parameters that have two different saved values."""
         saved = self.tensors(entry)
         for name, other in tied.items():
             both = [prefix + name, prefix + other]
@@ -612,11 +603,9 @@ class StepReader:
                     run.sink.take(content, here, mapped)
 
     def check_files(self) -> None:
-        """Rejects files that are missing or have another size."""
         self._files.check_sizes()
 
     def close(self) -> None:
-        """Stops the engine's threads, unless the engine was passed in."""
         self._files.close()
 
     def __enter__(self) -> Self:

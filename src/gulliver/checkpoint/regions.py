@@ -76,7 +76,6 @@ class ContiguousRuns:
 
 
 def stretches(place: PartOffset) -> ContiguousRuns:
-    """Splits a part into its contiguous runs."""
     region = place.sliced
     if region is None:
         row = [place.start] if place.numel else []
@@ -140,7 +139,6 @@ class Copies:
         return Copies(begin - low, target, stop - begin, self.kind[first:last])
 
     def pages(self, size: int) -> set[int]:
-        """Returns the page numbers of the sources."""
         first, last = self.source // size, (self.source + self.count - 1) // size
         if len(self) == 1:
             return set(range(int(first[0]), int(last[0]) + 1))
@@ -150,7 +148,7 @@ class Copies:
         return found
 
     def boxes(self) -> Iterator[tuple[int, int, int, int, int, int]]:
-        """Merges copies at regular strides into boxes."""
+        """Yields strided boxes: source, target, rows, source step, target step, columns."""
         for kind in np.unique(self.kind):
             chosen = np.flatnonzero(self.kind == kind)
             source, target, count = self.source[chosen], self.target[chosen], self.count[chosen]

@@ -62,7 +62,6 @@ class RankStatus:
 
     skips: bool
     failure: Exception | None
-    """Failure of the previous save."""
     problem: Exception | None = None
     """Reason why this save cannot start."""
     digest: str = ""
@@ -84,7 +83,6 @@ class Save:
 
     step: int
     save_id: str
-    """Id of this save, the same on all ranks."""
     begun: float
     skipped: int = 0
     snapshot: Snapshot | None = None
@@ -96,7 +94,6 @@ class Save:
     heartbeat: Heartbeat | None = None
 
     def report(self) -> Saved:
-        """Returns the report, once the step is complete."""
         assert self.snapshot is not None
         return Saved(
             self.step,
@@ -306,7 +303,6 @@ class AsyncCheckpointer:
         return True
 
     def _skip(self, step: int) -> None:
-        """Counts a skipped step; only the first one is logged."""
         if not self.skipped and self.rank == 0:
             log.warning(
                 "step %d is not saved: the step before is still being written; with "
@@ -338,7 +334,6 @@ class AsyncCheckpointer:
     def _prepare(
         self, step: int, state: Mapping[str, Any], status: RankStatus
     ) -> RankContent | None:
-        """Collects this rank's part of the save; records failures in `status`."""
         try:
             collected = collect(state, self.rank, self.world_size)
             self._check_limit(collected)
@@ -365,7 +360,6 @@ class AsyncCheckpointer:
                 )
 
     def _agree(self, step: int, status: RankStatus) -> str | None:
-        """Agrees with all ranks; returns the save's id, or None to skip it."""
         every = self._gather(status.to_json(), status.failure)
         save_id = None
         try:
@@ -448,7 +442,6 @@ class AsyncCheckpointer:
         return self._copy_stream
 
     def _finish(self, save: Save) -> None:
-        """Writes and completes a step in the background, or records the failure."""
         partial = self.folder.partial(save.step)
         try:
             self._write_and_report(save, partial)
@@ -490,7 +483,6 @@ class AsyncCheckpointer:
         return error
 
     def _write(self, save: Save, partial: Path) -> None:
-        """Writes the files and reports them, or records the failure."""
         snapshot, engine = save.snapshot, save.engine
         assert snapshot is not None
         assert engine is not None
@@ -518,7 +510,6 @@ class AsyncCheckpointer:
             snapshot.abandon(engine, error)
 
     def _grow(self, engine: Engine, snapshot: Snapshot) -> None:
-        """Grows the shadow to the size of the state while its first pages are in use."""
         wanted = snapshot.pages(engine.page_bytes)
         while engine.pages < wanted:
             engine.grow(min(GROWTH, wanted - engine.pages))

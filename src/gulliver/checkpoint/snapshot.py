@@ -68,7 +68,6 @@ class CudaCopyStream(CopyStream):
         self._locked: set[int] = set()
 
     def prepare(self, regions: Iterable[tuple[int, int]]) -> None:
-        """Page-locks the pool, each region once."""
         for address, nbytes in regions:
             if address in self._locked:
                 continue
@@ -120,7 +119,6 @@ class CopyTicket:
 
     @property
     def checksum(self) -> int | None:
-        """Checksum of the page; None until computed."""
         return None if self._ticket is None else self._ticket.checksum
 
     def copy(self, page: Page) -> None:
@@ -138,7 +136,6 @@ class CopyTicket:
         self._issued.set()
 
     def write(self, engine: Engine, page: Page) -> None:
-        """Waits for the copies, and submits the page to the engine."""
         self.copy_stream.wait(self._event)
         self.sources = ()  # their memory may be freed now
         self._ticket = engine.write_page(self.file, self.offset, page, self.nbytes)
@@ -150,7 +147,6 @@ class CopyTicket:
             self.copy_stream.wait(self._event)
 
     def fail(self, error: BaseException) -> None:
-        """Wakes all waiting threads with the page's error."""
         if not self._written.is_set():
             self._error = error
         self._issued.set()
@@ -163,7 +159,6 @@ class CopyTicket:
             self.copy_stream.order(self._event)
 
     def wait(self) -> None:
-        """Waits until the page is written."""
         self._written.wait()
         if self._error is not None:
             raise self._error
@@ -238,7 +233,6 @@ class Snapshot:
     ) -> None:
         self.stall_s = 0.0
         self.copied_s: float | None = None
-        """Seconds from the start until all sources had been copied."""
         self._begun = time.perf_counter()
         self._lock, self._submitted = threading.Lock(), threading.Event()
         self._caller, self._settled = threading.get_ident(), threading.Event()
@@ -255,7 +249,6 @@ class Snapshot:
         self._engine: Engine | None = None
         self._mapped, self._gone = FileMappings(), defaultdict[int, list[tuple[int, int]]](list)
         self.devices: set[torch.device] = set()
-        """Devices of the sources, other than the host."""
         self._leaves: dict[str, tuple[str, Mapping[str, Leaf]]] = {}
         self._sources: dict[str, dict[str, Tensor]] = {}
         self._small = _Small()
@@ -285,7 +278,6 @@ class Snapshot:
 
     @cached_property
     def parts(self) -> dict[str, dict[str, dict[str, Any]]]:
-        """Manifest entries of the files' parts, by entry and name."""
         return {
             entry: {key: part_to_json(file, leaf) for key, leaf in leaves.items()}
             for file, (entry, leaves) in self._leaves.items()
@@ -297,12 +289,10 @@ class Snapshot:
 
     @cached_property
     def source_bytes(self) -> int:
-        """Bytes of all tensors, excluding file headers."""
         return sum(s.nbytes for found in self._sources.values() for s in found.values())
 
     @cached_property
     def disk_bytes(self) -> int:
-        """Bytes of tensors in memory-mapped files."""
         sources = (s for found in self._sources.values() for s in found.values())
         return sum(s.nbytes for s in sources if self._is_mapped(s))
 
@@ -351,7 +341,6 @@ class Snapshot:
             self._submitted.set()
 
     def _forget_leaves(self) -> None:
-        """Drops references to tensors that need not stay alive."""
         assert self.parts is not None
         assert self.source_bytes >= 0
         self._leaves.clear()
@@ -441,11 +430,7 @@ class Snapshot:
         self.copied_s = time.perf_counter() - self._begun
 
     def _compare(self, storages: Iterable[int] | None) -> None:
-        """Records modifications of copied storages (None: all) before they are released.
-
-        Released storages may be modified immediately, so this runs while no other thread can find
-        them.
-        """
+        """Records modifications of copied storages (None: all); call before they are released."""
         dropped = []
         with self._lock:
             for key in tuple(self._versions if storages is None else storages):
@@ -487,7 +472,6 @@ class Snapshot:
         return entries
 
     def abandon(self, engine: Engine, error: Exception) -> None:
-        """Wakes all waiting threads and closes the files after a failure."""
         self._submitted.set()
         for ticket in self._copy_tickets:
             ticket.fail(error)
@@ -526,7 +510,6 @@ class _Small:
             self._segments = []
 
     def forget(self) -> None:
-        """Drops the original tensors; the copies stay."""
         self._tensors, self._places = [], {}
 
     def has(self, source: Tensor) -> bool:

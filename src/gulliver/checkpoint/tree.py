@@ -22,7 +22,6 @@ NAMED = {
     for value in vars(torch).values()
     if isinstance(value, torch.dtype)
 }
-"""Dtypes by name."""
 
 
 def as_leaf(value: Leaf) -> Leaf:
@@ -43,7 +42,6 @@ def split_state(state: Any) -> tuple[dict[str, Leaf], Any]:
 
 
 def _take(value: Any, path: str, tensors: dict[str, Leaf]) -> Any:
-    """Returns the skeleton of `value` and adds its tensors to `tensors`."""
     if isinstance(value, _LEAVES):
         path = path or "value"
         # Keys with dots, and 1 next to "1", can give two tensors the same path.
@@ -159,7 +157,6 @@ def is_dtensor(value: Any) -> bool:
 
 
 def local_leaf(where: str, tensor: Any, saving: bool) -> Leaf:
-    """Returns this rank's part of a DTensor, as a tensor or a part."""
     local = tensor.to_local().detach()
     check_holdable(where, local)
     placements, mesh = tensor.placements, tensor.device_mesh

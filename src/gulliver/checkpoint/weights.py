@@ -40,7 +40,6 @@ GAP = 64 * 2**10
 """Longest gap in bytes to read through, which is cheaper than another read."""
 SUFFIX, INDEX = ".safetensors", ".safetensors.index.json"
 STEMS = {"model": (SUFFIX, INDEX), "diffusion_pytorch_model": (INDEX, SUFFIX)}
-"""File names of weights in order of preference."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,6 @@ class Weights(ABC):
         return {name: name for name in self.infos}
 
     def add_alias(self, name: str, kept: str) -> None:
-        """Adds another name for the tensor `kept`."""
         self.infos[name] = self.infos[kept]
 
     @abstractmethod
@@ -326,7 +324,6 @@ def identity(tensor: Tensor) -> Any:
 
 
 def open_weights(path: Path | str, entry: str | None = "model", step: int | None = None) -> Weights:
-    """Opens a run, a step, a safetensors file or a Hugging Face folder."""
     path = Path(path)
     if is_step_or_run(path):
         return StepWeights(path, entry, step)
@@ -336,7 +333,6 @@ def open_weights(path: Path | str, entry: str | None = "model", step: int | None
 
 
 def is_step_or_run(path: Path) -> bool:
-    """Whether a path is a step's folder, or a run's folder with a step."""
     if not path.exists():
         raise GulliverError(f"{path} does not exist")
     if path.is_file():

@@ -97,7 +97,6 @@ class _FileWriter:
         return FileEntry(self.nbytes, self._engine.page_bytes, tuple(self._checksums))
 
     def close(self) -> None:
-        """Closes the file, complete or not."""
         if self._page is not None:
             self._engine.release(self._page)
             self._page = None
@@ -139,10 +138,7 @@ def write_files(
     progress: Progress | None = None,
     called: str = "",
 ) -> dict[str, FileEntry]:
-    """Writes files sequentially; returns their manifest entries by name.
-
-    `called` names the files in messages. Writing overlaps reading.
-    """
+    """Writes files sequentially while reading; returns their manifest entries by name."""
     total, done = sum(plan.image.nbytes for plan in plans), 0
     batch, entries = ReadBatch(), dict[str, FileEntry]()
     with default_engine(page_bytes=PAGE, pages=PAGES) as engine:
@@ -174,7 +170,6 @@ def _wanted(weights: Weights, plan: FilePlan) -> dict[str, TensorInfo]:
 
 
 def dtype_of(dtype: DTypes, source: str) -> torch.dtype | None:
-    """Returns the dtype to convert a tensor to; None keeps its own."""
     return dtype.get(source) if isinstance(dtype, Mapping) else dtype
 
 
@@ -186,10 +181,7 @@ def write_single(
     progress: Progress | None = None,
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Writes tensors to one safetensors file atomically, replacing an existing one.
-
-    `names` maps names in the file to names in `weights`; `metadata` goes into the header.
-    """
+    """Writes tensors to one safetensors file atomically, replacing an existing one."""
     plan = plan_file(target, weights, names, dtype, metadata)
     clear_leftovers(target.parent)
     with new_parents(target), atomic_file(target, plan.image.nbytes) as partial:
@@ -221,7 +213,6 @@ def new_parents(path: Path) -> Iterator[None]:
 
 
 def clear_leftovers(folder: Path) -> None:
-    """Removes hidden leftovers of killed conversions."""
     for path in remove_leftovers(folder):
         _log.warning("removed %s, which a killed process had left incomplete", path)
 

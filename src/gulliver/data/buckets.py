@@ -38,7 +38,6 @@ class Resolution:
     sizes: Sizes
 
     def nearest(self, height: int, width: int) -> tuple[int, int]:
-        """The size with the aspect ratio nearest to an image's."""
         return self.sizes[min(self.sizes, key=lambda ratio: abs(ratio - height / width))]
 
 
@@ -366,7 +365,6 @@ class BucketConfig:
 
 
 def _takes(rule: BucketRule, frames: int, interval: int) -> bool:
-    """Whether a rule accepts a clip's length; stills only match rules for stills."""
     if rule.frames == 1 or frames == 1:
         return rule.frames == frames
     return frames > rule.frames * interval
@@ -379,7 +377,6 @@ def chances(seed: int, epoch: int, rule: int, count: int) -> np.ndarray:
 
 
 def _ordered(rules: Iterator[BucketRule]) -> list[BucketRule]:
-    """Sorts rules by pixels, then length, in descending order."""
     # Stable: of 2880 and 4k, which have equally many pixels, the first in the configuration wins.
     found = list(rules)
     names = list(dict.fromkeys(rule.resolution.name for rule in found))

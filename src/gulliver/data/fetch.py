@@ -92,7 +92,6 @@ class Orders:
         self.begin(0, 0)
 
     def begin(self, epoch: int, start: int, generators: list[str] | None = None) -> None:
-        """Sets epoch and start of the next iteration."""
         self._epoch, self._start, self.at_start = epoch, start, generators
         # A new deque, because an ending thread may still draw for the previous iteration. Marks of
         # the batches drawn: the state of `stateful` after each, and whether it is the last.
@@ -209,7 +208,6 @@ class BatchStream(IterableDataset):
         self.begin(0, 0)
 
     def begin(self, epoch: int, start: int, generators: list[str] | None = None) -> None:
-        """Sets the epoch of the next iteration, and the number of its first batch."""
         assert not generators
         self._place[0], self._place[1] = epoch, start
         # Mark of each batch: the dataset's state after it, if it has one; filled only without
@@ -280,7 +278,6 @@ def as_is(batch: Any) -> Any:
 
 
 def check_seed(seed: int) -> int:
-    """Returns the seed if every generator accepts it; otherwise raises an error."""
     if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
         raise GulliverError(f"a seed must be an integer of at least 0, not {seed!r}")
     return seed

@@ -111,7 +111,6 @@ class _Channel:
         self.closed = threading.Event()
 
     def close(self) -> None:
-        """Closes both ends, and drops remaining batches."""
         self.closed.set()
         self.permits.release()
         self.drain()
@@ -453,7 +452,6 @@ class DataLoader(torch_data.DataLoader):
         return found
 
     def _identity(self) -> dict[str, Any]:
-        """Returns the settings that must match on resume."""
         identity: dict[str, Any] = {"seed": self.seed}
         if self._stateful is None:
             identity["dataset_length"] = length_of(self.dataset)
@@ -533,7 +531,6 @@ class DataLoader(torch_data.DataLoader):
         return self._done if by_loading else 0
 
     def _count_batch(self, moved: MovedBatch, waited_s: float) -> Any:
-        """Updates the counters for a batch returned to the user."""
         self._done += 1
         self._batches += 1
         self._waited_s += waited_s
@@ -583,7 +580,6 @@ class _Batches:
 
 
 def _after(batches: Iterator[Any], count: int, work: Orders | BatchStream) -> Iterator[Any]:
-    """Yields the batches after the first `count`."""
     passed = 0
     for _ in islice(batches, count):
         passed += 1

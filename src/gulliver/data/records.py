@@ -247,7 +247,6 @@ STYLES: dict[str, Callable[[str, Values], str]] = {
 COLUMNS = {"1.2": ("aes", "flow", "cmotion"), "1.3": ("aes", "flow", "cmotion")} | {
     "2.0": ("motion_score",)
 }
-"""Score columns that each style reads."""
 
 
 def with_scores(text: str, values: Values, style: str) -> str:
@@ -257,7 +256,6 @@ def with_scores(text: str, values: Values, style: str) -> str:
 
 
 def check_scores(table: object, records: Sequence[Values], style: str) -> None:
-    """Rejects a table without the scores that a style needs."""
     _check_style(style)
     columns = COLUMNS.get(style, ())
     if not columns or any(_is_set(row.get(column)) for row in records for column in columns):

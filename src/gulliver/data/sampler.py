@@ -158,7 +158,6 @@ class ResumableSampler(ABC):
         return len(self)
 
     kind = "sampler"
-    """Name of this sampler in error messages."""
 
 
 class BucketSampler(ResumableSampler):

@@ -180,7 +180,6 @@ class ClipTable:
         ]
 
     def first_frame(self, index: int, bucket: Bucket, seed: int) -> int:
-        """Returns the first frame of the window that a seed selects."""
         return _first_frame(seed, self._starts(self.rows[index], bucket.frames), self.windows)
 
     def _starts(self, row: TableRow, wanted: int) -> int:
@@ -209,7 +208,6 @@ class ClipTable:
         return digest.hexdigest()
 
     def check_rows(self, fingerprint: str) -> None:
-        """Rejects resuming if the rows have changed since the position was saved."""
         if fingerprint != self.fingerprint:
             raise GulliverError(
                 f"the rows of {self.table} have changed since the run started: restore them, or "
@@ -217,7 +215,6 @@ class ClipTable:
             )
 
     def bucket_of(self, index: int) -> Bucket | None:
-        """The bucket of a usable row in the first epoch; None if it is left out."""
         return self.rows[index].bucket
 
     def caption(self, index: int) -> str:
@@ -274,7 +271,6 @@ class ClipTable:
         self._misstated[index] = stated
 
     def report(self) -> str:
-        """Describes how many rows are used and skipped, with reasons for the first skipped ones."""
         lines = [f"{len(self.rows)} clips used, {len(self.skipped)} skipped"]
         lines += [f"  {name}: {reason}" for name, reason in self.skipped[:20]]
         if len(self.skipped) > 20:
@@ -294,7 +290,6 @@ def _first_frame(seed: int, starts: int, windows: int) -> int:
 
 
 def _chance(name: str, seed: int) -> float:
-    """Draws a number in [0, 1) determined by a name and a seed."""
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=7).digest()
     return int.from_bytes(digest, "little") / 2**56
 

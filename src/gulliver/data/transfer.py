@@ -93,7 +93,6 @@ class CudaCopyStream:
         self._under_way: deque[CopyEvent] = deque()
 
     def send(self, leaves: list[Any]) -> tuple[list[Any], CopyEvent]:
-        """Starts copies of tensors, and of objects with a ``to`` method."""
         while self._under_way and self._under_way[0].query():
             self._under_way.popleft()
         if len(self._under_way) >= self._depth:
@@ -109,7 +108,6 @@ class CudaCopyStream:
         return sent, event
 
     def receive(self, leaves: list[Any], event: CopyEvent) -> None:
-        """Makes the current stream wait for the copies, and records their memory on it."""
         stream = torch.cuda.current_stream(self._device)
         stream.wait_event(event)  # type: ignore[arg-type]
         for leaf in leaves:
@@ -158,7 +156,6 @@ class Mover:
 
 
 def _send(copy_stream: CopyStream, leaves: list[Any]) -> tuple[list[Any], CopyEvent]:
-    """Sends objects with a ``to`` method."""
     places = [place for place, leaf in enumerate(leaves) if hasattr(leaf, "to")]
     arrived, event = copy_stream.send([leaves[place] for place in places])
     sent = list(leaves)

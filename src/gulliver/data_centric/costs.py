@@ -81,7 +81,6 @@ def check_key(budget: Budget, tokens: int, least: float) -> float:
 def check_sample(
     budget: Budget, index: int, shape: Hashable, tokens: int, least: float, ranks: int
 ) -> None:
-    """Rejects a budget that is too small for a sample."""
     if isinstance(budget, Tokens) and tokens > budget.count:
         raise GulliverError(
             f"no step meets {budget}: sample {index} ({shape}) has {tokens:,} tokens; use at least "
@@ -108,9 +107,7 @@ class Costs(Protocol):
     @property
     def identity(self) -> str: ...
 
-    def degrees(self, ranks: int) -> tuple[int, ...]:
-        """Possible degrees, up to a number of ranks."""
-        ...
+    def degrees(self, ranks: int) -> tuple[int, ...]: ...
 
     def tokens(self, shape: Any) -> int: ...
 

@@ -285,7 +285,6 @@ class DataCentricPlanner:
         return indices[np.array(fits, dtype=bool)], kept
 
     def _planned(self, epoch: int) -> StepPlan:
-        """Plans the next step from the queue."""
         count = self._count()
         solved = self._phases.solved(Counter(self._queue.shapes[:count]))
         while isinstance(self.budget, Seconds) and solved.seconds > self.budget.seconds:

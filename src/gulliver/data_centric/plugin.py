@@ -161,7 +161,6 @@ class DataCentricPlugin(HybridParallelPlugin):
 
 
 def _why_alone(model: nn.Module) -> str:
-    """Explains why sequences cannot be sharded; empty if they can."""
     known = families().get(family_of(model) or "")
     if known is None:
         name = type(model).__name__

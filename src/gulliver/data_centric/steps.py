@@ -125,7 +125,6 @@ class StepPlan:
 
 
 Facts = tuple[int, tuple[int, ...], float, float, float, int]
-"""Fields of a `MicroBatch` except its samples, in order."""
 
 
 def facts_of(row: BatchCosts, factor: float) -> list[Facts]:

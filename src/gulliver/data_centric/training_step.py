@@ -187,7 +187,6 @@ class TrainingStep:
         return nullcontext() if degree is None else sequence_rows(degree, rows)
 
     def _recompute(self, micro: MicroBatch) -> None:
-        """Selects the blocks that the next forward pass recomputes."""
         if self.context.switch is not None:
             self.context.switch.set(micro.kinds)
 

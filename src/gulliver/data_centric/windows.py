@@ -23,7 +23,6 @@ PARTS = ("epoch", "step", "drawn", "queue")
 
 
 def digest_of(position: Mapping[str, Any]) -> str:
-    """Digest of a position: its epoch, step, number of drawn samples and queue."""
     content = json.dumps([position.get(name) for name in PARTS])
     return hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
 
@@ -78,7 +77,6 @@ class SampleStream:
         self.digest = source
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[int, Shape]]:
-        """Yields index and shape of each sample, beginning at position `start`."""
         if callable(self._shapes):
             return itertools.islice(enumerate(self._shapes(epoch)), start, None)
         count = len(self._shapes)

@@ -14,7 +14,6 @@ from gulliver.families.loss import hugging_face_of
 from gulliver.families.record import SHARED_BY_SEQUENCE, SHARED_BY_TENSOR, Family
 
 UNKNOWN = Family("unknown")
-"""Record of an unknown model."""
 
 _added: list[Family] = []
 
@@ -96,7 +95,6 @@ def family_of(model: nn.Module) -> Family:
 
 
 def is_hugging_face(model: nn.Module) -> bool:
-    """Whether a model's class derives from a transformers class."""
     model = hugging_face_of(model)
     return any(kind.__module__.startswith("transformers.") for kind in type(model).__mro__)
 

@@ -144,7 +144,6 @@ class Request:
 
 
 def check_process(owner: int) -> None:
-    """Raises an error if an engine or ticket is used in a forked process."""
     if os.getpid() != owner:
         raise GulliverError(
             "this I/O engine belongs to the parent process, whose threads do not exist here; "
@@ -153,7 +152,6 @@ def check_process(owner: int) -> None:
 
 
 def check_segments(segments: NDArray[np.int64], page_bytes: int) -> NDArray[np.int64]:
-    """Validates a segment table against the page size."""
     table = np.ascontiguousarray(segments, dtype=np.int64).reshape(-1, 2)
     # In floating point: a sum of 64-bit integers could wrap around.
     if len(table) and (table[:, 1].min() < 0 or table[:, 1].sum(dtype=np.float64) > page_bytes):
@@ -481,7 +479,6 @@ class Engine(ABC):
         self.close()
 
     def _check_process(self) -> None:
-        """Raises an error in a forked child, which lacks the threads and would wait forever."""
         check_process(self._process)
 
 

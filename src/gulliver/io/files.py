@@ -123,7 +123,6 @@ def remove_leftovers(folder: Path) -> list[Path]:
 
 @contextmanager
 def hold(path: Path) -> Iterator[None]:
-    """Locks a file or folder while it is written."""
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         try:
@@ -239,7 +238,6 @@ class FileMappings:
             self._stops.append(stop)
 
     def hold(self, address: int, nbytes: int) -> bool:
-        """Whether memory is backed by a file."""
         number = bisect_right(self._begins, address) - 1
         return number >= 0 and 0 < nbytes <= self._stops[number] - address
 

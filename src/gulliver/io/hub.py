@@ -10,7 +10,6 @@ from pathlib import Path
 from gulliver.errors import GulliverError, missing_extra
 
 NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(@[\w./-]+)?")
-"""Pattern of repository names, ``org/name`` or ``org/name@revision``."""
 
 READ = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt", "*.md")
 """Files to download: no pickles, and no weights of other frameworks."""
@@ -24,7 +23,6 @@ def is_hub_name(path: Path | str) -> bool:
 
 @contextmanager
 def _errors(what: str) -> Iterator[None]:
-    """Converts errors of huggingface_hub (HTTP, network, missing files) to one-line errors."""
     try:
         yield
     except ImportError:
@@ -34,19 +32,7 @@ def _errors(what: str) -> Iterator[None]:
 
 
 def fetch(path: Path, files: Sequence[str] = READ) -> Path:
-    """Downloads a model from the Hub if `path` is a name there; returns its folder.
-
-    Downloads are cached by huggingface_hub (``HF_HOME``). ``HF_HUB_OFFLINE=1`` uses only the cache,
-    ``HF_ENDPOINT`` sets another server, ``HF_TOKEN`` the account.
-
-    Args:
-        path: folder, returned unchanged, or a name such as ``org/name`` or ``org/name@revision``.
-        files: patterns of the files to download.
-
-    Raises:
-        GulliverError: the Hub has no such model or cannot be reached, or the first part of the name
-            is a local folder (probably a mistyped path).
-    """
+    """Downloads a model from the Hub if `path` is a name there; returns its folder."""
     if not is_hub_name(path):
         if NAME.fullmatch(str(path)) and not path.exists():
             raise GulliverError(
@@ -69,14 +55,7 @@ def check_push(name: str | None) -> None:
 
 
 def push(folder: Path, name: str) -> str:
-    """Uploads a folder to a repository, which is created as private if it does not exist.
-
-    Returns:
-        The address of the commit.
-
-    Raises:
-        GulliverError: the Hub rejects the upload or cannot be reached; the folder is unchanged.
-    """
+    """Uploads a folder to a repository, created private if needed; returns the address."""
     check_push(name)
     with _errors(f"{folder} is written, and cannot be pushed to {name}"):
         from huggingface_hub import HfApi

@@ -305,7 +305,6 @@ def _refusals() -> Iterator[None]:
 
 
 def gather(target: int, segments: NDArray[np.int64]) -> None:
-    """Copies segments of memory into one buffer."""
     table = np.ascontiguousarray(segments, dtype=np.int64).reshape(-1, 2)
     if os.environ.get("GULLIVER_IO") != "python" and native_problem() is None:
         importlib.import_module("gulliver.io._core").gather(target, table)

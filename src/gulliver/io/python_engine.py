@@ -341,7 +341,6 @@ class PythonEngine(Engine):
             self._moved[call] += done
 
     def _finish(self, ticket: PythonTicket) -> None:
-        """Completes a request and starts the requests that waited for it."""
         file = ticket.file
         if ticket.request.kind in ("stage", "page", "write"):
             file.writing -= 1
@@ -366,7 +365,6 @@ class PythonEngine(Engine):
         function: Callable[[int | None], Any],
         offset: int | None = None,
     ) -> Any:
-        """Makes a system call, retrying after an interrupt."""
         while True:
             try:
                 return function(self._injected(call))
@@ -429,7 +427,6 @@ def _fallocate(handle: int, nbytes: int) -> None:
 
 
 def gather_slowly(target: int, table: NDArray[np.int64], views: Mapping[int, StridedView]) -> None:
-    """Copies segments of memory into one buffer, in Python."""
     for number, (begin, nbytes) in enumerate(table.tolist()):
         if number in views and nbytes:
             view = views[number]
@@ -441,7 +438,6 @@ def gather_slowly(target: int, table: NDArray[np.int64], views: Mapping[int, Str
 
 
 def memory_at(address: int, nbytes: int) -> memoryview:
-    """Returns memory of this process as a writable view."""
     return memoryview((ctypes.c_ubyte * nbytes).from_address(address))
 
 

@@ -64,10 +64,7 @@ def print_json(values: Mapping[str, Any]) -> None:
 
 @contextmanager
 def working(what: str) -> Iterator[Callable[[str], None]]:
-    """Shows on standard error what a command is computing, if it takes over two seconds.
-
-    Yields a function that updates the message.
-    """
+    """Shows on standard error what a command computes for over two seconds; yields an updater."""
     now, ended, begun = [what], threading.Event(), time.monotonic()
 
     def show() -> None:

@@ -274,7 +274,6 @@ class TrainingLoop(ABC):
         )
 
     def restore(self, folder: Path) -> None:
-        """Loads the state of a checkpoint (collective)."""
         loaded = self.booster.load(
             folder,
             self.model,

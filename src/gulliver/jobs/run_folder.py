@@ -45,17 +45,14 @@ class RunFolder:
 
     @property
     def log(self) -> Log:
-        """Log of steps and evaluations."""
         return Log(self.folder / "log.jsonl")
 
     @property
     def samples(self) -> Log:
-        """Log of samples."""
         return Log(self.folder / "samples.jsonl")
 
     @property
     def config_path(self) -> Path:
-        """Path of the file with options and fingerprints."""
         return self.folder / "config.json"
 
     def values(self) -> dict[str, Any]:
@@ -63,7 +60,6 @@ class RunFolder:
         return read_json(self.config_path) if self.config_path.is_file() else {}
 
     def options(self) -> dict[str, Any]:
-        """The resolved options that the run was started with."""
         return self.values()["options"]
 
     def open(
@@ -118,6 +114,5 @@ class RunFolder:
         write_json(self.config_path, values)
 
     def cut(self, step: int) -> None:
-        """Drops log lines after `step`, which a resumed run writes again."""
         self.log.cut(step)
         self.samples.cut(step)

@@ -38,11 +38,9 @@ class WandbWriter:
         self.run.log({name: value}, step=step)
 
     def add_image(self, name: str, pixels: Any, step: int, dataformats: str = "HWC") -> None:
-        """Writes an image, uint8 [H, W, 3]."""
         self.run.log({name: self.wandb.Image(pixels)}, step=step)
 
     def close(self, failed: bool) -> None:
-        """Ends the run; `failed` marks it as failed."""
         self.run.finish(exit_code=int(failed))
 
 
@@ -64,11 +62,9 @@ class MlflowWriter:
         self.mlflow.log_metric(name, value, step=step)
 
     def add_image(self, name: str, pixels: Any, step: int, dataformats: str = "HWC") -> None:
-        """Writes an image, uint8 [H, W, 3]."""
         self.mlflow.log_image(pixels, f"{name}-{step:08d}.png")
 
     def close(self, failed: bool) -> None:
-        """Ends the run; `failed` marks it as failed."""
         self.mlflow.end_run("FAILED" if failed else "FINISHED")
 
 
@@ -86,7 +82,6 @@ class Several:
             writer.add_scalar(*arguments)
 
     def add_image(self, *arguments: Any, dataformats: str) -> None:
-        """Writes an image to each tracker."""
         for writer in self.writers:
             writer.add_image(*arguments, dataformats=dataformats)
 

@@ -88,7 +88,6 @@ LEAST_BYTES = 1 << 16
 
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
-"""Hooks that pack and unpack the tensors that autograd saves."""
 
 
 # [Note: saved tensors] The entire storage of a tensor is copied, once for all its saved views. Two

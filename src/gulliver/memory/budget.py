@@ -348,7 +348,6 @@ class BudgetRule:
         return self._set(self.budget + rise, "", why)
 
     def _decide_keeping(self, other: int, waits: float) -> None:
-        """Keeps freed memory from now on if steps hardly wait for transfers and it fits."""
         if self.keeps and waits > MANY_WAITS:
             self.stop_keeping(f"a step waits {waits:.0%} of its time")
         if self.keeps is not None or waits > FEW_WAITS or other < KEPT_BYTES:
@@ -367,7 +366,6 @@ class BudgetRule:
         self.changes.append(Change(self.step, at, self.budget, self.budget, why))
 
     def press(self, other: int, total: int, at: str = "") -> int:
-        """Lowers the budget during a step if usage is close to the limit."""
         if total <= self.alarm:
             return self.budget
         expected = self.limit - self.margin - self.budget
@@ -379,7 +377,6 @@ class BudgetRule:
         return self._set(room, at, why)
 
     def grow(self, needed: int, other: int) -> int:
-        """Raises the budget during a step that uses more memory than planned, if possible."""
         room = self.limit - self.margin - other
         if needed > room:
             return self.budget
@@ -509,7 +506,6 @@ class BudgetController:
         logging.getLogger("gulliver").info("memory limit: %s", self.rule.keeps_why)
 
     def _warn(self, other: int) -> None:
-        """Warns once that a step needs more than the limit even with the minimum budget."""
         limit, least = self.rule.limit, self._least
         if other + least <= limit or self._warned:
             return
@@ -547,7 +543,6 @@ def with_unseen(nbytes: int) -> int:
 
 
 def room_without_unseen(nbytes: int) -> int:
-    """Inverts `with_unseen`: returns the largest prediction for these bytes."""
     small = nbytes * UNSEEN_SHARE // (2 * UNSEEN_SHARE + 1)
     large = (nbytes - UNSEEN_BYTES) * UNSEEN_SHARE // (UNSEEN_SHARE + 1)
     return max(small, large) if large >= UNSEEN_BYTES else min(small, UNSEEN_BYTES)

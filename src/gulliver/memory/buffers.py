@@ -54,7 +54,6 @@ class ByteCounter:
 
 
 FREE_BUFFERS = 4
-"""Free buffers of a size that are kept."""
 
 
 class BufferPool:
@@ -65,7 +64,6 @@ class BufferPool:
         self._free: dict[tuple[int, torch.dtype, torch.device], list[Tensor]] = {}
 
     def take(self, size: int, dtype: torch.dtype, device: torch.device, kind: str) -> Tensor:
-        """Returns an uninitialized buffer of `size` elements, counted as `kind`."""
         self.counter.add(kind, size * dtype.itemsize)
         free = self._free.get((size, dtype, device), ())
         for number, buffer in enumerate(free):
@@ -98,7 +96,6 @@ ALIGN = 16
 
 
 def moment_size(sizes: Iterable[int]) -> int:
-    """Returns the number of elements of a buffer for parameters of these sizes."""
     return sum(-(-numel // ALIGN) * ALIGN for numel in sizes)
 
 
@@ -134,11 +131,8 @@ class Presence(Enum):
     """State of a resident's data."""
 
     WHOLE = auto()
-    """Loaded completely."""
     ARRIVING = auto()
-    """A load is in flight."""
     ABSENT = auto()
-    """Not loaded; has no buffer."""
 
 
 LEGAL_PRESENCE = (
@@ -308,7 +302,6 @@ def _even_runs(
 
 
 def _is_even(tensors: Sequence[tuple[str, int]], parts: int, align: int) -> bool:
-    """Whether padding is small if tensors are assigned to shards unsplit."""
     sizes = [_rounded(numel, align) for _, numel in tensors]
     held = sum(sizes)
     if UNEVEN * (parts * max(sizes, default=0) - held) > held:

@@ -100,7 +100,6 @@ class ChunkGradients:
         self._stand_ins = [reduced_gradient(p) for p in self._members]
 
     def follow_shard(self, dtype: torch.dtype, in_place: bool = False) -> None:
-        """Sets the reduced gradient's dtype, and whether gradients accumulate in its memory."""
         self.reduced_dtype = dtype
 
     # Collecting.
@@ -201,7 +200,6 @@ class ChunkGradients:
 
     @property
     def collected(self) -> list[Tensor]:
-        """Tensors that hold the gradients until they are reduced."""
         return [*self.placed.values(), *self.lent] if self.buffer is None else [self.buffer]
 
     # What users do to ``parameter.grad``.
@@ -455,7 +453,6 @@ class Chunk:
             return [parameter._version for parameter in self.members]
 
     def may_be_written(self) -> bool:
-        """Whether the parameters may have been written since they were gathered."""
         return not self._watches_versions or self.versions() != self._seen
 
     def _as_sent(self) -> Tensor | None:
@@ -528,7 +525,6 @@ class Chunk:
                 )
 
     def named_views(self, buffer: Tensor) -> dict[str, Tensor]:
-        """Splits a buffer of the chunk's size into views with the parameters' shapes."""
         return self._cuts.views(buffer)
 
 

@@ -51,9 +51,7 @@ class Copier(Protocol):
         """Starts a copy to the device (`incoming`) or from it; waits for the event `after`."""
         ...
 
-    def synchronize(self) -> None:
-        """Waits for all copies from the device."""
-        ...
+    def synchronize(self) -> None: ...
 
 
 def cuda_runtime() -> Any:

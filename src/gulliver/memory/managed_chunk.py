@@ -299,7 +299,6 @@ class ManagedChunk(Chunk):
 
     @contextmanager
     def opened(self, write: bool = False, moments: bool = False) -> Iterator[None]:
-        """Context in which the master shard, and with `moments` all state, is in the fast tier."""
         before, outer = self.master_shard, self._stack
         try:
             with ExitStack() as self._stack:
@@ -320,7 +319,6 @@ class ManagedChunk(Chunk):
 
     @contextmanager
     def shown(self, fill: bool = False) -> Iterator[None]:
-        """Context in which shard and optimizer state are readable in place, in any tier."""
         before = self.master_shard
         try:
             self.master_shard = self._manager.view(self._shard, write=fill)
@@ -365,7 +363,6 @@ class ManagedChunk(Chunk):
         self.has_copy = True
 
     def end_copy(self) -> None:
-        """Drops the copy; the buffer is gathered again."""
         self.has_copy = False
         self._manager.discard(self._copy)
 

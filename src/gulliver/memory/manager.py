@@ -288,7 +288,6 @@ class Manager:
     # Statistics and end
 
     def stats(self) -> dict[str, Any]:
-        """Returns counts, bytes moved and seconds of waiting up to now."""
         # Loads dropped before they started are ``cancelled``, and not counted as loads; ``behind``
         # has the statistics of the next slower tier if that has another one below.
         done: dict[str, Any] = {"evictions": self._evictions, "steps": self._steps}
@@ -348,7 +347,6 @@ class Manager:
         return managed
 
     def _check_total(self, managed: ManagedTensor) -> None:
-        """Raises an error early if all tiers together are too small for the tensors."""
         total, behind = self._total + managed.kept, self.store.capacity if self.store else 0
         if self.store is not None and total > self.budget + behind:
             raise GulliverError(

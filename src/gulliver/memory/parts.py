@@ -55,7 +55,6 @@ def whole_shape(parameter: Tensor) -> tuple[int, ...]:
 
 
 def set_state_shape(parameter: Tensor, shape: tuple[int, ...]) -> None:
-    """Sets the shape of a parameter's optimizer state, if it differs from the parameter's."""
     vars(parameter)["_state_shape"] = shape
 
 

@@ -127,7 +127,6 @@ _METADATA = frozenset(
     Tensor.__len__,
 }
 INSTEAD = "do that before boost, and change values in place (copy_, mul_ under torch.no_grad())"
-"""Advice for code that replaces a parameter's memory."""
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
 

@@ -175,7 +175,6 @@ class Prefetcher:
                 self._release_used(passed)
 
     def _pass_by(self, place: int, end: int) -> None:
-        """Releases the resident at a position of the pass, if it is before `end`."""
         if 0 <= place < end:
             self.mover.finish(self._order[place])
             self._release_used(self._order[place])

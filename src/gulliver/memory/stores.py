@@ -25,7 +25,6 @@ from gulliver.solve.extents import Extents
 WIPE_ON_FORK = 18
 """Linux's MADV_WIPEONFORK, which Python's mmap module lacks."""
 HUGE = 1 << 21
-"""Bytes of a huge page."""
 ROOM = 4
 """Maximum ratio of a buffer's address range to its size."""
 
@@ -141,10 +140,8 @@ NETWORK = frozenset(
         *("afs", "fuse.sshfs", "fuse.glusterfs"),
     }
 )
-"""Types of network file systems."""
 MOUNTS = "/proc/self/mounts"
 IN_MEMORY = frozenset(("tmpfs", "ramfs"))
-"""Types of in-memory file systems."""
 
 
 class Transfer(Protocol):
@@ -173,7 +170,6 @@ class Middle:
     def raise_write_error(self) -> None: ...
 
     def stats(self) -> dict[str, Any]:
-        """Returns statistics of transfers below the store."""
         return {}
 
 
@@ -387,7 +383,6 @@ def check_disk_folder(folder: Path) -> None:
 
 
 def file_system(folder: Path) -> str:
-    """Returns the file system type of a folder; empty if unknown."""
     try:
         lines = Path(MOUNTS).read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -414,11 +409,8 @@ class Residency(Enum):
     AWAY = auto()
     """The tensor has no memory; the content is in the store, or zero."""
     QUEUED = auto()
-    """A load is queued for memory."""
     ARRIVING = auto()
-    """The content is being read into memory."""
     HERE = auto()
-    """The content is in the fast tier."""
     LEAVING = auto()
     """The content is being written, after which its memory is freed."""
 

@@ -189,11 +189,7 @@ def follow_step(
     autocast: torch.dtype | None = None,
     offloaded: Sequence[str] = (),
 ) -> ActivationPeak:
-    """Runs forward and backward, and counts their memory.
-
-    Gradients are accumulated in the parameters. With `offloaded`, tensors must be fake, and these
-    modules stay wrapped.
-    """
+    """Runs forward and backward, accumulating gradients, and counts their memory."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     context = torch.autocast(device.type, autocast) if autocast is not None else nullcontext()
     with StorageCounter() as counter, _Watch(model, counter) as watch:
@@ -364,7 +360,6 @@ def _grouped_products(
 
 
 def _recurrent_layer(*args: Any, **kwargs: Any) -> Any:
-    """Returns the outputs of a CPU LSTM layer, with a workspace of realistic size."""
     # oneDNN determines the size, which depends on the processor: run the layer on zeros to get it.
     *outputs, _ = RECURRENT(*args, **kwargs)
     if not torch.is_grad_enabled():  # then there is none
@@ -473,7 +468,6 @@ def _key(tensor: Tensor) -> int:
 def block_activations(
     found: ActivationPeak, paths: Sequence[str], recompute_s: float = 0.0
 ) -> list[BlockActivations]:
-    """Returns the activation memory of each block, for `choose_activations`."""
     kept = [found.kept[path] for path in paths]
     seconds = recompute_s / max(1, len(paths))
     blocks, below = list[BlockActivations](), 0

@@ -115,7 +115,6 @@ VIDEO_DEVIATIONS = (
 MICRO_FRAMES = 17
 """Frames per chunk in Open-Sora's implementation; consecutive chunks share one frame."""
 RESIDUAL: dict[str, Any] = {"eps": EPS, "bias": True, "shortcut": "nin_shortcut"}
-"""Arguments of `residuals` for this autoencoder."""
 
 
 def frame_causal_attention(

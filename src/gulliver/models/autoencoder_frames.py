@@ -17,7 +17,6 @@ from gulliver.errors import GulliverError
 from gulliver.models.autoencoders import check_latents, check_length, check_space
 
 EPS = 1e-6
-"""Epsilon of all norms."""
 
 
 class FrameResidual(nn.Module):
@@ -91,7 +90,6 @@ class FrameUpsample(nn.Module):
 
 
 def _level(inputs: int, outputs: int, groups: int, layers: int) -> nn.Module:
-    """Returns the residual blocks of one resolution; the caller adds the resampler."""
     level = nn.Module()
     widths = [inputs] + [outputs] * layers
     level.resnets = nn.ModuleList(FrameResidual(a, b, groups) for a, b in pairwise(widths))

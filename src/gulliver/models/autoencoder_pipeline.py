@@ -19,7 +19,6 @@ from gulliver.models.autoencoders import check_latents, check_length, check_spac
 from gulliver.models.configurations import checked_quirks
 
 RESIDUAL: dict[str, Any] = {"eps": 1e-5, "bias": False, "shortcut": "conv3"}
-"""Arguments of `residuals` for this autoencoder."""
 
 
 class TemporalEncoder(nn.Module):

@@ -161,16 +161,7 @@ AUTOENCODERS: dict[str, AutoencoderConfiguration] = {
 
 
 def build_autoencoder(name: str, **overrides: Any) -> nn.Module:
-    """Builds a public autoencoder that is a class of `gulliver.models`.
-
-    Args:
-        name: name in `AUTOENCODERS`.
-        overrides: arguments of its class.
-
-    Raises:
-        GulliverError: the name or a field is unknown, the class belongs to diffusers, or a field
-            has an invalid value.
-    """
+    """Builds a public autoencoder that is a class of `gulliver.models`."""
     if name not in AUTOENCODERS:
         raise GulliverError(f"unknown autoencoder {name!r}: {nearest(name, AUTOENCODERS)}")
     from gulliver import models
@@ -219,7 +210,6 @@ def check_latents(what: Autoencoder, latents: Tensor) -> None:
 
 
 def check_length(what: Autoencoder, latents: Tensor, num_frames: int | None) -> None:
-    """Raises an error if the number of latent frames does not match a clip's length."""
     if num_frames is None:
         return
     _, rows, columns = what.compression

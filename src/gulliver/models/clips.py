@@ -15,7 +15,6 @@ from gulliver.models.blocks import Grid, JointBlock, spatial_positions
 
 
 def check_heads(hidden_size: int, num_heads: int) -> None:
-    """Raises an error unless the width can be divided into heads and position codes."""
     if hidden_size % num_heads or hidden_size % 4 or (hidden_size // num_heads) % 2:
         raise GulliverError(
             f"hidden_size={hidden_size} must be a multiple of 4 and of num_heads={num_heads}, "

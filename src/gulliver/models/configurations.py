@@ -232,7 +232,6 @@ CONFIGS = {
     "STDiT3": STDiT3Config,
     "MMDiT": MMDiTConfig,
 }
-"""Configurations by model class."""
 
 
 def config_of(kind: type[Config], config: Config | None, fields: Mapping[str, Any]) -> Config:
@@ -248,7 +247,6 @@ def config_of(kind: type[Config], config: Config | None, fields: Mapping[str, An
 
 
 def make_of_fields(kind: type[T], fields: Mapping[str, Any], where: object = None) -> T:
-    """Builds a model; errors mention `where`, the source of the fields."""
     told = "" if where is None else f"{where}: "
     try:
         return kind(**fields)

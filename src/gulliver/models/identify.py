@@ -267,4 +267,3 @@ FIELDS = {
     "PipelineAutoencoder": _pipeline,
     "CausalAutoencoder": _causal,
 }
-"""Functions that infer the configuration from shapes, by class."""

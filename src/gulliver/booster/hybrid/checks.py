@@ -96,7 +96,6 @@ def _check_beneath(model: nn.Module, paths: Iterable[str], why: str) -> None:
 
 
 def _users(hooks: Iterable[Any]) -> list[Any]:
-    """Returns the hooks registered by the user, without those of libraries."""
     return [hook for hook in hooks if _module_of(hook).partition(".")[0] not in LIBRARIES]
 
 
@@ -121,7 +120,6 @@ class TrailingHooks:
         ]
 
     def restore(self) -> None:
-        """Moves user hooks behind ours again."""
         for module, hooks in self.known:
             order_outputs_hooks(module, hooks)
 
@@ -157,7 +155,6 @@ def check_embeddings(model: nn.Module, degree: int, pp_size: int) -> None:
 
 
 def check_virtual_tokens(model: nn.Module) -> None:
-    """Rejects PEFT's prompt and prefix tuning in a sharded model."""
     if hugging_face_of(model) is model:
         return
     configs: dict[str, Any] = getattr(model, "peft_config", {})
@@ -183,7 +180,6 @@ BLOCKS = "compile its blocks separately with block.compile(...)"
 def check_compiled(
     model: nn.Module, plan: TensorPlan | None, lists: Iterable[str], style: str, mode: str | None
 ) -> None:
-    """Rejects compiled modules that cannot be sharded."""
     for path, module in model.named_modules():
         if is_compiled(module):
             name = path.removesuffix("._orig_mod") or "the model"
@@ -266,7 +262,6 @@ LEAST_SHARE = 0.5
 
 
 def check_new(plan: Plan, model: nn.Module) -> None:
-    """Rejects models that are already boosted, and unsupported adapters."""
     if plan.mesh.cuts_model:
         check_virtual_tokens(model)
     if any("_boosted" in vars(p) for p in model.parameters()) or CUT in vars(model):
@@ -283,7 +278,6 @@ def check_cut(
     tensor: TensorPlan | None,
     stages: Stages | None,
 ) -> None:
-    """Rejects models that cannot be sharded, before anything is changed."""
     family, mode = family_of(model), plan.sequence.mode
     sizes = plan.mesh.of("tensor"), plan.mesh.of("sequence")
     check_sizes(mode, *sizes)
@@ -319,7 +313,6 @@ def check_cut(
 
 
 def check_recompute(plan: Plan, model: nn.Module, stages: Stages | None) -> None:
-    """Rejects blocks that cannot be recomputed."""
     known = recomputable(plan, model, stages) if plan.recompute else ()
     if plan.recompute and not known:
         raise GulliverError(NO_BLOCKS)

@@ -217,7 +217,6 @@ def drops_by_position(plan: Plan, model: nn.Module) -> bool:
 def check_positions(
     model: nn.Module, plan: TensorPlan | None, recomputed: Collection[str] = ()
 ) -> None:
-    """Rejects dropout whose masks cannot be drawn by position."""
     for path, module in model.named_modules():
         for name in _drops(path, module):
             why = _unknown(model, path, module, name, plan)
@@ -230,7 +229,6 @@ def check_positions(
 
 
 def _drops(path: str, module: nn.Module) -> list[str]:
-    """Returns the attributes that set a module's dropout rates."""
     if any(part in DRAWN_ALIKE for part in path.split(".")):
         return []
     if isinstance(module, DROPOUTS):
@@ -344,7 +342,6 @@ class PositionDropout:
             self._state = None
 
     def enter(self, site: _Site) -> None:
-        """Pushes a site's frame when its module begins."""
         counted = self.frames[-1].inner if self.frames else self._outer
         if not self.frames and self._state is None:
             if site.repeated:
@@ -394,7 +391,6 @@ class _Site(TorchFunctionMode):
         return self
 
     def watch(self, module: nn.Module) -> None:
-        """Registers the site's hooks on the module."""
         self.module = module
         module.register_forward_pre_hook(self._before)
         module.register_forward_hook(self._after, always_call=True)

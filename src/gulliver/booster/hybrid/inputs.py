@@ -46,7 +46,6 @@ def token_losses(
     columns: tuple[int, int] | None,
     ignore_index: int = -100,
 ) -> Tensor:
-    """Computes the cross-entropy of each token."""
     if columns is not None:
         from gulliver.parallel.tensor.loss import cross_entropy
 
@@ -129,7 +128,6 @@ class SequenceCall:
     _masks: dict[tuple[bool, int | None], Mask] = field(default_factory=dict)
 
     def mask(self, causal: bool, window: int | None) -> Mask:
-        """Returns a layer's attention mask; cached."""
         if (causal, window) not in self._masks:
             self._masks[causal, window] = Mask(
                 causal=causal,
@@ -283,7 +281,6 @@ class CallArguments:
         raise GulliverError(f"{self.model} needs input_ids or inputs_embeds")
 
     def check_all_known(self, known: tuple[str, ...]) -> None:
-        """Rejects arguments that nothing has handled."""
         for name, value in self.kwargs.items():
             plain = value is None or isinstance(value, bool | int | float | str)
             if name not in known and not plain:
@@ -377,7 +374,6 @@ def _documents(batch: CallArguments, padded: bool, length: int, known: Sequences
 
 
 def check_length(groups: SequenceGroups, length: int) -> None:
-    """Rejects sequences too short to give each rank a token."""
     if min(groups.plan.lay(length).sizes()) == 0:
         least = next(
             n for n in range(length, 4 * groups.plan.degree + 1) if min(groups.plan.lay(n).sizes())

@@ -52,7 +52,6 @@ class HybridMesh:
 
     @property
     def place(self) -> dict[str, int]:
-        """This rank's index on each axis."""
         rank_groups = (self.pipeline, self.data, self.sequence.all, self.tensor)
         return {name: rank_group.rank for name, rank_group in zip(AXES, rank_groups, strict=True)}
 
@@ -209,7 +208,6 @@ class Degree:
 
 
 def put_degree(model: nn.Module, degree: Degree) -> None:
-    """Attaches a `Degree` to a model with sequence parallelism."""
     object.__setattr__(model, ATTRIBUTE, degree)
 
 

@@ -102,7 +102,6 @@ class Clip:
         return self.frames if dim == FRAMES else self.places
 
     def attention(self, dim: int, width: Width) -> Shape:
-        """Shape of the attention along one dim of the full clip."""
         rows = self.batch * self.size(FRAMES + PLACES - dim)
         heads = width.heads, width.heads
         return Shape(rows, *heads, self.size(dim), width.head_dim, dtype=width.dtype)
@@ -353,7 +352,6 @@ class ClipAdapter:
         return self._opened or self.degree.planned
 
     def chosen(self, clip: Clip) -> ChosenScheme:
-        """Returns the scheme chosen for a clip."""
         width, mode, cluster, fixed = self._choice
         return choose_scheme(clip, width, self.groups.plan, mode, cluster, fixed)
 
@@ -376,7 +374,6 @@ class ClipAdapter:
         return swap_sharded_dim(x, cut, other, self.groups, size)
 
     def attention(self, length: int) -> Mix:
-        """Returns the distributed softmax attention for a number of tokens."""
         return partial(attention, groups=self.groups, length=length)
 
     def enter(
@@ -436,7 +433,6 @@ class ShardedBlock(STDiTBlock):
         return super().forward(x, y, y_mask, modulation, rotation, grid)
 
     def own(self, x: Tensor, grid: Grid) -> Tensor:
-        """Returns this rank's tokens of the block's input."""
         return self.adapter.part(x, self.adapter.scheme(x, grid).cut) if self.cuts else x
 
     def attend(

@@ -57,7 +57,6 @@ class Vocabulary:
 
     @classmethod
     def of(cls, model: Any) -> Vocabulary:
-        """Returns the vocabulary of an unsharded model."""
         if not is_hugging_face(model):
             return cls()
         try:
@@ -148,7 +147,6 @@ def cut_tensors(
 def wire_sequences(
     plan: Plan, model: nn.Module, mesh: HybridMesh | None, verbose: bool = True
 ) -> None:
-    """Sets up attention, inputs and losses for sharded sequences and vocabularies."""
     if mesh is None or mesh.sequence.plan.degree * mesh.tensor.size == 1:
         return
     if family_of(model) == "STDiT3":
@@ -161,7 +159,6 @@ def wire_sequences(
 
 
 def recompute(plan: Plan, model: nn.Module, stage: Stage | None, offering: Sequence[str]) -> None:
-    """Wraps blocks so that backward recomputes their activations."""
     if not plan.recompute:
         return
     if stage is not None:

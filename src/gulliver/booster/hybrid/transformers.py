@@ -162,7 +162,6 @@ class SequenceAdapter:
 
     @property
     def groups(self) -> SequenceGroups:
-        """Rank group that shares the sequences of the next forward."""
         return self.degree.now
 
     @property
@@ -171,7 +170,6 @@ class SequenceAdapter:
         return self.degree.planned.plan.degree > 1
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Returns this rank's arguments of the model's call."""
         batch = CallArguments.of(module, args, dict(kwargs))
         if self.shared:
             self._check_call(module, batch)
@@ -220,7 +218,6 @@ class SequenceAdapter:
         return shard(output, call.groups, gradient="own")
 
     def join(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Gathers the output of an inner module."""
         if self.opened is None or not self.opened.shared:
             return output
         call = self.opened.call
