@@ -68,13 +68,11 @@ class Gallery:
     folder: Path
 
     def place(self) -> Path:
-        """Returns a path for a new clip; names sort by time."""
         now = time.time()
         moment = f"{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}-{int(now % 1 * 1000):03d}"
         return self.folder / f"{moment}-{secrets.token_hex(3)}.mp4"
 
     def keep(self, made: ClipMade, settings: Settings, source: Source) -> Entry:
-        """Adds a clip to the gallery by writing its settings."""
         if settings.picture is not None:
             # gradio deletes its copy when the page is closed.
             picture = made.path.with_suffix(f".picture{settings.picture.suffix.lower()}")

@@ -86,7 +86,6 @@ class Page:
 
 
 def _shapes_of(folder: Path) -> list[str]:
-    """Lists the shapes that a run was trained with, as frames x height x width."""
     data = Run(folder).read_config().data
     if data.buckets is not None:
         return []

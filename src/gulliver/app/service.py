@@ -117,7 +117,6 @@ class Service:
 
     @property
     def notice(self) -> str:
-        """One-line notice to all users; empty if there is none."""
         return self._notice
 
     @property

@@ -51,7 +51,6 @@ class Source:
 
     @property
     def options(self) -> dict[str, str]:
-        """The options of `gulliver generate` that select this model."""
         paths = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "keep"}
         return {name.replace("_", "-"): str(path) for name, path in paths.items() if path}
 
@@ -269,7 +268,6 @@ class _Watch:
 
 
 def request_of(settings: Settings) -> Request:
-    """Converts settings to a request, as `gulliver generate` does."""
     bucket = Bucket(settings.frames, settings.height, settings.width)
     given = None if settings.picture is None else read_frames(settings.picture, 1)
     return Request(settings.prompt, bucket, settings.seed, given, settings.negative_prompt)

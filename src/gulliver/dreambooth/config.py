@@ -193,7 +193,6 @@ def alternatives(prompt: str) -> list[str]:
 
 
 def check_filled(config: DreamboothConfig, prompt: str, where: str, turns: bool = False) -> str:
-    """Fills in token and class, and checks the result."""
     if "{class}" in prompt and not config.class_word and prompt != DreamboothConfig.prompt:
         raise GulliverError(f"{where} contains {{class}}; set --class-word, such as dog")
     text = config.filled(prompt)

@@ -491,7 +491,6 @@ def _arguments(kind: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def _levels(picture: Tensor) -> np.ndarray:
-    """Converts a decoded image ``[3, H, W]`` to uint8 ``[H, W, 3]``."""
     share = (picture.float() / 2 + 0.5).clamp(0, 1).permute(1, 2, 0).cpu().numpy()
     return (share * 255).round().astype(np.uint8)
 

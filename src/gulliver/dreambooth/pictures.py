@@ -31,7 +31,6 @@ BROKEN = (OSError, ValueError, SyntaxError, EOFError)
 
 
 def read_pictures(config: DreamboothConfig, say: Callable[[str], Any]) -> list[Picture]:
-    """Reads the images of a subject."""
     folder = config.subject
     assert folder is not None, "options are validated"
     kinds = SUFFIXES | {CLIP}
@@ -62,7 +61,6 @@ def read_pictures(config: DreamboothConfig, say: Callable[[str], Any]) -> list[P
 
 
 def _report_others(folder: Path, files: Sequence[Path], say: Callable[[str], Any]) -> None:
-    """Logs unused files, and captions shared by several images."""
     captions = [path.with_suffix(".txt") for path in files]
     known = {*files, *captions}
     others = [p for p in sorted(folder.iterdir()) if p not in known and p.name[0] != "."]
@@ -122,7 +120,6 @@ def _eight_bits(picture: Any, Image: Any) -> Any:
 
 
 def cropped(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
-    """Resizes an image ``[H, W, 3]`` to cover a size, and crops the center."""
     Image, ImageOps = _pillow()
     picture = Image.fromarray(pixels)
     cut = ImageOps.fit(picture, (width, height), method=Image.Resampling.BICUBIC)
@@ -181,7 +178,6 @@ def prior_folder(config: DreamboothConfig) -> Path:
 
 
 def prior_texts(config: DreamboothConfig) -> list[str]:
-    """Returns the prompt of each prior image; alternatives are used in turn."""
     texts = alternatives(config.filled(config.prior_prompt))
     return [texts[number % len(texts)] for number in range(config.priors)]
 

@@ -116,7 +116,6 @@ def _splits(config: DreamboothConfig, ranks: int) -> Iterator[tuple[int, int]]:
 
 
 def _sample(config: DreamboothConfig, base: Any, size: int) -> dict[str, Any]:
-    """Returns the student's arguments for a micro-batch, with meta tensors."""
     return {
         "latents": base.example(size),
         "texts": [config.filled(config.prompt)] * size,
@@ -126,7 +125,6 @@ def _sample(config: DreamboothConfig, base: Any, size: int) -> dict[str, Any]:
 
 
 def _work(student: SubjectModel, sample: dict[str, Any], activations: str) -> Work:
-    """Traces the memory of a micro-batch, with and without its blocks' activations."""
     kept = activation_peak(student, (), sample)
     size = len(sample["weights"])
     work = Work(samples=size, peak=kept.bytes or 0, unfollowed=kept.reason)
@@ -141,7 +139,6 @@ def recompute_blocks(student: Any) -> None:
 
 
 def lines_of(planned: PlannedRun, size: int, side: str) -> list[str]:
-    """Formats the plan: memory by kind and tier."""
     first = FIRST_USE if planned.plan.limited and planned.activations else 0
     *found, _ = replace(planned, activations=planned.activations - first).lines(1)
     if first:

@@ -147,7 +147,6 @@ def make_student(
 
 
 def rows_of(base: Base, tokens: Iterable[TokenHandle]) -> list[nn.Parameter]:
-    """Returns the embeddings of the new tokens in all text encoders."""
     found = [token.rows for token in tokens]
     for module in base.text.modules() if base.text is not None else ():
         found += [module.rows] if isinstance(module, TokenEmbedding) else []

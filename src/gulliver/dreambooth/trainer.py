@@ -286,7 +286,6 @@ class DreamBoothTrainer(TrainingLoop):
         return Outcome(self.step_number, True, self.seconds, result=result)
 
     def batches(self) -> Iterator[tuple[list[list[StepSample]], None]]:
-        """Yields each step's micro-batches, which depend only on the step."""
         place, places = self.place
         while True:
             yield shares(self.order.samples(self.step_number), place, places, self.micro), None

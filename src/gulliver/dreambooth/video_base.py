@@ -235,7 +235,6 @@ class VideoBase:
         return [to_frames(clip) for clip in self.maker.generate(requests, self.sampling)]
 
     def moved(self, still: np.ndarray, text: str, seed: int, placed: bool) -> np.ndarray:
-        """Generates a clip for a prompt that starts with a given image."""
         first = torch.from_numpy(still)[None].permute(3, 0, 1, 2).float() / 127.5 - 1
         first = fit(first, self.bucket.height, self.bucket.width)
         request = Request(text, self.bucket, seed, given=None if placed else first)
@@ -340,7 +339,6 @@ def _placed(
 
 
 def spatial_layers(network: nn.Module) -> tuple[str, ...]:
-    """Returns the names of the linear layers in spatial blocks."""
     return tuple(
         path
         for path, module in network.named_modules()

@@ -19,7 +19,6 @@ from gulliver.errors import GulliverError
 # "photo". A token is accepted only if both give the same ids for all prompts of a run, so that
 # results load as trained.
 def place_of(token: str, text: str) -> re.Match[str] | None:
-    """Finds a whole word in a text; None if absent."""
     return re.search(rf"(?<!\w){re.escape(token)}(?!\w)", text, re.IGNORECASE)
 
 

@@ -302,12 +302,10 @@ class CachedEmbeddingBag(nn.Module):
 
     @property
     def device_bytes(self) -> int:
-        """Bytes used on the device: cache, optimizer state and slot index."""
         return self._store.device_bytes
 
     @property
     def host_bytes(self) -> int:
-        """Bytes used on the host or disk: all rows, the index and the replacement state."""
         return self._store.host_bytes
 
     def extra_repr(self) -> str:
@@ -319,7 +317,6 @@ class CachedEmbeddingBag(nn.Module):
     # Lookup
 
     def _rows_of(self, ids: Given) -> Tensor:
-        """Returns the rows of all ids, in the order used by `forward`."""
         if isinstance(ids, Mapping):
             missing = [t.name for t in self.tables if t.name not in ids]
             if missing or len(ids) != len(self.tables):

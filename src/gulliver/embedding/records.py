@@ -142,7 +142,6 @@ class RecordTraffic:
 
     @property
     def hidden(self) -> float:
-        """Fraction of the fetch time that overlapped with compute."""
         return max(1.0 - self.waiting / self.fetching, 0.0) if self.fetching else 1.0
 
 
@@ -247,18 +246,15 @@ class RecordStore:
 
     @property
     def waiting(self) -> bool:
-        """Whether batches are waiting for an optimizer step."""
         return bool(self._waiting)
 
     @property
     def device_bytes(self) -> int:
-        """Bytes used on the device: slots, states and slot index."""
         states = sum(state.nbytes for state in self._states().values())
         return self.weight.nbytes + states + self._row_of_slot.nbytes
 
     @property
     def host_bytes(self) -> int:
-        """Bytes used on the host: columns, index and replacement state."""
         decisions = self.replacement.index.nbytes + self.replacement.nbytes
         return sum(column.nbytes for column in self.columns.values()) + decisions
 

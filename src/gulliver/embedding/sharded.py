@@ -90,7 +90,6 @@ def steps_taken(bags: Sequence[CachedEmbeddingBag], group: RankGroup) -> Tensor 
 
 
 def steps_part(steps: Tensor, group: RankGroup) -> Part:
-    """The step count as a checkpoint part, identical on all ranks."""
     return Part(steps, (1,), region=Region((1,), 0, ((0, 1),), group.size))
 
 
@@ -246,7 +245,6 @@ class ShardedEmbeddingBag(nn.Module):
         return self._assembled(arriving, own)
 
     def flush(self) -> None:
-        """Writes all modified rows to the host."""
         for bag in self._bags():
             bag.flush()
 
@@ -284,7 +282,6 @@ class ShardedEmbeddingBag(nn.Module):
 
     @property
     def device_bytes(self) -> int:
-        """Bytes used on this rank's device."""
         return sum(bag.device_bytes for bag in self._bags())
 
     # Placement

@@ -231,7 +231,6 @@ class Encoder:
 
     @property
     def masks(self) -> str:
-        """Describes how replies in conversations are located."""
         return "template marks" if marks_answers(self.tokenizer) else "checked prefixes"
 
     def _marked(self, samples: Sequence[TextSample]) -> Iterator[list[Example] | BadRow]:

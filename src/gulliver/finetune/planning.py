@@ -82,7 +82,6 @@ class PlannedRun:
         return self.accumulate * (one.step - one.update) + one.update
 
     def lines(self, steps: int) -> list[str]:
-        """Formats the plan: memory by kind and tier, step time and disk traffic."""
         plan, moved = self.plan, self.plan.predicted.moved
         stage = "" if plan.stage is None else f", stage {plan.stage}"
         found = [
@@ -296,7 +295,6 @@ class Recipe:
 
 
 def choose_precision(config: FinetuneConfig, device: str) -> tuple[str, str]:
-    """Chooses the training dtype of the weights; also returns the reason."""
     if config.dtype != "auto":
         return config.dtype, "as requested"
     if device == "cuda":
@@ -305,7 +303,6 @@ def choose_precision(config: FinetuneConfig, device: str) -> tuple[str, str]:
 
 
 def choose_batch(config: FinetuneConfig, tokens: int, length: int) -> tuple[int, str]:
-    """Chooses the tokens per optimizer step; also returns the reason."""
     if config.batch_tokens is not None:
         least = max(config.batch_tokens, length)
         return least, "as requested" if least == config.batch_tokens else "the longest sequence"
@@ -330,7 +327,6 @@ def complete(
     parameters: int,
     held_out: bool,
 ) -> Recipe:
-    """Fills in the hyperparameters that were not given."""
     reasons = {"precision": precision[1], "batch": batch[1]}
     steps = config.steps
     if steps is None:

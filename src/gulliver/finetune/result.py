@@ -105,7 +105,6 @@ def _training(job: FinetuneJob) -> list[tuple[str, Any]]:
 
 
 def _samples(run: FinetuneRun, step: int) -> str:
-    """Formats samples from before training and from the resulting step."""
     found = run.samples.read()
     parts = []
     for number in dict.fromkeys((0, step)):
@@ -191,7 +190,6 @@ def _chosen(job: FinetuneJob, run: FinetuneRun, best: int) -> tuple[Path, str]:
 
 
 def _trained(step: Path) -> dict[str, Tensor]:
-    """Full trained tensors of a checkpoint, by their names in PEFT's files."""
     with open_weights(step) as weights:
         infos = {name: info for name, info in weights.infos.items() if ".lora_" in name}
         made = {name: torch.empty(info.shape, dtype=info.dtype) for name, info in infos.items()}

@@ -52,7 +52,6 @@ Rows = Iterator[Row | BadRow]
 
 
 def read_rows(paths: Iterable[Path]) -> Rows:
-    """Yields the rows of all files, in order."""
     for path in paths:
         for file in _files(Path(path)):
             with named_errors(file, "read"):
@@ -274,7 +273,6 @@ class Form:
     rows: int
 
     def parse(self, row: Row) -> TextSample | BadRow:
-        """Parses a row; returns a `BadRow` for missing columns or invalid values."""
         given = [c for c in COLUMNS[self.name] if all(row.values.get(n) is not None for n in c)]
         if len(given) > 1:
             names = " and ".join(columns[-1] for columns in given)

@@ -114,7 +114,6 @@ class FinetuneStep:
         return {name: value.to(self.world.device) for name, value in taken.items()}
 
     def _loss(self, batch: dict[str, Tensor], items: int) -> Tensor:
-        """Returns the sum of a micro-batch's token losses divided by `items`."""
         if self._own:
             return self.model(**batch, num_items_in_batch=items).loss
         labels = batch.pop("labels")

@@ -200,7 +200,6 @@ class Accelerator(accelerate.Accelerator):
         return super().free_memory(*objects)
 
     def has_ended(self, model: nn.Module) -> bool:
-        """Whether a boosted model was passed to `free_memory`."""
         return model in self._ended
 
     def release(self, model: nn.Module) -> None:

@@ -125,7 +125,6 @@ def _products(
     calls: Mapping[str, int],
     batches: Sequence[Any],
 ) -> dict[str, Tensor]:
-    """Sums the outer products of each layer's inputs, by path."""
     found: dict[str, Tensor] = {}
 
     def note(path: str, x: Tensor) -> None:

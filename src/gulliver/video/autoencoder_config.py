@@ -27,7 +27,6 @@ from gulliver.video.config import DataConfig, parse_shapes, table_needs
 WINDOW = 11
 """Size of the SSIM window: the smallest picture that it supports."""
 WEIGHTS = Range(0, 1e9)
-"""Range of loss weights."""
 
 
 @dataclass(frozen=True)
@@ -174,7 +173,6 @@ def check_autoencoder_config(config: TrainAutoencoderConfig) -> TrainAutoencoder
 
 
 def check_latent_terms(config: TrainAutoencoderConfig, posterior: bool) -> None:
-    """Raises an error for latent terms that do not apply to the autoencoder."""
     points = not posterior, "it applies to point latents, but the autoencoder has a posterior"
     gaussian = (
         posterior,

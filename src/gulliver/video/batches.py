@@ -49,7 +49,6 @@ def _two(frames: int, draw: Draw) -> int:
 
 
 def _quarter(frames: int, draw: Draw) -> int:
-    """Samples a length from one frame to a quarter of the frames."""
     return _integer(1, max(1, frames // 4), draw)
 
 
@@ -79,13 +78,11 @@ def _identity(frames: int, draw: Draw) -> Tensor:
 
 
 def _random(frames: int, draw: Draw) -> Tensor:
-    """Selects each frame with the same probability, drawn from 0.1 to 0.9."""
     chance = 0.1 + 0.8 * float(torch.rand((), generator=draw))
     return torch.rand(frames, generator=draw) <= chance
 
 
 def _interpolate(frames: int, draw: Draw) -> Tensor:
-    """Selects every second frame, starting with the first or the second."""
     return torch.arange(frames) % 2 == _integer(0, 1, draw)
 
 
@@ -238,7 +235,6 @@ def common_samples(place: tuple[int, int], kept: list[int]) -> list[int]:
 
 
 def listing(clips: set[tuple[str, str]], problem: str = "could not be read") -> str:
-    """Lists up to `SHOWN` clips with their reasons."""
     lines = [f"{len(clips)} clip{'s' * (len(clips) != 1)} {problem}:"]
     lines += [f"  {name}: {reason}" for name, reason in sorted(clips)[:SHOWN]]
     if len(clips) > SHOWN:
@@ -355,7 +351,6 @@ class BatchMaker:
 
     @property
     def encoded(self) -> bool:
-        """Whether the data set returns latents instead of pixels."""
         return self.dataset.encoded
 
     @cached_property
@@ -367,7 +362,6 @@ class BatchMaker:
             yield self.make(step, clips, state)
 
     def make(self, step: Step, clips: ClipBatch, state: dict[str, Any]) -> VideoBatch:
-        """Builds the batch of a step from the clips that all ranks of a model could read."""
         videos, captions, fps, kept, _ = clips
         if self.agree is not None:
             # A file may disappear after one rank has read it, and before another does.
@@ -422,7 +416,6 @@ class BatchMaker:
         return videos if self.encoded else self.autoencoder.encode(videos), captions, fps
 
     def conditions(self, bucket: Bucket, captions: list[str]) -> dict[str, Any]:
-        """Returns caption embeddings and clip sizes, by field name of `VideoBatch`."""
         y, mask = self.text.encode(captions)[:2]
         known = told(bucket, 0, torch.ones(len(captions), device=self.device))
         return {

@@ -259,7 +259,6 @@ class BlockCache:
         self._undo.append(undo)
 
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Records a call of the model: its noise levels, and the memory for its input shapes."""
         if model.training or torch.is_grad_enabled():
             raise GulliverError(
                 f"cache {self.strategy} is for sampling; call model.eval() and use "
@@ -354,7 +353,6 @@ def psnr(clip: Tensor, reference: Tensor) -> float:
 
 
 def _outputs(model: nn.Module) -> list[tuple[nn.Module, str, str]]:
-    """Lists methods whose outputs broadcast may reuse, as module, name and kind."""
     found: list[tuple[nn.Module, str, str]] = []
     for block in _blocks(model):
         if isinstance(block, STDiTBlock):
@@ -406,7 +404,6 @@ def _as_given_to(last: nn.Module, out: Any) -> Any:
 
 
 def _each(function: Callable[[Tensor, Tensor], Tensor], one: Any, other: Any) -> Any:
-    """Applies a function to two tensors, or elementwise to two tuples of tensors."""
     if isinstance(one, tuple):
         return tuple(function(a, b) for a, b in zip(one, other, strict=True))
     return function(one, other)

@@ -58,21 +58,18 @@ class Task:
     """Maps a number of latent frames to the indices of the given ones."""
 
     def fits(self, latent_frames: int) -> bool:
-        """Whether clips of this length have both given and generated frames."""
         given = set(self.given(latent_frames))
         return 0 < len(given) < latent_frames and max(given) < latent_frames
 
     def request(
         self, clip: Tensor, prompt: str, bucket: Bucket, seed: int, compression: int
     ) -> Request:
-        """Builds a request with the given frames of a real clip [3, T, H, W]."""
         given = self.given(latent_frames(bucket, compression))
         needed = clip[:, : max(given) * compression + 1]
         strategy = ";".join(f"0,0,{place},{place},1,0" for place in given)
         return Request(prompt, bucket, seed, references=(needed,), mask_strategy=strategy)
 
     def frames_made(self, bucket: Bucket, compression: int) -> list[int]:
-        """Returns the indices of the generated frames."""
         given = self.given(latent_frames(bucket, compression))
         # The first latent frame corresponds to one frame, all others to `compression` frames.
         return [n for n in range(bucket.frames) if -(-n // compression) not in given]
@@ -112,12 +109,10 @@ TASKS = (
 
 
 def real_clips(count: int, bucket: Bucket, seed: int) -> MovingDigits:
-    """Renders clips of held-out handwriting."""
     return MovingDigits("heldout", count, seed=seed, shapes={bucket: 1})
 
 
 def requests_of(task: Task, real: MovingDigits, compression: int) -> list[Request]:
-    """Builds a request for each real clip, with its caption and its given frames."""
     return [
         task.request(
             real[index].video, real.caption(index), real.bucket_of(index), index, compression
@@ -158,7 +153,6 @@ class Evaluation:
         return self.conditioned.get("image_to_video")
 
     def figures(self) -> dict[str, Any]:
-        """Returns the metrics as plain values for a report."""
         return asdict(replace(self, clips=[]))
 
 
@@ -245,7 +239,6 @@ def _score_conditioned(
     bucket: Bucket,
     sampling: SamplingConfig | None,
 ) -> dict[str, Scores]:
-    """Scores the generated frames of clips with given real frames, per task."""
     compression = model.autoencoder.compression[0]
     real = real_clips(samples, bucket, seed=2)
     labels = [real.labels(index) for index in range(samples)]
@@ -284,7 +277,6 @@ SHEET_FPS = 8.0
 
 
 def demonstrate(config: DemoConfig) -> dict[str, Any]:
-    """Runs the demo and returns the values of its report."""
     started = time.monotonic()
     folder = config.out / "run"
     _train(config, folder)
@@ -322,7 +314,6 @@ def _train(config: DemoConfig, folder: Path) -> None:
 
 
 def _rows(model: VideoModel, evaluation: Evaluation, sampling: SamplingConfig) -> list[SheetRow]:
-    """Returns the rows of the contact sheet: the first samples of each kind, without selection."""
     titles = ["text to video: the first evaluated clips of held-out sentences"]
     titles += ["text to video: the first evaluated clips of trained sentences"]
     rows = [
@@ -347,7 +338,6 @@ def _made(model: VideoModel, bucket: Bucket, title: str, sampling: SamplingConfi
 
 
 def _conditioned(model: VideoModel, sampling: SamplingConfig) -> list[SheetRow]:
-    """Returns a row of the contact sheet per task, with given frames of held-out handwriting."""
     compression = model.autoencoder.compression[0]
     real = real_clips(COLUMNS, Bucket(13, 32, 32), seed=5)
     texts = [real.caption(n) for n in range(COLUMNS)]

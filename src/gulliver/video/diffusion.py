@@ -262,7 +262,6 @@ class GivenFrames:
     def of(
         cls, diffusion: Diffusion, given: Tensor | None, noise: Tensor, mask: Tensor | None
     ) -> GivenFrames | None:
-        """Returns the given frames of a `sample` call; None if there are none."""
         if given is None and mask is None:
             return None
         if given is None or mask is None:
@@ -270,7 +269,6 @@ class GivenFrames:
         return cls(diffusion, given, noise, mask)
 
     def begin(self) -> Tensor:
-        """Returns noise, with given frames inserted."""
         return self.keep(self._noise, self._given)
 
     def join(self, x: Tensor, level: float) -> Tensor:
@@ -314,7 +312,6 @@ def conditions(
 
 
 def stacked(branches: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Concatenates the inputs of all branches; other values are taken from the first."""
     found = dict(branches[0])
     for name, value in found.items():
         values = [branch[name] for branch in branches]

@@ -131,13 +131,11 @@ class MovingDigits:
 
 
 def sentence(digit: int, direction: int | None) -> str:
-    """Returns the caption of a clip, or of a still without a direction."""
     still = f"the digit {DIGITS[digit]}"
     return still if direction is None else f"{still} moving {DIRECTIONS[direction]}"
 
 
 def compose(images: Tensor, steps: Tensor, offsets: Tensor, bucket: Bucket) -> Tensor:
-    """Renders images that move over an empty frame."""
     frames, height, width = bucket.frames, bucket.height, bucket.width
     room = torch.tensor([width - SIDE, height - SIDE], dtype=torch.float32) / 2
     along = (room * steps.abs()).sum(-1)
@@ -281,7 +279,6 @@ def load_judges() -> DigitReaders:
 
 
 def windows_around_ink(clips: Tensor) -> tuple[Tensor, Tensor]:
-    """Crops a window around the ink of every frame."""
     batch, _, frames, height, width = clips.shape
     ink = ((clips.float().mean(dim=1) + 1) / 2).clamp(0, 1).view(-1, height, width)
     weight = ink * (ink > INK)
@@ -311,7 +308,6 @@ def directions_of(centres: Tensor, times: Tensor) -> Tensor:
 
 
 def ceiling(judges: DigitReaders, bucket: Bucket, clips: int = 297) -> Scores:
-    """Scores real clips of held-out handwriting: the upper limit for a model."""
     real = MovingDigits("heldout", clips, seed=1, shapes={bucket: 1})
     labels = [real.labels(index) for index in range(clips)]
     videos = list(real.batch(list(range(clips))).unbind())

@@ -45,7 +45,6 @@ class ClipSize:
 
     @property
     def side_ratio(self) -> float:
-        """Square root of the clip's area relative to the base area."""
         return math.sqrt(self.height * self.width / self.base_area)
 
 
@@ -346,7 +345,6 @@ class IDDPM(Diffusion):
     def sample_timesteps(
         self, batch: int, *, generator: torch.Generator | None = None, **clip: float
     ) -> Tensor:
-        """Samples a step for each of `batch` clips, uniformly for any clip size: [batch]."""
         del clip
         return torch.randint(self.num_timesteps, (batch,), generator=generator).float()
 
@@ -404,7 +402,6 @@ class IDDPM(Diffusion):
         progress: Callable[[int, int], None] | None = None,
         preview: Preview | None = None,
     ) -> Tensor:
-        """Samples with reverse steps from noise to data."""
         guidance = cfg_scale if isinstance(cfg_scale, Guidance) else Guidance(cfg_scale)
         if guidance.image != 1:
             raise GulliverError(

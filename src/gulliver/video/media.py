@@ -181,7 +181,6 @@ class SheetRow:
 
 
 def contact_sheet(path: Path, rows: list[SheetRow], fps: float, scale: int = 4) -> Path:
-    """Draws rows of clips with their captions as one animated GIF."""
     # Shorter clips hold their last frame until the longest ends. A still of the middle frame is
     # saved next to it, with the suffix .png.
     frames = _drawn(rows, scale)
@@ -229,7 +228,6 @@ def _row_width(row: SheetRow, scale: int) -> int:
 
 
 def _lettering(rows: list[SheetRow], width: int, height: int, scale: int):
-    """Draws the sheet without its clips: headings, and a caption below each clip."""
     from PIL import Image, ImageDraw, ImageFont
 
     canvas = Image.new("RGB", (width, height), BACKGROUND)

@@ -80,7 +80,6 @@ class Validation:
         display: Display,
         scalars: Callable[[str, float, int], None],
     ) -> None:
-        """Logs losses to the run's log and TensorBoard, and prints their means."""
         means = {bucket: sum(losses) / len(losses) for bucket, losses in found.items()}
         loss = sum(means.values()) / len(means)
         run.validation.append({"step": step, "loss": loss, "buckets": found})
@@ -234,7 +233,6 @@ def make_samples(
 
 
 def _shape(config: TrainConfig, dataset: Any) -> Bucket:
-    """Selects the shape of the samples: requested, or the first, or the most common."""
     if config.data.buckets is None:
         shapes = list(parse_shapes(config.data.shapes))
     else:
@@ -250,8 +248,6 @@ def _shape(config: TrainConfig, dataset: Any) -> Bucket:
 
 
 def _captions(dataset: Any, shape: Bucket, count: int) -> list[str]:
-    """Selects captions evenly from clips of a shape, or from any."""
-
     def distinct(only: Bucket | None) -> list[str]:
         some = range(min(len(dataset), LOOKED_AT))
         of_shape = (n for n in some if only is None or dataset.bucket_of(n) == only)

@@ -478,7 +478,6 @@ class VideoPipeline:
     def _captions(
         self, pieces: list[ClipPiece], denoiser: Denoiser
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Returns the embeddings for the branches with and without caption."""
         prompts = [piece.prompt for piece in pieces]
         others = [self._other(piece.prompt, piece.negative_prompt) for piece in pieces]
         text = self.text.encode([*prompts, *others])

@@ -179,7 +179,6 @@ JOINT = {"joint": "blocks"}
 
 
 def kinds_of(model: Any) -> dict[str, str]:
-    """Returns the attribute names of a model's block lists, by kind."""
     return PAIRED if isinstance(model, STDiT3) else JOINT
 
 

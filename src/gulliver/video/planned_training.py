@@ -67,7 +67,6 @@ class PlannedTrainer(Trainer):
         return (0, 1), self.world.size
 
     def _sampler(self, dataset: Any, model: nn.Module, autoencoder: Autoencoder) -> PlannedOrder:
-        """Creates the planned order of all ranks, with the costs of this model."""
         config, order = self.config, ClipOrder(dataset, derive(self.config.seed, 14))
         if not dataset.encoded:
             autoencoder = autoencoder.to(self.world.device).eval()
@@ -112,7 +111,6 @@ class PlannedTrainer(Trainer):
         self.ratios: list[float] = []
 
     def batches(self) -> Iterator[tuple[TrainingStep, Any]]:
-        """Yields planned steps, until too many clips are unreadable."""
         while True:
             for step in self.loader:
                 yield step, self.position
@@ -120,7 +118,6 @@ class PlannedTrainer(Trainer):
                     self._refuse_lost_data(self.skipped.problem)
 
     def _begin(self, plan: StepPlan) -> None:
-        """Reads the clips of a step, and counts the unreadable ones on all ranks."""
         # A step without readable clips is skipped, as without planning.
         self.clips.begin(self.loader.optimizer.rank, plan, self.sampler.planner.upcoming())
         lost = len(self.clips.lost)
@@ -140,7 +137,6 @@ class PlannedTrainer(Trainer):
         return {"loss": batch.loss()}
 
     def after_update(self) -> Mapping[str, float]:
-        """Records the position after the step, and the error of its predicted time."""
         step = self._running
         self.position = self.loader.state_dict()
         self.sampler.given(step.plan.samples)
@@ -161,7 +157,6 @@ class PlannedTrainer(Trainer):
 
     @torch.no_grad()
     def _clips(self, loaded: LoadedBatch, epoch: int, step: int) -> VideoBatch:
-        """Adds noise, levels, dropped captions and masks to a micro-batch."""
         # Lost clips are left out; if all are, one of zeros has weight zero.
         maker, data, bucket = self.maker, loaded.data, self.shapes.buckets[loaded.shape]
         videos, captions, fps, rows = (data[n] for n in ("videos", "captions", "fps", "rows"))
@@ -203,7 +198,6 @@ class PlannedTrainer(Trainer):
         return noise, level, drop, None if mask is None else mask[0]
 
     def train(self, stop: StopRequest) -> bool:
-        """Trains until the last step or a signal, and reports the error of predicted times."""
         try:
             over = super().train(stop)
         finally:

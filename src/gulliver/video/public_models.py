@@ -114,7 +114,6 @@ def patch_of(model: Any) -> tuple[int, int, int]:
 
 
 def told(bucket: Bucket, fps: float, ones: Tensor) -> dict[str, Tensor]:
-    """Returns all conditioning values known for clips of a shape, [B] each."""
     values = {
         "fps": fps,
         "height": bucket.height,
@@ -370,7 +369,6 @@ def dtype_of_files(
 
 
 def fields_of_files(path: Path | str) -> tuple[str, dict[str, Any]]:
-    """Returns the class in `gulliver.models` for some files, and its arguments."""
     made, fields, *_ = _read(Path(path), {})
     return made.__name__, fields
 
@@ -460,7 +458,6 @@ def load_trained(path: Path) -> VideoAutoencoder:
 
 
 def autoencoder_figures(path: Path) -> dict[str, Any]:
-    """Reads the metrics measured when the autoencoder was trained."""
     return json.loads(read_metadata(path).get("figures", "{}"))
 
 

@@ -152,7 +152,6 @@ def place(
     frames: int,
     align: int | None = None,
 ) -> list[FramePlacement]:
-    """Resolves the rules of a loop to frame placements."""
     found = []
     for rule in rules:
         number = rule.reference % len(lengths)
@@ -402,7 +401,6 @@ def made_by_loops(
     unit: int,
     show: bool = False,
 ) -> list[Tensor]:
-    """Generates clips, loop by loop."""
     clips: list[Tensor] = []
     with Display("generating", sum(r.loops for r in requests), enabled=show) as display:
         for loop in range(max((r.loops for r in requests), default=0)):
@@ -531,7 +529,6 @@ def _check_loops(request: Request) -> None:
 
 
 def check_frames(request: Request, autoencoder: VideoAutoencoder) -> None:
-    """Raises an error for given frames that do not fit the clip, before encoding."""
     bucket = request.bucket
     if request.given is not None and request.given.shape[1] >= bucket.frames:
         raise GulliverError(
@@ -584,8 +581,6 @@ def _check_head(piece: ClipPiece, placements: Sequence[FramePlacement], loop: in
 
 
 def described(request: Request) -> tuple[object, ...]:
-    """Returns a request as a tuple, for comparisons between ranks."""
-
     def plain(value: object) -> object:
         if isinstance(value, tuple):
             return tuple(plain(one) for one in value)

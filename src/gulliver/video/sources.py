@@ -455,7 +455,6 @@ def make_flow(config: FlowConfig, autoencoder: Autoencoder) -> RectifiedFlow:
 
 
 def own_autoencoder(run: Run) -> Autoencoder | None:
-    """Loads the autoencoder in the run's folder, or the public one it refers to."""
     if run.autoencoder_path.is_file():
         return load_autoencoder(run.autoencoder_path)
     if run.named_autoencoder_path.is_file():

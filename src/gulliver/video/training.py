@@ -109,7 +109,6 @@ def run_stages(
 
 
 def stage_inputs(flow: RectifiedFlow, batch: VideoBatch, rows: Tensor) -> dict[str, Any]:
-    """Returns the inputs of the stages and of the loss for the clips `rows` of a batch."""
     shown = flow.point(batch.latents, batch.noise, batch.timesteps, batch.generate)
     return {
         "x": shown[rows],
@@ -122,7 +121,6 @@ def stage_inputs(flow: RectifiedFlow, batch: VideoBatch, rows: Tensor) -> dict[s
 def stage_loss(
     flow: RectifiedFlow, factor: float, output: Tensor, micro: dict[str, Tensor]
 ) -> Tensor:
-    """Computes the weighted mean loss of a micro-batch, times a factor."""
     errors = flow.error(output, micro[TARGET], micro["x_mask"])
     return (errors * micro.get(COUNTS, 1.0)).mean() * factor
 
@@ -219,7 +217,6 @@ class Trainer(TrainingLoop):
         """Hook that runs after the model is boosted."""
 
     def batches(self) -> Iterator[tuple[Any, Any]]:
-        """Yields batches and the data positions after them, until too many clips are unreadable."""
         for batch in self.maker.batches():
             yield batch, batch.sampler_state
             if self.skipped.problem is not None:

@@ -145,7 +145,6 @@ class Sources(NamedTuple):
 
 
 def make_sources(dataset: Any, config: AutoencoderDataConfig, seed: int) -> Sources:
-    """Splits a dataset into training clips and held-out clips."""
     if isinstance(dataset, ClipTable):
         training, held_out = split_table(dataset, config, seed)
         clips = f"{len({window.row for window in held_out.windows})} clips"

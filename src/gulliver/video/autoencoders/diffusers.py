@@ -41,7 +41,6 @@ KNOWN = (
 
 
 def load_diffusers(path: Path, config: dict[str, Any]) -> DiffusersAutoencoder:
-    """Builds the class named in a folder's configuration, and loads its weights."""
     name = config["_class_name"]
     if name not in KNOWN:
         raise GulliverError(f"{path} has the unsupported class {name!r}: {nearest(name, KNOWN)}")

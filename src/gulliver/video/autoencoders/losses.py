@@ -48,7 +48,6 @@ class Posterior(NamedTuple):
 
     @staticmethod
     def of(moments: Tensor, channels: int) -> Posterior:
-        """Splits an encoder's output into mean and log-variance."""
         if moments.shape[1] == channels:
             return Posterior(moments, None)
         mean, log_variance = moments.chunk(2, dim=1)
@@ -114,7 +113,6 @@ def _share_of_gradient(value: Tensor, replicas: int) -> Tensor:
 
 
 def pixel_error(video: Tensor, decoded: Tensor, kind: Literal["mse", "l1"] = "mse") -> Tensor:
-    """Computes the mean squared or absolute error of all elements."""
     return F.mse_loss(decoded, video) if kind == "mse" else F.l1_loss(decoded, video)
 
 
@@ -146,12 +144,10 @@ def _layers(features: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 def discriminator_loss(real: Tensor, made: Tensor) -> Tensor:
-    """Computes the discriminator's hinge loss from its logits of real and generated clips."""
     return 0.5 * (F.relu(1 - real).mean() + F.relu(1 + made).mean())
 
 
 def generator_loss(made: Tensor) -> Tensor:
-    """Computes the autoencoder's hinge loss from the discriminator's logits of its clips."""
     return -made.mean()
 
 

@@ -44,7 +44,6 @@ def caption(
     again: bool = False,
     workers: int = 0,
 ) -> Captioned:
-    """Writes a table with captions."""
     if (command is None) == (model is None):
         raise GulliverError(
             "neither or both of --command and --model are set; set exactly one of them"

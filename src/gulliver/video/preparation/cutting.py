@@ -296,7 +296,6 @@ def make_plan(footage: SourceScenes, stem: str, settings: CutSettings) -> Plan:
 def _unseen(
     begin: int, stop: int, frames: tuple[int, ...], rate: Fraction
 ) -> list[tuple[int, int, str]]:
-    """Lists the frames in a clip's range that it never shows."""
     ends = [begin - 1, *frames, stop]
     reason = f"lasts less than 1/{float(rate):g} s, the duration of a frame of its clip"
     return [(at + 1, after, reason) for at, after in pairwise(ends) if after > at + 1]
@@ -421,7 +420,6 @@ def _left(name: str, outcome: FileOutcome, record: dict[str, Any]) -> list[Unuse
 
 
 def write_left_out(table: Path, left: Sequence[UnusedFrames]) -> Path | None:
-    """Lists skipped frames next to a table, or removes the list if there are none."""
     path = table.with_name(f"{table.stem}.left_out.csv")
     if not left:
         path.unlink(missing_ok=True)

@@ -93,7 +93,6 @@ def _is_hash(value: Any) -> bool:
 def _without_copies(
     table: Table, out: Path, alike: float, workers: int
 ) -> tuple[Table, list[Pair]]:
-    """Compares pictures with similar hashes, and writes the remaining rows."""
     names, clips, column = table.column("path"), table.clips(), table.column("phash")
     rows = [row for row, value in enumerate(column) if value]
     bits = dict(zip(rows, hash_bits([column[row] for row in rows]), strict=True))

@@ -254,7 +254,6 @@ class _Job:
         return self.config.out / SHARDS / name
 
     def _encode(self, shards: list[PlannedShard], stop: StopRequest) -> int:
-        """Encodes this rank's share of the shards; returns the number of windows."""
         total, made = sum(len(shard.windows) for shard in shards), 0
         ranks = self.world.size
         title = "encoding clips" if ranks == 1 else f"encoding clips, share of 1 of {ranks} ranks"
@@ -274,7 +273,6 @@ class _Job:
 
     @torch.no_grad()
     def _make(self, shard: PlannedShard, display: Display) -> None:
-        """Encodes the clips of a shard, one at a time, and writes it."""
         rows: list[Tensor] = []
         members, broken = [], []
         dtype = DTYPES[self.settings.dtype]
@@ -300,7 +298,6 @@ class _Job:
         return self.table.read(window.row, window.seed, window.bucket)
 
     def _encode_texts(self, stop: StopRequest) -> EncoderRecord | None:
-        """Encodes this rank's share of the captions that are not stored."""
         folder = self.config.text_encoder
         if folder is None:
             return None

@@ -201,7 +201,6 @@ def _declared_rate(stream: Any) -> float:
 
 
 def _usual(times: np.ndarray) -> float:
-    """Frames per second, from the most common distance between frames."""
     steps = np.diff(times)
     return float(1 / np.median(steps[steps > 0])) if (steps > 0).any() else 0.0
 

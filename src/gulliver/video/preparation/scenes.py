@@ -62,7 +62,6 @@ class SourceScenes:
 
     @property
     def scenes(self) -> Iterator[tuple[int, int, tuple[int, int]]]:
-        """Yields first frame, end and size of each scene."""
         return zip(self.starts, (*self.starts[1:], self.frames), self.sizes, strict=True)
 
 
@@ -238,7 +237,6 @@ def rate_of(footage: SourceScenes, settings: CutSettings) -> Fraction:
 
 
 def slots(footage: SourceScenes, first: int, end: int, rate: Fraction) -> np.ndarray:
-    """Selects the frames of a scene at a constant rate."""
     if footage.constant and footage.rate == rate:
         return np.arange(first, end)
     times = footage.times[first : end + 1] - footage.times[first]
