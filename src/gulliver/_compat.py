@@ -24,7 +24,6 @@ uncompiled: Callable[..., Any] = torch._disable_dynamo  # pyright: ignore
 """Keeps a function out of compiled graphs."""
 
 DispatchMode = TorchDispatchMode
-"""Base class of modes that intercept every operation below autograd."""
 
 # torch 2.13 renamed the flat collectives and warns about the old names; 2.11 only has those.
 _renamed = hasattr(dist, "all_gather_single")
@@ -147,7 +146,6 @@ def backward_number() -> int:
 
 
 def compiled_call(module: torch.nn.Module) -> Callable[..., Any] | None:
-    """Returns the compiled call that ``module.compile()`` installed, or None."""
     return getattr(module, "_compiled_call_impl", None)
 
 
@@ -156,7 +154,6 @@ def replace_compiled_call(module: torch.nn.Module, call: Callable[..., Any]) -> 
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
-    """Whether a module is a wrapper returned by ``torch.compile(module)``."""
     from torch._dynamo.eval_frame import OptimizedModule
 
     return isinstance(module, OptimizedModule)
@@ -196,7 +193,6 @@ def without_modes() -> Iterator[None]:
 
 
 def fake_kind() -> type[Tensor]:
-    """Class of the tensors created under `fake_mode`."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     return FakeTensor
@@ -262,12 +258,10 @@ def share_forward_hooks(old: torch.nn.Module, new: torch.nn.Module) -> None:
 
 
 def outputs_hooks(module: torch.nn.Module) -> dict[int, Any]:
-    """Returns the hooks on a module's output, in the order in which they run."""
     return dict(module._forward_hooks)
 
 
 def is_batch_norm(module: torch.nn.Module) -> bool:
-    """Whether a module normalizes with statistics over samples."""
     return isinstance(module, torch.nn.modules.batchnorm._BatchNorm)
 
 
@@ -290,7 +284,6 @@ def _functorch() -> Any:
 
 
 def is_transformed() -> bool:
-    """Whether a transform of `torch.func` is active."""
     return _functorch().peek_interpreter_stack() is not None
 
 
@@ -320,7 +313,6 @@ def can_hook_saving() -> bool:
 
 
 def saving_is_hooked() -> bool:
-    """Whether any `torch.autograd.graph.saved_tensors_hooks` are active."""
     return saving_hooks() is not None
 
 
@@ -355,7 +347,6 @@ class Recomputed:
         self.find = find
 
     def detach(self) -> Recomputed:
-        """Returns itself: a reference has no graph."""
         return self
 
 
@@ -413,7 +404,6 @@ def graph_redistribution() -> AbstractContextManager[Any]:
 
 
 def clear_redistributions() -> None:
-    """Clears DTensor's cached conversions between layouts, so that it searches again."""
     from torch.distributed.tensor import _redistribute
 
     clear = getattr(getattr(_redistribute, "_gen_transform_infos", None), "cache_clear", None)

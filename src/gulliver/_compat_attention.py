@@ -40,7 +40,6 @@ def cpu_flash_backward(
     causal: bool,
     bias: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes the gradients of q, k and v."""
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
         grad, q, k, v, out, lse, 0.0, causal, attn_mask=bias, scale=scale
     )
@@ -49,7 +48,6 @@ def cpu_flash_backward(
 def cuda_flash_forward(
     q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """Computes output and log-sum-exp with CUDA's flash attention."""
     found = torch.ops.aten._scaled_dot_product_flash_attention.default(
         q, k, v, 0.0, causal, False, scale=scale
     )
@@ -66,7 +64,6 @@ def cuda_flash_backward(
     scale: float,
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes the gradients of q, k and v."""
     # Without dropout, the random number state is not read.
     seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
     offset = torch.zeros((), dtype=torch.uint64, device=q.device)
@@ -99,7 +96,6 @@ def cuda_efficient_backward(
     causal: bool,
     bias: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes the gradients of q, k and v."""
     rows = -(-lse.shape[2] // 32) * 32
     padded = torch.nn.functional.pad(lse, (0, rows - lse.shape[2]), value=float("inf"))
     # Without dropout, the random number state is not read.

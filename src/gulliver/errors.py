@@ -36,7 +36,6 @@ def usage_errors() -> Iterator[None]:
 
 
 def missing_extra(what: str, extra: str) -> MissingExtraError:
-    """Creates the error for a missing package of an optional extra."""
     return MissingExtraError(
         f"{what}: pip install '.[{extra}]' in a clone of gulliver's repository"
     )

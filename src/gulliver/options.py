@@ -33,8 +33,6 @@ from gulliver.errors import GulliverError, nearest
 if not typing.TYPE_CHECKING:
 
     class _RenamingType(type):
-        """Metaclass of options dataclasses whose constructors also accept old field names."""
-
         def __call__(cls, *args: Any, **fields: Any) -> Any:
             if fields.keys() - field_hints(cls).keys():
                 fields = with_new_names(cls, fields)
@@ -81,13 +79,10 @@ AT_LEAST_0 = Range(0)
 AT_LEAST_1 = Range(1)
 SHARE = Range(0, 1)
 RATE = Range(0, 10, open_below=True)
-"""Range of learning rates."""
 RANKS = Range(0, 1024)
-"""Range of process counts on one machine."""
 SEED = Range(-(2**63), 2**63 - 1)
 GUIDANCE = Range(-1000, 1000)
 Tracker = Literal["tensorboard", "wandb", "mlflow"]
-"""An experiment tracker."""
 
 
 def whole_number(name: str, value: Any) -> int:
@@ -108,7 +103,6 @@ UNITS = {
 _UNITS = {unit.lower(): size for unit, size in UNITS.items()}
 _SIZE = re.compile(r"(-?[0-9][0-9_,]*(?:\.[0-9]+)?)\s*([A-Za-z%]*)")
 LARGEST = 2**60
-"""Largest valid size in bytes."""
 RIGHT = "use a number with a unit, such as '6GiB' or '500 MB'"
 
 
@@ -149,7 +143,6 @@ def _text_size(name: str, text: str, whole: int | None) -> tuple[int, str]:
 
 
 def size_text(count: float) -> str:
-    """Formats a number of bytes for messages."""
     for unit in ("B", "KiB", "MiB"):
         if count < 1024:
             return f"{count:,.0f} {unit}" if unit == "B" else f"{count:,.1f} {unit}"
@@ -166,7 +159,6 @@ def size_at_least(count: int) -> str:
 
 
 def positive_number(name: str, value: Any) -> float:
-    """Converts a number above 0 to a float."""
     if isinstance(value, bool | str | bytes) or not hasattr(value, "__float__"):
         raise GulliverError(f"{name} must be a number, not {value!r}")
     if not float(value) > 0:
@@ -325,8 +317,6 @@ def _as_given(path: str, value: Any) -> str:
 
 
 def resolved(config: Any) -> dict[str, Any]:
-    """Converts options to plain JSON values."""
-
     def plain(value: Any) -> Any:
         if isinstance(value, dict):
             return {key: plain(item) for key, item in value.items()}
@@ -338,7 +328,6 @@ def resolved(config: Any) -> dict[str, Any]:
 
 
 def from_plain(values: dict[str, Any], kind: type, prefix: str = "") -> Any:
-    """Builds an options dataclass from plain values."""
     return kind(**plain_fields(values, kind, prefix))
 
 
@@ -361,7 +350,6 @@ def plain_fields(values: Any, kind: type, prefix: str = "") -> dict[str, Any]:
 
 
 def bare(hint: Any) -> Any:
-    """Strips the metadata from an annotation."""
     return typing.get_args(hint)[0] if typing.get_origin(hint) is Annotated else hint
 
 

@@ -239,8 +239,6 @@ def _block_seconds(device: Device, shape: AttentionShape, split: SequenceSplit) 
 
 
 class _Lines:
-    """Links used by each dim of a sharded sequence."""
-
     def __init__(self, cluster: Cluster, split: SequenceSplit, stride: int) -> None:
         self._cluster, self._split, self._stride = cluster, split, stride
 

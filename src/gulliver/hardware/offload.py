@@ -66,7 +66,6 @@ class TierRates:
         return min(max(self.both_rate / (2 * min(self.read_rate, self.write_rate)), 0.5), 1.0)
 
     def busy(self, reads: float, writes: float) -> float:
-        """Seconds that the link is busy with these reads and writes."""
         both = min(reads, writes)
         return both / self.at_once + max(reads, writes) - both
 
@@ -166,8 +165,6 @@ class _Moving:
 
 
 class _Link:
-    """The simulated link: a queue of transfers for each direction."""
-
     def __init__(self, at_once: float) -> None:
         self._at_once = at_once
         self.clock, self.sent, self._read, self._writing = 0.0, 0, 0, 0

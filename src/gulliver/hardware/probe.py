@@ -185,7 +185,6 @@ def current_cluster(world_size: int) -> Cluster:
 
 
 def likely_cluster(world_size: int) -> Cluster:
-    """Description of machines with this kind of device, resized to a number of ranks."""
     if not torch.cuda.is_available():
         return described(CPU).resized(world_size)
     gpu = torch.cuda.get_device_properties(0)
@@ -243,7 +242,6 @@ def machine_facts() -> dict[str, Any]:
 
 
 def digest(facts: dict[str, Any]) -> str:
-    """Hash of facts, 16 digits."""
     return hashlib.sha256(repr(sorted(facts.items())).encode()).hexdigest()[:16]
 
 
@@ -278,12 +276,10 @@ SHORT = {
     "cpu": "cpu-loopback",
     "laptop": "laptop-cpu",
 }
-"""Descriptions by short device names."""
 MOST = 1 << 14  # maximum number of ranks of a named cluster
 
 
 def named_cluster(text: str, ranks: int | None = None) -> Cluster:
-    """Returns a cluster by name, such as ``h100x64``, or from a .yaml file."""
     if text == "here":
         return current_cluster(ranks or 1)
     if text.endswith((".yaml", ".yml")) or "/" in text:
@@ -406,7 +402,6 @@ def _matmul_curve(device: torch.device, dtype: torch.dtype) -> Curve:
 
 
 def _fp8_curve(device: torch.device) -> Curve:
-    """Measures scaled FP8 products with 16-bit results: seconds by number of operations."""
     one = torch.ones((), device=device)
 
     def product(a: Tensor, b: Tensor) -> Callable[[], object]:
@@ -438,7 +433,6 @@ def _memory_curve(device: torch.device) -> Curve:
 
 
 def _copy_rates(device: torch.device) -> tuple[float, float]:
-    """Bytes/s of copies from pinned memory to the device, and back."""
     host = torch.empty(1 << 26, dtype=torch.uint8, pin_memory=True)
     there = host.to(device)
     times = in_turns(

@@ -103,7 +103,6 @@ class SampleModel:
         return sum(kind.count for kind in self.kinds)
 
     def forward_flops(self, shape: SampleShape) -> float:
-        """Forward FLOPs of one block for one sample."""
         linear = 2.0 * self.weights * shape.tokens
         return linear + 4.0 * self.hidden * (shape.pairs + shape.tokens * shape.text)
 

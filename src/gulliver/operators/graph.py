@@ -105,7 +105,6 @@ class Graph:
 
     @cached_property
     def blocks(self) -> list[range]:
-        """Operators of each block, in forward order."""
         starts = [0]
         for number in range(1, len(self.nodes)):
             before, here = self.nodes[number - 1], self.nodes[number]

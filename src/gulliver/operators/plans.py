@@ -49,7 +49,6 @@ class Program:
 
 
 def batch_of(given: Any) -> Batch:
-    """Splits a batch into positional and keyword arguments."""
     if isinstance(given, Mapping):
         return (), dict(given)
     return (given if isinstance(given, tuple) else (given,)), {}
@@ -89,7 +88,6 @@ def batch_from(plan: Plan) -> Batch:
 
 
 def axes_of(mesh: Mesh) -> dict[str, int]:
-    """Names and sizes of the axes over which operators are sharded."""
     several = {name: size for name, size in mesh.axes.items() if size > 1}
     return several or {"data": 1}
 
@@ -207,8 +205,6 @@ def program_of(plan: Plan, model: nn.Module) -> Program:
 
 
 class _Compiler:
-    """Compiles a plan into a program; rejects contradictions."""
-
     def __init__(self, plan: Plan, graph: Graph, names: tuple[str, ...]) -> None:
         self.plan, self.graph, self.names = plan, graph, names
         assert plan.operators is not None

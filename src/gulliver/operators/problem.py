@@ -55,8 +55,6 @@ class OperatorCosts:
 
 
 class _Meter(StorageCounter):
-    """Adds up the seconds and bytes of operations."""
-
     def __init__(self, device: Device) -> None:
         super().__init__()
         self.device, self.seconds = device, 0.0
@@ -170,7 +168,6 @@ def _run(
     layouts: Mapping[int, Layout],
     sizes: tuple[int, ...],
 ) -> None:
-    """Runs a call on a rank's shards, and stores its outputs in `there`."""
     shapes = [local_shape(values[v].shape, layouts[v], sizes) for v in call.gives]
     takes = [there[v] for v in call.takes]
     out = run_local(call, takes, [layouts[v] for v in call.takes], shapes)

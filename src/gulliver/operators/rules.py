@@ -29,7 +29,6 @@ def cut(dim: int) -> str:
 
 
 def cut_dim(layout: str) -> int | None:
-    """Returns the dim that a layout shards; None if there is none."""
     return int(layout[1:]) if layout[0] == "S" else None
 
 

@@ -117,7 +117,6 @@ def check_units(plan: Plan, model: nn.Module) -> None:
 def use_fp8(
     plan: Plan, model: nn.Module, tensor: RankGroup = ALONE, sequence: RankGroup = ALONE
 ) -> None:
-    """Converts the plan's layers on this rank to FP8."""
     fp8 = plan.precision.fp8
     if fp8 is None:
         return

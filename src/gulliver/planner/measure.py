@@ -52,7 +52,6 @@ def measure_work(
     each: bool = False,
     fp8: Fp8Plan | None = None,
 ) -> Work:
-    """Measures the cost of a batch in a few runs."""
     sizes: dict[str, list[int]] = {"forward": [], "backward": [], "hidden": [], "again": []}
     watched = _sizes_of(model, tensor, blocks, sizes)
     with _put_back(model), watched, _in_fp8(model, fp8), _counted(model) as kept:
@@ -150,7 +149,6 @@ def _shared_out(seconds: float, model: nn.Module, paths: Sequence[str]) -> dict[
 
 
 def timed(model: nn.Module, sample: Any, autocast: torch.dtype | None) -> tuple[float, float]:
-    """Measures the seconds of a forward pass and of a backward pass."""
     device = next(model.parameters()).device
     context = torch.autocast(device.type, autocast) if autocast is not None else nullcontext()
     begun = _now(device)
@@ -365,8 +363,6 @@ class _Seen(Exception):
 
 
 class _Call(nn.Module):
-    """Calls a block with fixed keyword arguments."""
-
     def __init__(self, block: nn.Module, keywords: Mapping[str, Any]) -> None:
         super().__init__()
         self.block, self.keywords = block, keywords
@@ -378,7 +374,6 @@ class _Call(nn.Module):
 def time_blocks(
     model: nn.Module, sample: Mapping[str, Any], room: int, limited: bool
 ) -> dict[str, Seconds]:
-    """Times one block of each kind."""
     paths = offloadable_blocks(model)
     kinds = dict[Any, list[str]]()
     for path in paths:
@@ -494,7 +489,6 @@ def estimate_work(
     room: int | None = None,
     limited: bool = False,
 ) -> Work:
-    """Estimates the cost of a training step of a language model."""
     work = _computed(model, optimizer, device, batch, length, precision)
     if getattr(model, "config", None) is None:
         return work
@@ -526,7 +520,6 @@ def _timed(work: Work, model: nn.Module, seconds: Mapping[str, tuple[float, floa
 def estimate_sample(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, sample: Any, precision: str
 ) -> Work:
-    """Estimates the cost of a sample for a model on the meta device."""
     batch = samples_of(sample)
     # Rows multiplied by matrices: token ids, or vectors.
     rows = (t.numel() // (t.shape[-1] if t.is_floating_point() else 1) for t in tensors_of(sample))

@@ -262,7 +262,6 @@ def _dtype_in(plan: Plan, name: str, parameter: nn.Parameter) -> torch.dtype:
 
 
 def cut_numel(name: str, parameter: nn.Parameter, tensor: TensorPlan | None, rank: int) -> int:
-    """Number of elements of a parameter's shard on a tensor rank."""
     path, _, own = name.rpartition(".")
     placed = None if tensor is None else tensor.modules.get(path)
     if tensor is None or placed is None or own not in placed.dims:

@@ -296,13 +296,11 @@ class Replay:
             self.done(("master", number))
 
     def keep(self, number: int) -> None:
-        """Offloads the activations of a chunk after its use."""
         for key in self._activations(number):
             self.use(key, fresh=True)
             self.done(key)
 
     def restore(self, number: int) -> None:
-        """Fetches the activations of a chunk for backward."""
         for key in reversed(self._activations(number)):
             self.use(key)
             self.done(key)
@@ -499,7 +497,6 @@ class MultiRankReplay(StepReplay):
         self._replay.done(("gradient", chunk.number))
 
     def _step(self) -> None:
-        """Replays the update of chunks that were not updated in backward."""
         self._sent.clear()
         for chunk in self._unstepped[:]:
             self._replay.visit(UPDATE, chunk.number)

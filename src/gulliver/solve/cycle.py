@@ -123,8 +123,6 @@ def plan_residency(
 
 
 class _Problem:
-    """Arrays of a residency problem, and operations on them."""
-
     def __init__(self, gaps: Sequence[Gap], writes: Sequence[float], room: Sequence[int]) -> None:
         self.begin: Ints = np.array([g.begin for g in gaps], dtype=np.int64)
         self.end: Ints = np.array([g.end for g in gaps], dtype=np.int64)

@@ -383,8 +383,6 @@ def _too_little(blocks: Sequence[Block], budget: int, least: JointCost) -> str:
 
 @dataclass(frozen=True)
 class _States:
-    """States after a block, as columns."""
-
     seconds: Floats
     held: Floats
     """Bytes of state plus bytes left by earlier operators."""
@@ -401,8 +399,6 @@ class _States:
 
 
 class _BlockChain:
-    """Search through the chain of blocks."""
-
     def __init__(
         self,
         blocks: Sequence[Block],

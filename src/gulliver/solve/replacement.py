@@ -384,7 +384,6 @@ class Replacement:
     # Evictions
 
     def _room(self, nbytes: int, name: str) -> list[Action]:
-        """Chooses objects to evict so that `nbytes` more fit."""
         short = self.used + nbytes - self.budget
         if short <= 0:
             return []

@@ -151,8 +151,6 @@ def _in_steps(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _CudaKernels(TorchFunctionMode):
-    """Dispatches the operators that CUDA would run."""
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is ATTENTION:

@@ -170,7 +170,6 @@ class Recorder(StorageCounter):
 
     @property
     def running(self) -> ModuleCall | None:
-        """Innermost running module call."""
         return self._running[-1] if self._running else None
 
     # Storages.
@@ -202,7 +201,6 @@ class Recorder(StorageCounter):
         return self._names.get(serial, "")
 
     def existed_before(self, tensor: Tensor) -> bool:
-        """Whether a tensor's storage existed before the step."""
         return tensor.untyped_storage()._cdata not in self._held
 
     # Operators.
@@ -344,7 +342,6 @@ class Recorder(StorageCounter):
         return tuple(self._value(tensor) for tensor in tensors)
 
     def producer(self, tensor: Tensor) -> int:
-        """Index of the operator that produced a tensor."""
         return self._value(tensor).producer
 
     # Saved tensors.
@@ -437,11 +434,9 @@ class Recorder(StorageCounter):
 
 
 def _view_of(tensor: Tensor) -> tuple[Any, ...]:
-    """Returns offset, shape, strides and dtype of a tensor."""
     return tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
 @cache
 def _changed(func: Any) -> bool:
-    """Whether an operator writes to its inputs."""
     return any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments)

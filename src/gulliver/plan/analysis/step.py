@@ -303,7 +303,6 @@ def left_out(
 
 
 def _stand_in(recorder: Recorder, module: nn.Module, path: str, given: Any) -> Any:
-    """Creates the placeholder output of an untraced module."""
     leaves = [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor)]
     tensors = list({id(t): t for t in leaves}.values())
     first = next((t for t in tensors if t.is_floating_point()), None)
@@ -416,8 +415,6 @@ class _Ran:
 
 
 class _Step:
-    """A step to analyze; for arguments see `analyse`."""
-
     def __init__(
         self,
         model: nn.Module,
@@ -433,7 +430,6 @@ class _Step:
         self.batch: tuple[tuple[Any, ...], dict[str, Any]] = (args, {} if plain else dict(batch))
 
     def followed(self, ran: _Ran, opaque: Mapping[str, UntracedModule], repeats: bool) -> Analysis:
-        """Runs the step with fake tensors."""
         with without_traces(self.model, hooks=False), fake_mode(), kernels_of(self.kernels):
             fakes = FakeTensors("cpu")
             for module in self.model.modules():
@@ -463,7 +459,6 @@ class _Step:
         return replace(found, opaque=tuple(opaque.values()), notes=notes)
 
     def _recurrent(self) -> Sequence[str]:
-        """Returns notes about recurrent layers."""
         if self.kernels != "cuda":
             return ()
         layers = [path for path, m in self.model.named_modules() if isinstance(m, nn.RNNBase)]

@@ -159,7 +159,6 @@ def search_grids(
 
 
 def scorer_of(found: Found, samples: int) -> Scorer:
-    """Returns the scorer of a search's model and cluster."""
     return _scorer(found.facts, found.cluster, samples)
 
 
@@ -322,7 +321,6 @@ def _offloaded(found: Found, samples: int) -> MinimumOffload | None:
 
 
 def _runnable(facts: Facts, cluster: Cluster, samples: int) -> tuple[Scorer, list[Axes]]:
-    """Returns a scorer for a model on a cluster, and the possible meshes."""
     scorer = _scorer(facts, cluster, samples)
     blocks = len(facts.blocks) * facts.has_stack
     meshes = axes_of(cluster.size, samples, blocks, modes_of(facts))

@@ -98,7 +98,6 @@ class Scorer:
         self._bytes = RankBytes(facts, batch)
 
     def resized(self, ranks: int, batch: int) -> Scorer:
-        """The same model on another number of ranks."""
         return Scorer(self.facts, self.cluster.resized(ranks), batch, self.device, self.free)
 
     def shared(self, axes: Axes) -> TensorShares | None:

@@ -69,7 +69,6 @@ def simulate_step(scorer: Scorer, grid: Grid, torus: Sequence[int] = ()) -> floa
 
 
 def step_seconds(ranks: Sequence[RankProgram]) -> float:
-    """Simulates the actions of ranks, and returns the seconds of a step."""
     marks = simulate(ranks).marks
     return (marks[-1] - marks[0]) / (STEPS - 1)
 
@@ -137,7 +136,6 @@ class _StepProgram(StepReplay):
     # Blocks, stages and chunks of a rank.
 
     def _blocks_of(self) -> dict[int, list[int]]:
-        """Lists the blocks of each of the rank's stages."""
         if self._stages == 1:
             return {0: list(range(max(1, len(self._scorer.facts.parts))))}
         sizes, _ = self._scorer.dealt(self._stages)
