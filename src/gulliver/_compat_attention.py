@@ -15,7 +15,6 @@ from torch import Tensor
 
 
 def attention_op(name: str) -> Callable[..., Any] | None:
-    """Looks up a private attention operator of torch; None if it does not exist."""
     packet = getattr(torch.ops.aten, name, None)
     return None if packet is None else packet.default
 
@@ -109,13 +108,7 @@ def cuda_efficient_backward(
 
 
 def context_parallel_ring(rotate: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Returns torch's ring attention, forward and backward, for any attention operator.
-
-    The public function only supports CUDA operators.
-
-    Args:
-        rotate: how keys and values are rotated, "allgather" or "alltoall".
-    """
+    """Torch's ring attention, forward and backward; `rotate` is "allgather" or "alltoall"."""
     from torch.distributed.tensor.experimental._context_parallel import _attention
 
     # Torch's zigzag layout would require a causal mask.

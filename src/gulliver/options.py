@@ -86,7 +86,6 @@ Tracker = Literal["tensorboard", "wandb", "mlflow"]
 
 
 def whole_number(name: str, value: Any) -> int:
-    """Converts a Python, numpy or torch integer to an int."""
     try:
         number = None if isinstance(value, bool) else operator.index(value)
     except TypeError:
@@ -282,7 +281,6 @@ def unchecked() -> Iterator[None]:
 
 @functools.cache
 def field_hints(kind: type) -> dict[str, Any]:
-    """Returns the annotations of a dataclass's fields, in order."""
     hints = typing.get_type_hints(kind, include_extras=True)
     return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
 
@@ -309,7 +307,6 @@ def check_needs(options: Any, needs: Mapping[str, tuple[bool, str]]) -> None:
 
 
 def _as_given(path: str, value: Any) -> str:
-    """Formats an option as on the command line, with its value unless it is a switch."""
     group, dot, name = path.replace("_", "-").rpartition(".")
     if isinstance(value, bool):
         return f"--{group}{dot}{'' if value else 'no-'}{name}"

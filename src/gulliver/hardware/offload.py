@@ -53,7 +53,6 @@ class TierRates:
         return self.latency_s + transfer.bytes / rate if transfer.bytes else 0.0
 
     def handling(self, visit: Visit) -> float:
-        """CPU seconds for a visit and its transfers, in addition to compute."""
         moved = sum(transfer.bytes > 0 for transfer in visit.transfers)
         passed = visit.passed / self.memory_rate if self.memory_rate else 0.0
         return visit.uses * self.visit_s + moved * self.transfer_s + passed
@@ -117,12 +116,10 @@ class TieredSeconds:
 
     @property
     def exposed(self) -> float:
-        """Step time in addition to compute, including CPU time for visits."""
         return max(0.0, self.step - self.compute)
 
     @property
     def bottleneck(self) -> str:
-        """Describes the bottleneck, such as ``disk: 18.2 s of 20.1 s``."""
         name, seconds = (self.link, self.busy) if self.busy > self.compute else ("", self.compute)
         return f"{name or 'compute'}: {seconds_text(seconds)} of {seconds_text(self.step)}"
 

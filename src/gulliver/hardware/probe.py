@@ -58,7 +58,6 @@ def in_turns(
 
 
 def once(operation: Callable[[], object], device: torch.device, calls: int = 1) -> float:
-    """Seconds per call, averaged over consecutive calls."""
     begun = time.perf_counter()
     for _ in range(calls):
         operation()
@@ -76,7 +75,6 @@ def curve_of(times: Mapping[int, Sequence[float]]) -> Curve:
 
 
 def spread_of(values: Sequence[float]) -> float:
-    """Interquartile range relative to the median."""
     if len(values) < 2:
         return 0.0
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
@@ -199,15 +197,11 @@ def kept_path(world_size: int) -> Path:
 
 
 def fingerprint(world_size: int) -> str:
-    """Hash of all facts on which a measurement depends, 16 digits."""
     return digest({"hosts": _hosts(world_size), **machine_facts(), "ranks": world_size})
 
 
 def kept_seconds(facts: dict[str, Any], measure: Callable[[], Seconds], count: int = 2) -> Seconds:
-    """Returns stored seconds for the same facts; otherwise measures and stores them.
-
-    This way, a resumed run gets the same plan as before.
-    """
+    """Returns stored seconds for the same facts, so resumed runs plan alike; else measures them."""
     path = _seconds_folder() / f"{digest({**machine_facts(), **facts})}.json"
     try:
         kept: Any = tuple(float(seconds) for seconds in json.loads(path.read_text("utf-8")))
@@ -359,17 +353,7 @@ def probe_disk(
     turns: int = 3,
     progress: Callable[[str, float], None] = lambda what, share: None,
 ) -> Disk:
-    """Measures a folder's disk with an unlinked file, using direct I/O if possible.
-
-    Args:
-        folder: folder on the disk.
-        count: maximum size of the file in bytes; smaller on a slow disk.
-        turns: number of rounds for medians.
-        progress: called with the current measurement and the finished fraction.
-
-    Raises:
-        GulliverError: the folder is not writable, or the disk is full.
-    """
+    """Measures a folder's disk with an unlinked file of at most `count` bytes."""
     try:
         require_space(folder, count)
         empty = statistics.median(_empty_file_seconds(folder) for _ in range(turns))

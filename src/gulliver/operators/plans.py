@@ -55,7 +55,6 @@ def batch_of(given: Any) -> Batch:
 
 
 def form_of(batch: Batch) -> dict[str, str]:
-    """Dtype and shape of each argument of a batch, as written in a plan."""
     found = dict[str, str]()
     for name, value in [*((str(n), v) for n, v in enumerate(batch[0])), *batch[1].items()]:
         if not isinstance(value, Tensor):
@@ -138,7 +137,6 @@ def problem_of(
 
 
 def moments_of(optimizer: torch.optim.Optimizer | None) -> int:
-    """Number of state tensors that an optimizer keeps per parameter."""
     if optimizer is None:
         return 2
     options = optimizer.defaults
@@ -297,7 +295,6 @@ class _Compiler:
         )
 
     def _fates(self) -> tuple[dict[int, int], frozenset[int]]:
-        """Returns the run of each recomputed call, and the kept values."""
         runs, stays, number = dict[int, int](), set[int](), 0
         for block in self.graph.blocks:
             stays |= set(self.graph.gives(block[-1]))

@@ -236,7 +236,6 @@ def local_of(tensor: DTensor) -> Tensor:
 
 
 def changed(tensor: DTensor, wanted: Placements) -> DTensor:
-    """Converts a DTensor to another layout, without autograd."""
     if tuple(tensor.placements) == tuple(wanted):
         return tensor
     with torch.no_grad():

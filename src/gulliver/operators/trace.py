@@ -73,7 +73,6 @@ class Value:
 
     @property
     def flows(self) -> bool:
-        """Whether the value is computed and has a gradient."""
         return self.trains and self.maker >= 0
 
 
@@ -109,7 +108,6 @@ class OperatorCall:
         return self.kwargs.get(name, default)
 
     def constants_besides(self) -> bool:
-        """Whether any argument is not a tensor."""
         return bool(self.kwargs) or any(not isinstance(a, Ref) for a in self.args)
 
     def filled(self, tensors: Any) -> tuple[Any, Any]:

@@ -153,7 +153,6 @@ def _check_sequence(plan: Plan, model: nn.Module) -> None:
 def _parts(
     tensor: TensorPlan | None, model: nn.Module
 ) -> tuple[dict[str, list[tuple[int, int]]], dict[str, str]]:
-    """Inputs and outputs of each layer's shard per tensor rank, and the unsupported layers."""
     parts, others = dict[str, list[tuple[int, int]]](), dict[str, str]()
     if tensor is None:
         return parts, others

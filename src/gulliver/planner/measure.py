@@ -128,7 +128,6 @@ def follow_sample(
     again: Sequence[str] = (),
     offloaded: Sequence[str] = (),
 ) -> ActivationPeak:
-    """Runs a step on fake tensors, with the named blocks recomputed or offloaded."""
     args = () if isinstance(sample, Mapping) else sample if isinstance(sample, tuple) else (sample,)
     kwargs = sample if isinstance(sample, Mapping) else {}
     offering = recomputable_blocks(model)
@@ -240,7 +239,6 @@ def entries_of(tensor: TensorPlan | None) -> list[str]:
 
 
 def shared_paths(tensor: TensorPlan | None) -> list[str]:
-    """Paths of modules sharded over tensor ranks, and of their submodules."""
     if tensor is None:
         return []
     return [*tensor.sites, *(path for path in tensor.modules if not _inside(path, tensor.sites))]
@@ -248,7 +246,6 @@ def shared_paths(tensor: TensorPlan | None) -> list[str]:
 
 @contextmanager
 def _seconds_in(model: nn.Module, paths: Mapping[str, Sequence[str]]) -> Iterator[dict[str, float]]:
-    """Measures forward time in disjoint groups of modules, by group name."""
     found, begun, handles = dict.fromkeys(paths, 0.0), dict[tuple[str, str], float](), []
     device = next(model.parameters()).device
 
@@ -275,7 +272,6 @@ def _seconds_in(model: nn.Module, paths: Mapping[str, Sequence[str]]) -> Iterato
 
 @contextmanager
 def _in_fp8(model: nn.Module, fp8: Fp8Plan | None) -> Iterator[None]:
-    """Emulates the plan's FP8 layers, so that they save the same tensors as in a run."""
     if fp8 is None or not fp8.layers:
         yield
         return
@@ -410,7 +406,6 @@ def _block_bytes(block: nn.Module) -> int:
 def _calls(
     model: nn.Module, sample: Mapping[str, Any], paths: Sequence[str]
 ) -> dict[str, tuple[Any, Any]]:
-    """Arguments of each block in a forward pass, as meta tensors."""
     found = dict[str, tuple[Any, Any]]()
 
     def watch(path: str) -> Callable[..., None]:

@@ -310,7 +310,6 @@ def by_kind(costs: StepCosts) -> Seconds:
 def _pipelined(
     plan: Plan, links: dict[str, list[tuple[int, Link]]], forward: float, backward: float
 ) -> tuple[float, float]:
-    """Pipeline bubble in seconds, and the share of the work on the busiest rank."""
     line, ranks = plan.pipeline, plan.mesh.of("pipeline")
     if not forward:
         return 0.0, sum(line.shares[::ranks])

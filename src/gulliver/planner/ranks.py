@@ -135,13 +135,11 @@ def _within(path: str, found: Sequence[tuple[str, nn.Parameter]]) -> list[str]:
 
 
 def rank_states(resolved: ResolvedPlan) -> list[StateBytes]:
-    """Distinct states among all ranks."""
     found = (rank_state(resolved, place) for place in places(resolved.plan))
     return list(dict.fromkeys(found))
 
 
 def places(plan: Plan) -> dict[tuple[int, int], int]:
-    """First rank at each (pipeline, tensor) coordinate."""
     mesh = plan.mesh
     stride = mesh.size // mesh.of("pipeline")
     ways = itertools.product(range(mesh.of("pipeline")), range(mesh.of("tensor")))

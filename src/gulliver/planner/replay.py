@@ -263,7 +263,6 @@ class Replay:
         return ("collected" if self.state.is_gathered(number) else "gradient", number)
 
     def _reduce(self, number: int, begun: bool) -> None:
-        """Reduces a chunk's accumulated gradient to its shards."""
         self.use(self._sum(number), write=begun, fresh=not begun)
         if self.state.is_gathered(number):
             self.use(("gradient", number), fresh=True)
@@ -273,7 +272,6 @@ class Replay:
             self.forget(("collected", number))
 
     def _enter(self, number: int) -> None:
-        """Evicts idle objects and replays the access to a chunk's parameters."""
         if number in self._entered:
             return
         first, last = self._together[number]

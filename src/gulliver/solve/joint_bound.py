@@ -298,8 +298,6 @@ class _Cost:
 
 
 class _Parts(NamedTuple):
-    """Priced seconds of an operator, by the strategies of its inputs and its own."""
-
     # Seconds if its saved tensors are kept.
     stays: Floats
     # Least seconds over all choices, with the shortest possible run.

@@ -389,7 +389,6 @@ class _States:
     peak: Floats
     """Bytes of state so far plus the peak of everything else."""
     hope: Floats
-    """Lower bound on the final seconds."""
     strategy: Bytes
     parent: Ints
     plan: Ints

@@ -267,7 +267,6 @@ class Recorder(StorageCounter):
         )
 
     def _region(self, phase: str) -> ModuleCall | None:
-        """Returns the call whose checkpoint is being recomputed."""
         if phase != RECOMPUTE:
             return None
         forward = self._nodes.get(running_node(), -1)
@@ -360,7 +359,6 @@ class Recorder(StorageCounter):
             self.quiet, self.made = quiet, made
 
     def keep(self, tensor: Tensor) -> None:
-        """Records that a replayed call saves a parameter."""
         self._saved(tensor, self.serial(tensor), tensor.untyped_storage().nbytes())
 
     def _saved(self, value: Tensor, serial: int, nbytes: int) -> None:
@@ -426,7 +424,6 @@ class Recorder(StorageCounter):
         self._spans(owner, BACKWARD if backward else FORWARD)
 
     def record_placeholder(self, operator: Operator) -> None:
-        """Records an operator that represents an untraced module."""
         operator.live, self._before = self.live, self.live
         self._operator_calls.append(self.running)
         self.operators.append(operator)

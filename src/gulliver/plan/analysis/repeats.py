@@ -212,7 +212,6 @@ class Repeats:
                 yield module, (path, forms[module])
 
     def _form(self, module: nn.Module, forms: dict[nn.Module, int]) -> int:
-        """Returns a number that equal modules share."""
         if module not in forms:
             own = [
                 (n, f"{tuple(t.shape)} {t.dtype} {t.requires_grad}") for n, t in _tensors(module)

@@ -91,11 +91,9 @@ class Peaks:
         return max((p[0] for p in part), default=0), max((p[1] for p in part), default=0)
 
     def forward(self, call: ModuleCall) -> int:
-        """Peak bytes of a call's forward, relative to its start."""
         return max(0, self.most(call.begun, call.ended)[0] - call.before)
 
     def backward(self, call: ModuleCall) -> int:
-        """Peak bytes of a call's backward, relative to its start."""
         if not call.span:
             return 0
         first, last = call.span
@@ -137,7 +135,6 @@ def _extend(call: ModuleCall, moments: Sequence[Moment], operators: Sequence[Ope
 
 
 def _added_up(operator: Operator) -> bool:
-    """Whether the autograd engine itself ran an operator."""
     return operator.phase == BACKWARD and operator.forward < 0
 
 
@@ -271,7 +268,6 @@ def _inside(path: str, around: str) -> bool:
 
 
 def _where(error: Exception) -> str:
-    """Returns file and line of the model's code that raised."""
     libraries = Path(torch.__file__).parent
     frames = traceback.extract_tb(error.__traceback__)
     own = [
@@ -288,7 +284,6 @@ def _where(error: Exception) -> str:
 def left_out(
     model: nn.Module, recorder: Recorder, opaque: Mapping[str, UntracedModule]
 ) -> AbstractContextManager[None]:
-    """Replaces untraced modules by placeholders inside the block."""
     paths = {model.get_submodule(path): path for path in opaque}
 
     def call(module: nn.Module, run: Any, args: Any, kwargs: Any) -> Any:
@@ -470,7 +465,6 @@ class _Step:
         )
 
     def whole(self, opaque: UntracedModule) -> Analysis:
-        """Estimates the costs of a model of which only parameters and batch are known."""
         tensors = [t for t in pytree.tree_leaves(self.batch) if isinstance(t, Tensor)]
         first = max(tensors, key=Tensor.numel)
         operators = operators_of(self.model, "", tensors, first)

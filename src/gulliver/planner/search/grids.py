@@ -168,7 +168,6 @@ def _scorer(facts: Facts, cluster: Cluster, samples: int) -> Scorer:
 
 
 def _possible(scorer: Scorer) -> tuple[list[Axes], dict[str, str]]:
-    """Returns the meshes that can run the model, and reasons for those that cannot."""
     facts, ranks = scorer.facts, scorer.cluster.size
     blocks = len(facts.blocks) if facts.has_stack else 0
     meshes = axes_of(ranks, scorer.batch, blocks, modes_of(facts))
