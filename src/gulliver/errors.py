@@ -54,7 +54,7 @@ def nearest(name: str, choices: Iterable[str]) -> str:
 def first_difference(
     every: Sequence[Mapping[str, str]],
 ) -> tuple[int, str, str | None, str | None] | None:
-    """Finds the first value that differs from rank 0's: its rank, name, and both values (or None)."""
+    """Finds the first value that differs from rank 0's: rank, name and both values (or None)."""
     first = every[0]
     for rank, other in enumerate(every):
         for name in [*first, *other]:
