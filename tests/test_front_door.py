@@ -111,9 +111,10 @@ def test_every_claim_of_the_page_has_a_kept_result_of_a_commit() -> None:
 PAGES = ROOT / "docs"
 
 
-@pytest.mark.parametrize("ranks", [2, 64])
-@pytest.mark.parametrize("half", [False, True])
-@pytest.mark.parametrize("stage", [None, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("stage", "half", "ranks"),
+    [(None, False, 2), (1, True, 64), (2, False, 64), (2, True, 2), (3, False, 2), (3, True, 64)],
+)
 def test_the_formulas_of_memory_are_those_of_plans(
     stage: int | None, half: bool, ranks: int
 ) -> None:
@@ -122,7 +123,7 @@ def test_the_formulas_of_memory_are_those_of_plans(
     with torch.device("meta"):
         model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(200)))
     optimizer = torch.optim.AdamW(model.parameters())
-    precision, half = ("bf16", True) if half and stage else (None, False)
+    precision = "bf16" if half else None
     plugin = (
         gulliver.LowLevelZeroPlugin(stage, chunk_mb=4, precision=precision, gather_ahead=2)
         if stage
@@ -153,15 +154,8 @@ def _fragments() -> list[str]:
 
 
 def test_the_page_of_troubleshooting_quotes_errors_that_exist() -> None:
-    texts = []
-    for path in sorted((ROOT / "src").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.JoinedStr):
-                parts = [p.value if isinstance(p, ast.Constant) else "\0" for p in node.values]
-                texts.append("".join(map(str, parts)))
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                texts.append(node.value)
-    everything = "\n".join(texts)
+    source = "\n".join(p.read_text(encoding="utf-8") for p in (ROOT / "src").rglob("*.py"))
+    everything = re.sub(r"([\"'])\n\s+[rf]?\1", "", source)  # strings over several lines
     assert [part for part in _fragments() if part not in everything] == []
 
 

@@ -24,7 +24,6 @@ uncompiled: Callable[..., Any] = torch._disable_dynamo  # pyright: ignore
 """Keeps a function out of compiled graphs."""
 
 DispatchMode = TorchDispatchMode
-"""Base class of modes that intercept every operation below autograd."""
 
 # torch 2.13 renamed the flat collectives and warns about the old names; 2.11 only has those.
 _renamed = hasattr(dist, "all_gather_single")
@@ -44,7 +43,6 @@ def fake_store() -> dist.Store:
 
 
 def local_tensor_mode(size: int) -> AbstractContextManager[Any]:
-    """Creates a mode in which one program computes the values of all `size` ranks."""
     from torch.distributed._local_tensor import LocalTensorMode
 
     return LocalTensorMode(size)
@@ -59,11 +57,7 @@ def map_ranks(make: Callable[[int], Tensor]) -> Tensor:
 
 @contextmanager
 def threaded_groups() -> Iterator[Callable[[BaseException], None]]:
-    """Runs ranks as threads of this process, with the process group "threaded".
-
-    Yields:
-        A function that a failed rank calls with its error, so that the others stop waiting.
-    """
+    """Runs ranks as threads; a failed rank passes its error to what this yields."""
     from torch._C._distributed_c10d import (
         _set_thread_isolation_mode,  # pyright: ignore[reportAttributeAccessIssue]
     )
@@ -82,23 +76,13 @@ def threaded_groups() -> Iterator[Callable[[BaseException], None]]:
 def scaled_matmul(
     a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype, fast: bool
 ) -> Tensor:
-    """Multiplies FP8 matrices on FP8 units; a CPU emulates it in float32.
-
-    Args:
-        a: matrix ``[m, k]``, row-major.
-        b: matrix ``[k, n]``, column-major.
-        a_scale: float32 dequantization scale of `a`: one number, or ``[m, 1]``.
-        b_scale: float32 dequantization scale of `b`: one number, or ``[1, n]``.
-        dtype: dtype of the result.
-        fast: accumulate with less than float32 precision.
-    """
+    """Multiplies FP8 [m, k] by column-major [k, n]; scales are scalars, or [m, 1] and [1, n]."""
     return torch._scaled_mm(
         a, b, scale_a=a_scale, scale_b=b_scale, out_dtype=dtype, use_fast_accum=fast
     )
 
 
 def storage_users(tensor: Tensor) -> int:
-    """Counts the tensors that share a tensor's storage, including the tensor itself."""
     storage = tensor.untyped_storage()
     return torch._C._storage_Use_Count(storage._cdata) - 1
 
@@ -137,17 +121,14 @@ def step_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def at_end_of_backward(function: Callable[[], None]) -> None:
-    """Calls `function` at the end of the current backward pass."""
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
 def backward_number() -> int:
-    """Id of the backward pass running in this thread; -1 outside of one."""
     return torch._C._current_graph_task_id()
 
 
 def compiled_call(module: torch.nn.Module) -> Callable[..., Any] | None:
-    """Returns the compiled call that ``module.compile()`` installed, or None."""
     return getattr(module, "_compiled_call_impl", None)
 
 
@@ -156,14 +137,12 @@ def replace_compiled_call(module: torch.nn.Module, call: Callable[..., Any]) -> 
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
-    """Whether a module is a wrapper returned by ``torch.compile(module)``."""
     from torch._dynamo.eval_frame import OptimizedModule
 
     return isinstance(module, OptimizedModule)
 
 
 def hooks_of(thing: Any, forward: bool = True) -> list[Any]:
-    """Returns the hooks of a parameter or module, without forward hooks if `forward` is False."""
     kinds = ["_backward_hooks", "_backward_pre_hooks", "_post_accumulate_grad_hooks"]
     kinds += ["_forward_hooks", "_forward_pre_hooks"] if forward else []
     return [hook for kind in kinds for hook in (getattr(thing, kind, None) or {}).values()]
@@ -171,12 +150,10 @@ def hooks_of(thing: Any, forward: bool = True) -> list[Any]:
 
 @contextmanager
 def fake_mode() -> Iterator[Any]:
-    """Creates a mode whose tensors have shapes and storages but no memory.
-
-    Operations without a shape rule raise; torch's log of their tracebacks is suppressed.
-    """
+    """Creates a mode whose tensors have shapes and storages but no memory."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    # Operations without a shape rule raise, and torch also logs each traceback.
     logger = logging.getLogger(FakeTensorMode.__module__)
     was, logger.disabled = logger.disabled, True
     try:
@@ -188,7 +165,6 @@ def fake_mode() -> Iterator[Any]:
 
 @contextmanager
 def without_modes() -> Iterator[None]:
-    """Disables all dispatch modes, so that the block computes with real tensors."""
     from torch.utils._python_dispatch import _disable_current_modes
 
     with _disable_current_modes():
@@ -196,7 +172,6 @@ def without_modes() -> Iterator[None]:
 
 
 def fake_kind() -> type[Tensor]:
-    """Class of the tensors created under `fake_mode`."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     return FakeTensor
@@ -262,12 +237,10 @@ def share_forward_hooks(old: torch.nn.Module, new: torch.nn.Module) -> None:
 
 
 def outputs_hooks(module: torch.nn.Module) -> dict[int, Any]:
-    """Returns the hooks on a module's output, in the order in which they run."""
     return dict(module._forward_hooks)
 
 
 def is_batch_norm(module: torch.nn.Module) -> bool:
-    """Whether a module normalizes with statistics over samples."""
     return isinstance(module, torch.nn.modules.batchnorm._BatchNorm)
 
 
@@ -280,7 +253,6 @@ def order_outputs_hooks(module: torch.nn.Module, last: list[int]) -> None:
 
 
 def saving_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
-    """The active pair of `torch.autograd.graph.saved_tensors_hooks`, or None."""
     autograd = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
     return autograd._top_saved_tensors_default_hooks(False)
 
@@ -290,12 +262,10 @@ def _functorch() -> Any:
 
 
 def is_transformed() -> bool:
-    """Whether a transform of `torch.func` is active."""
     return _functorch().peek_interpreter_stack() is not None
 
 
 def untransformed(tensor: Tensor) -> Tensor:
-    """Returns the tensor inside the wrappers of `torch.func` transforms."""
     while _functorch().is_functorch_wrapped_tensor(tensor):
         tensor = _functorch().get_unwrapped(tensor)
     return tensor
@@ -320,16 +290,11 @@ def can_hook_saving() -> bool:
 
 
 def saving_is_hooked() -> bool:
-    """Whether any `torch.autograd.graph.saved_tensors_hooks` are active."""
     return saving_hooks() is not None
 
 
 def newest_node() -> int:
-    """Sequence number of the autograd node created last in this thread.
-
-    A node is created before its operation runs, so code that intercepts operations below autograd
-    can identify the node by this number.
-    """
+    """Sequence number of this thread's newest autograd node, created before its operation runs."""
     return torch.autograd._get_sequence_nr() - 1  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -355,21 +320,14 @@ class Recomputed:
         self.find = find
 
     def detach(self) -> Recomputed:
-        """Returns itself: a reference has no graph."""
         return self
 
 
 @cache
 def replace_recomputed(refer: Callable[[Tensor], Recomputed | None]) -> None:
-    """Makes non-reentrant checkpointing store references instead of parameters; installed once.
-
-    Checkpointing stores the parameter object itself if it is frozen. If the parameter's memory is
-    then freed and reused, backward would read wrong data; a detached tensor keeps pointing at the
-    old memory.
-
-    Args:
-        refer: returns the reference to store for a tensor; None to store the tensor detached.
-    """
+    """Makes non-reentrant checkpointing store references instead of parameters; installed once."""
+    # It stores the parameter itself if that is frozen. If the parameter's memory is then freed and
+    # reused, backward would read wrong data; a detached tensor keeps pointing at the old memory.
 
     def pack(x: Any) -> Any:
         kept = x.detach() if isinstance(x, torch.nn.Parameter) else x
@@ -394,7 +352,6 @@ def replace_recomputed(refer: Callable[[Tensor], Recomputed | None]) -> None:
 
 
 def is_gloo(group: dist.ProcessGroup | None, device: torch.device) -> bool:
-    """Whether a group uses gloo for tensors on a device."""
     found = group or dist.group.WORLD
     if found is None or dist.get_backend(found) == "threaded":
         return False
@@ -402,10 +359,7 @@ def is_gloo(group: dist.ProcessGroup | None, device: torch.device) -> bool:
 
 
 def graph_redistribution() -> AbstractContextManager[Any]:
-    """Context in which DTensor searches for the cheapest conversion between two layouts.
-
-    Torch before 2.12 may lack this search; DTensor then uses its default conversion.
-    """
+    """Lets DTensor search for the cheapest conversion, if torch can (2.12)."""
     from torch.distributed.tensor import _redistribute
 
     found = getattr(_redistribute, "use_min_cost_redistribution_plan", None)
@@ -413,7 +367,6 @@ def graph_redistribution() -> AbstractContextManager[Any]:
 
 
 def clear_redistributions() -> None:
-    """Clears DTensor's cached conversions between layouts, so that it searches again."""
     from torch.distributed.tensor import _redistribute
 
     clear = getattr(getattr(_redistribute, "_gen_transform_infos", None), "cache_clear", None)
@@ -423,10 +376,7 @@ def clear_redistributions() -> None:
 
 @contextmanager
 def meta_devices(count: int) -> Iterator[None]:
-    """Makes DTensor estimate costs on a meta mesh as it would on GPUs, `count` of them per node.
-
-    On a CPU mesh, DTensor would choose all-gathers instead of all-to-alls.
-    """
+    """Makes DTensor choose all-to-alls on a meta mesh as on nodes with `count` GPUs."""
     torch.meta = SimpleNamespace(device_count=lambda: count)  # type: ignore[attr-defined]
     try:
         yield

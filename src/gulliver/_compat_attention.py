@@ -15,7 +15,6 @@ from torch import Tensor
 
 
 def attention_op(name: str) -> Callable[..., Any] | None:
-    """Looks up a private attention operator of torch; None if it does not exist."""
     packet = getattr(torch.ops.aten, name, None)
     return None if packet is None else packet.default
 
@@ -40,7 +39,6 @@ def cpu_flash_backward(
     causal: bool,
     bias: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes the gradients of q, k and v."""
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
         grad, q, k, v, out, lse, 0.0, causal, attn_mask=bias, scale=scale
     )
@@ -49,7 +47,6 @@ def cpu_flash_backward(
 def cuda_flash_forward(
     q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """Computes output and log-sum-exp with CUDA's flash attention."""
     found = torch.ops.aten._scaled_dot_product_flash_attention.default(
         q, k, v, 0.0, causal, False, scale=scale
     )
@@ -66,7 +63,6 @@ def cuda_flash_backward(
     scale: float,
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes the gradients of q, k and v."""
     # Without dropout, the random number state is not read.
     seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
     offset = torch.zeros((), dtype=torch.uint64, device=q.device)
@@ -99,7 +95,6 @@ def cuda_efficient_backward(
     causal: bool,
     bias: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes the gradients of q, k and v."""
     rows = -(-lse.shape[2] // 32) * 32
     padded = torch.nn.functional.pad(lse, (0, rows - lse.shape[2]), value=float("inf"))
     # Without dropout, the random number state is not read.
@@ -113,13 +108,7 @@ def cuda_efficient_backward(
 
 
 def context_parallel_ring(rotate: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Returns torch's ring attention, forward and backward, for any attention operator.
-
-    The public function only supports CUDA operators.
-
-    Args:
-        rotate: how keys and values are rotated, "allgather" or "alltoall".
-    """
+    """Torch's ring attention, forward and backward; `rotate` is "allgather" or "alltoall"."""
     from torch.distributed.tensor.experimental._context_parallel import _attention
 
     # Torch's zigzag layout would require a causal mask.

@@ -36,18 +36,13 @@ def usage_errors() -> Iterator[None]:
 
 
 def missing_extra(what: str, extra: str) -> MissingExtraError:
-    """Creates the error for a missing package of an optional extra."""
     return MissingExtraError(
         f"{what}: pip install '.[{extra}]' in a clone of gulliver's repository"
     )
 
 
 def nearest(name: str, choices: Iterable[str]) -> str:
-    """Completes an error message with the most similar valid choice, or with all choices.
-
-    Returns:
-        A phrase such as ``did you mean 'tiny'?`` or ``choose from 'a', 'b'``.
-    """
+    """Completes an error: ``did you mean 'tiny'?`` or ``choose from 'a', 'b'``."""
     known = sorted(set(choices))
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     if close:
@@ -59,15 +54,7 @@ def nearest(name: str, choices: Iterable[str]) -> str:
 def first_difference(
     every: Sequence[Mapping[str, str]],
 ) -> tuple[int, str, str | None, str | None] | None:
-    """Finds the first value that differs from rank 0's.
-
-    Args:
-        every: each rank's values by name.
-
-    Returns:
-        The rank, the name, rank 0's value and that rank's value (None if missing); None if all
-        ranks agree.
-    """
+    """Finds the first value that differs from rank 0's: rank, name and both values (or None)."""
     first = every[0]
     for rank, other in enumerate(every):
         for name in [*first, *other]:

@@ -33,8 +33,6 @@ from gulliver.errors import GulliverError, nearest
 if not typing.TYPE_CHECKING:
 
     class _RenamingType(type):
-        """Metaclass of options dataclasses whose constructors also accept old field names."""
-
         def __call__(cls, *args: Any, **fields: Any) -> Any:
             if fields.keys() - field_hints(cls).keys():
                 fields = with_new_names(cls, fields)
@@ -81,17 +79,13 @@ AT_LEAST_0 = Range(0)
 AT_LEAST_1 = Range(1)
 SHARE = Range(0, 1)
 RATE = Range(0, 10, open_below=True)
-"""Range of learning rates."""
 RANKS = Range(0, 1024)
-"""Range of process counts on one machine."""
 SEED = Range(-(2**63), 2**63 - 1)
 GUIDANCE = Range(-1000, 1000)
 Tracker = Literal["tensorboard", "wandb", "mlflow"]
-"""An experiment tracker."""
 
 
 def whole_number(name: str, value: Any) -> int:
-    """Converts a Python, numpy or torch integer to an int."""
     try:
         number = None if isinstance(value, bool) else operator.index(value)
     except TypeError:
@@ -108,7 +102,6 @@ UNITS = {
 _UNITS = {unit.lower(): size for unit, size in UNITS.items()}
 _SIZE = re.compile(r"(-?[0-9][0-9_,]*(?:\.[0-9]+)?)\s*([A-Za-z%]*)")
 LARGEST = 2**60
-"""Largest valid size in bytes."""
 RIGHT = "use a number with a unit, such as '6GiB' or '500 MB'"
 
 
@@ -149,7 +142,6 @@ def _text_size(name: str, text: str, whole: int | None) -> tuple[int, str]:
 
 
 def size_text(count: float) -> str:
-    """Formats a number of bytes for messages."""
     for unit in ("B", "KiB", "MiB"):
         if count < 1024:
             return f"{count:,.0f} {unit}" if unit == "B" else f"{count:,.1f} {unit}"
@@ -166,7 +158,6 @@ def size_at_least(count: int) -> str:
 
 
 def positive_number(name: str, value: Any) -> float:
-    """Converts a number above 0 to a float."""
     if isinstance(value, bool | str | bytes) or not hasattr(value, "__float__"):
         raise GulliverError(f"{name} must be a number, not {value!r}")
     if not float(value) > 0:
@@ -290,7 +281,6 @@ def unchecked() -> Iterator[None]:
 
 @functools.cache
 def field_hints(kind: type) -> dict[str, Any]:
-    """Returns the annotations of a dataclass's fields, in order."""
     hints = typing.get_type_hints(kind, include_extras=True)
     return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
 
@@ -317,7 +307,6 @@ def check_needs(options: Any, needs: Mapping[str, tuple[bool, str]]) -> None:
 
 
 def _as_given(path: str, value: Any) -> str:
-    """Formats an option as on the command line, with its value unless it is a switch."""
     group, dot, name = path.replace("_", "-").rpartition(".")
     if isinstance(value, bool):
         return f"--{group}{dot}{'' if value else 'no-'}{name}"
@@ -325,8 +314,6 @@ def _as_given(path: str, value: Any) -> str:
 
 
 def resolved(config: Any) -> dict[str, Any]:
-    """Converts options to plain JSON values."""
-
     def plain(value: Any) -> Any:
         if isinstance(value, dict):
             return {key: plain(item) for key, item in value.items()}
@@ -338,7 +325,6 @@ def resolved(config: Any) -> dict[str, Any]:
 
 
 def from_plain(values: dict[str, Any], kind: type, prefix: str = "") -> Any:
-    """Builds an options dataclass from plain values."""
     return kind(**plain_fields(values, kind, prefix))
 
 
@@ -361,7 +347,6 @@ def plain_fields(values: Any, kind: type, prefix: str = "") -> dict[str, Any]:
 
 
 def bare(hint: Any) -> Any:
-    """Strips the metadata from an annotation."""
     return typing.get_args(hint)[0] if typing.get_origin(hint) is Annotated else hint
 
 

@@ -139,7 +139,6 @@ class AttentionBytes:
 
     @property
     def ring(self) -> float:
-        """Bytes sent along both rings, in forward and backward."""
         return self.inner_forward + self.inner_backward + self.outer_forward + self.outer_backward
 
     @property
@@ -176,7 +175,6 @@ def split_attention_bytes(split: SequenceSplit, shape: AttentionShape) -> Attent
 
 
 def head_exchange_bytes(split: SequenceSplit, shape: AttentionShape) -> float:
-    """Bytes sent by each rank in the head exchanges of one forward, or of one backward."""
     of_q = shape.batch * shape.length / split.degree * shape.heads
     of_kv = shape.batch * shape.keys / split.degree * split.kv_heads
     sent = of_q * shape.head_dim + of_kv * (shape.head_dim + shape.values) + of_q * shape.values
@@ -188,7 +186,6 @@ def exchange_launches(ranks: int) -> float:
 
 
 def hop_launches(ranks: int) -> float:
-    """Additional operations of one ring hop and its attention."""
     return (RING_LAUNCHES + RING_RANK_LAUNCHES * ranks) / (2 * (ranks - 1))
 
 
@@ -239,8 +236,6 @@ def _block_seconds(device: Device, shape: AttentionShape, split: SequenceSplit) 
 
 
 class _Lines:
-    """Links used by each dim of a sharded sequence."""
-
     def __init__(self, cluster: Cluster, split: SequenceSplit, stride: int) -> None:
         self._cluster, self._split, self._stride = cluster, split, stride
 

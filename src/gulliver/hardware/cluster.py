@@ -82,7 +82,6 @@ def read(kind: Any, values: Any, where: str) -> Any:
 
 
 def _value(hint: Any, value: Any, where: str, name: str) -> Any:
-    """Converts a value to an annotated type; `name` is its field."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
         if value is None:

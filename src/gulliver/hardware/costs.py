@@ -102,12 +102,10 @@ def point_to_point_seconds(link: Link, count: int) -> float:
 
 
 def reduce_scatter_seconds(axes: Axes, count: int) -> float:
-    """Seconds of a reduce-scatter of `count` bytes, from the innermost axis outwards."""
     return _shrinking("reduce_scatter", axes, count)
 
 
 def all_gather_seconds(axes: Axes, count: int) -> float:
-    """Seconds of an all-gather to `count` bytes, from the outermost axis inwards."""
     return _shrinking("all_gather", axes, count)
 
 
@@ -310,7 +308,6 @@ def torus_links(cluster: Cluster, sizes: Sequence[int]) -> list[tuple[int, Link]
 
 
 def _slowest(cluster: Cluster, stride: int, size: int) -> Link:
-    """Slowest link of an axis on which neighbors are `stride` ranks apart."""
     lines = [
         (block + place, block + place + stride * (size - 1))
         for block in range(0, cluster.size, stride * size)

@@ -53,7 +53,6 @@ class TierRates:
         return self.latency_s + transfer.bytes / rate if transfer.bytes else 0.0
 
     def handling(self, visit: Visit) -> float:
-        """CPU seconds for a visit and its transfers, in addition to compute."""
         moved = sum(transfer.bytes > 0 for transfer in visit.transfers)
         passed = visit.passed / self.memory_rate if self.memory_rate else 0.0
         return visit.uses * self.visit_s + moved * self.transfer_s + passed
@@ -66,7 +65,6 @@ class TierRates:
         return min(max(self.both_rate / (2 * min(self.read_rate, self.write_rate)), 0.5), 1.0)
 
     def busy(self, reads: float, writes: float) -> float:
-        """Seconds that the link is busy with these reads and writes."""
         both = min(reads, writes)
         return both / self.at_once + max(reads, writes) - both
 
@@ -118,12 +116,10 @@ class TieredSeconds:
 
     @property
     def exposed(self) -> float:
-        """Step time in addition to compute, including CPU time for visits."""
         return max(0.0, self.step - self.compute)
 
     @property
     def bottleneck(self) -> str:
-        """Describes the bottleneck, such as ``disk: 18.2 s of 20.1 s``."""
         name, seconds = (self.link, self.busy) if self.busy > self.compute else ("", self.compute)
         return f"{name or 'compute'}: {seconds_text(seconds)} of {seconds_text(self.step)}"
 
@@ -166,8 +162,6 @@ class _Moving:
 
 
 class _Link:
-    """The simulated link: a queue of transfers for each direction."""
-
     def __init__(self, at_once: float) -> None:
         self._at_once = at_once
         self.clock, self.sent, self._read, self._writing = 0.0, 0, 0, 0

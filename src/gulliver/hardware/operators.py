@@ -53,7 +53,6 @@ def flop_formulas() -> Mapping[Any, Callable[..., int]]:
 
 
 def _grouped_flops(one: Tensor, other: Tensor, *_: Any, **__: Any) -> int:
-    """FLOPs of grouped matmuls, in which each row, column or term belongs to one group."""
     groups = one.shape[0] if one.ndim == 3 and other.ndim == 2 else 1
     return 2 * one.numel() * other.shape[-1] // groups
 
@@ -61,10 +60,6 @@ def _grouped_flops(one: Tensor, other: Tensor, *_: Any, **__: Any) -> int:
 def _recurrent_flops(
     products: int, rows: Tensor, inner: Tensor, outer: Tensor, *_: Any, **__: Any
 ) -> int:
-    """FLOPs of an LSTM layer: inputs and states are multiplied by the matrices of the gates.
-
-    Backward has two products per forward product, for the gradients of rows and matrix.
-    """
     return products * 2 * (rows.numel() // rows.shape[-1]) * (inner.numel() + outer.numel())
 
 

@@ -58,7 +58,6 @@ def in_turns(
 
 
 def once(operation: Callable[[], object], device: torch.device, calls: int = 1) -> float:
-    """Seconds per call, averaged over consecutive calls."""
     begun = time.perf_counter()
     for _ in range(calls):
         operation()
@@ -76,7 +75,6 @@ def curve_of(times: Mapping[int, Sequence[float]]) -> Curve:
 
 
 def spread_of(values: Sequence[float]) -> float:
-    """Interquartile range relative to the median."""
     if len(values) < 2:
         return 0.0
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
@@ -185,7 +183,6 @@ def current_cluster(world_size: int) -> Cluster:
 
 
 def likely_cluster(world_size: int) -> Cluster:
-    """Description of machines with this kind of device, resized to a number of ranks."""
     if not torch.cuda.is_available():
         return described(CPU).resized(world_size)
     gpu = torch.cuda.get_device_properties(0)
@@ -200,15 +197,11 @@ def kept_path(world_size: int) -> Path:
 
 
 def fingerprint(world_size: int) -> str:
-    """Hash of all facts on which a measurement depends, 16 digits."""
     return digest({"hosts": _hosts(world_size), **machine_facts(), "ranks": world_size})
 
 
 def kept_seconds(facts: dict[str, Any], measure: Callable[[], Seconds], count: int = 2) -> Seconds:
-    """Returns stored seconds for the same facts; otherwise measures and stores them.
-
-    This way, a resumed run gets the same plan as before.
-    """
+    """Returns stored seconds for the same facts, so resumed runs plan alike; else measures them."""
     path = _seconds_folder() / f"{digest({**machine_facts(), **facts})}.json"
     try:
         kept: Any = tuple(float(seconds) for seconds in json.loads(path.read_text("utf-8")))
@@ -243,7 +236,6 @@ def machine_facts() -> dict[str, Any]:
 
 
 def digest(facts: dict[str, Any]) -> str:
-    """Hash of facts, 16 digits."""
     return hashlib.sha256(repr(sorted(facts.items())).encode()).hexdigest()[:16]
 
 
@@ -278,12 +270,10 @@ SHORT = {
     "cpu": "cpu-loopback",
     "laptop": "laptop-cpu",
 }
-"""Descriptions by short device names."""
 MOST = 1 << 14  # maximum number of ranks of a named cluster
 
 
 def named_cluster(text: str, ranks: int | None = None) -> Cluster:
-    """Returns a cluster by name, such as ``h100x64``, or from a .yaml file."""
     if text == "here":
         return current_cluster(ranks or 1)
     if text.endswith((".yaml", ".yml")) or "/" in text:
@@ -363,17 +353,7 @@ def probe_disk(
     turns: int = 3,
     progress: Callable[[str, float], None] = lambda what, share: None,
 ) -> Disk:
-    """Measures a folder's disk with an unlinked file, using direct I/O if possible.
-
-    Args:
-        folder: folder on the disk.
-        count: maximum size of the file in bytes; smaller on a slow disk.
-        turns: number of rounds for medians.
-        progress: called with the current measurement and the finished fraction.
-
-    Raises:
-        GulliverError: the folder is not writable, or the disk is full.
-    """
+    """Measures a folder's disk with an unlinked file of at most `count` bytes."""
     try:
         require_space(folder, count)
         empty = statistics.median(_empty_file_seconds(folder) for _ in range(turns))
@@ -406,7 +386,6 @@ def _matmul_curve(device: torch.device, dtype: torch.dtype) -> Curve:
 
 
 def _fp8_curve(device: torch.device) -> Curve:
-    """Measures scaled FP8 products with 16-bit results: seconds by number of operations."""
     one = torch.ones((), device=device)
 
     def product(a: Tensor, b: Tensor) -> Callable[[], object]:
@@ -438,7 +417,6 @@ def _memory_curve(device: torch.device) -> Curve:
 
 
 def _copy_rates(device: torch.device) -> tuple[float, float]:
-    """Bytes/s of copies from pinned memory to the device, and back."""
     host = torch.empty(1 << 26, dtype=torch.uint8, pin_memory=True)
     there = host.to(device)
     times = in_turns(

@@ -103,7 +103,6 @@ class SampleModel:
         return sum(kind.count for kind in self.kinds)
 
     def forward_flops(self, shape: SampleShape) -> float:
-        """Forward FLOPs of one block for one sample."""
         linear = 2.0 * self.weights * shape.tokens
         return linear + 4.0 * self.hidden * (shape.pairs + shape.tokens * shape.text)
 
@@ -224,7 +223,6 @@ class SampleCosts:
         return keep_blocks(costs, tokens, self.memory, model.kinds)
 
     def _messages(self, tokens: float, degree: int, size: np.ndarray) -> np.ndarray:
-        """Seconds of head exchanges, [B], interpolated between two batch sizes."""
         if degree == 1 or not len(size):
             return np.zeros(len(size))
         assert self.cluster is not None, "degrees() gives one rank without a cluster"
@@ -235,7 +233,6 @@ class SampleCosts:
         return count * np.interp(size, [1, max(2, len(size))], ends)
 
     def _sums(self, shape: SampleShape, tokens: float, size: np.ndarray) -> np.ndarray:
-        """Seconds that tensor ranks spend summing block outputs, [B]."""
         if self.tensor == 1 or not len(size):
             return np.zeros(len(size))
         if self.cluster is None:
@@ -323,10 +320,8 @@ def _left_out(rows: np.ndarray, seconds: np.ndarray, place: int) -> float:
 
 
 def _not_negative(rows: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Fits non-negative rates by least squares, removing negative terms one at a time.
-
-    Columns are rescaled, because FLOPs and numbers of calls differ by ten orders of magnitude.
-    """
+    """Fits non-negative rates by least squares, removing negative terms one at a time."""
+    # FLOPs and numbers of calls differ by ten orders of magnitude.
     scale = np.abs(rows).max(axis=0)
     used = [column for column in range(rows.shape[1]) if scale[column] > 0]
     found = np.zeros(rows.shape[1])
@@ -363,7 +358,6 @@ class SavedSamples:
 
 
 def sample_fingerprint(model: SampleModel) -> dict[str, Any]:
-    """Facts that sample costs depend on: machine, torch, the model's sizes and dtype."""
     machine = {name: str(value) for name, value in machine_facts().items()}
     version = machine.pop("torch")
     kinds = [[kind.name, kind.count] for kind in model.kinds]
@@ -400,7 +394,6 @@ def load_samples(path: Path | str, model: SampleModel) -> SampleFit:
 
 
 def read_samples(path: Path | str) -> SavedSamples:
-    """Reads sample costs of any machine and model, for planning."""
     values = _read(path)
     found = values["fingerprint"]
     try:

@@ -95,8 +95,6 @@ def _distribute(
 
 
 class _Engine:
-    """Runs the planned calls of a model."""
-
     def __init__(self, plan: Plan, program: Program, mesh: DeviceMesh) -> None:
         assert plan.operators is not None, "the plan is of operators"
         self.program, self.mesh = program, mesh
@@ -137,7 +135,6 @@ class OperatorCheckpoint(OptimizerCheckpoint):
 
     @property
     def has_whole_model(self) -> bool:
-        """False, so that no rank saves its shard as the full model."""
         return False
 
     def model_leaves(self, model: nn.Module) -> Any:
@@ -164,12 +161,10 @@ class OperatorOptimizer(BoostedOptimizer):
         return sum(local_of(_spread(p)).nbytes for p in model.parameters())
 
     def full_gradients(self) -> dict[str, Tensor]:
-        """Full gradients by parameter name (collective)."""
         found = {n: p.grad for p, n in self.names.items() if p.grad is not None}
         return {name: whole_of(grad, self.engine.mesh) for name, grad in found.items()}
 
     def clip_grad_by_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scales the gradients so that their global norm is at most `max_norm`."""
         self.check_norm(max_norm, norm_type)
         if norm_type != 2:
             raise GulliverError(
@@ -193,11 +188,9 @@ class OperatorOptimizer(BoostedOptimizer):
         return norm
 
     def export_state(self, keep: bool = True) -> Any:
-        """Not supported; see `OperatorCheckpoint`."""
         raise _unsaved()
 
     def release(self, model: nn.Module) -> None:
-        """Restores full parameters and the model's own forward."""
         known: dict[nn.Parameter, nn.Parameter] = {}
         for module in model.modules():
             for key, parameter in module._parameters.items():

@@ -59,12 +59,10 @@ class Graph:
 
     @cached_property
     def node_of(self) -> dict[int, int]:
-        """Number of the operator that contains each call."""
         return {call: n for n, node in enumerate(self.nodes) for call in node.calls}
 
     @cached_property
     def users(self) -> dict[int, list[int]]:
-        """Operators that read each value, except its producer."""
         found: dict[int, set[int]] = {}
         for number, call in enumerate(self.trace.calls):
             for value in call.takes:
@@ -89,13 +87,11 @@ class Graph:
         return self.node_of[made] if made >= 0 else -1
 
     def takes(self, node: int) -> list[int]:
-        """Inputs of an operator in order, including parameters."""
         calls = (self.trace.calls[n] for n in self.nodes[node].calls)
         found = dict.fromkeys(v for call in calls for v in call.takes)
         return [v for v in found if self.maker(v) != node]
 
     def gives(self, node: int) -> list[int]:
-        """Outputs of an operator that other operators read."""
         calls = (self.trace.calls[n] for n in self.nodes[node].calls)
         every = (v for call in calls for v in call.gives)
         return [v for v in every if self.users.get(v) or v in self.trace.outputs]
@@ -105,7 +101,6 @@ class Graph:
 
     @cached_property
     def blocks(self) -> list[range]:
-        """Operators of each block, in forward order."""
         starts = [0]
         for number in range(1, len(self.nodes)):
             before, here = self.nodes[number - 1], self.nodes[number]
@@ -251,7 +246,6 @@ def _nodes(trace: Trace, blocks: Sequence[str]) -> Iterator[Node]:
 
 
 def _leaves(trace: Trace) -> frozenset[str]:
-    """Paths of modules without matrix products or other separate operators."""
     hard = {c.path for c in trace.calls if c.name in HARD - {FORK}}
     every = {c.path for c in trace.calls} - hard
     return frozenset(p for p in every if p and not any(h.startswith(f"{p}.") for h in hard))

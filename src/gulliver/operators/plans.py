@@ -49,14 +49,12 @@ class Program:
 
 
 def batch_of(given: Any) -> Batch:
-    """Splits a batch into positional and keyword arguments."""
     if isinstance(given, Mapping):
         return (), dict(given)
     return (given if isinstance(given, tuple) else (given,)), {}
 
 
 def form_of(batch: Batch) -> dict[str, str]:
-    """Dtype and shape of each argument of a batch, as written in a plan."""
     found = dict[str, str]()
     for name, value in [*((str(n), v) for n, v in enumerate(batch[0])), *batch[1].items()]:
         if not isinstance(value, Tensor):
@@ -89,7 +87,6 @@ def batch_from(plan: Plan) -> Batch:
 
 
 def axes_of(mesh: Mesh) -> dict[str, int]:
-    """Names and sizes of the axes over which operators are sharded."""
     several = {name: size for name, size in mesh.axes.items() if size > 1}
     return several or {"data": 1}
 
@@ -140,7 +137,6 @@ def problem_of(
 
 
 def moments_of(optimizer: torch.optim.Optimizer | None) -> int:
-    """Number of state tensors that an optimizer keeps per parameter."""
     if optimizer is None:
         return 2
     options = optimizer.defaults
@@ -207,8 +203,6 @@ def program_of(plan: Plan, model: nn.Module) -> Program:
 
 
 class _Compiler:
-    """Compiles a plan into a program; rejects contradictions."""
-
     def __init__(self, plan: Plan, graph: Graph, names: tuple[str, ...]) -> None:
         self.plan, self.graph, self.names = plan, graph, names
         assert plan.operators is not None
@@ -301,7 +295,6 @@ class _Compiler:
         )
 
     def _fates(self) -> tuple[dict[int, int], frozenset[int]]:
-        """Returns the run of each recomputed call, and the kept values."""
         runs, stays, number = dict[int, int](), set[int](), 0
         for block in self.graph.blocks:
             stays |= set(self.graph.gives(block[-1]))

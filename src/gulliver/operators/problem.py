@@ -55,8 +55,6 @@ class OperatorCosts:
 
 
 class _Meter(StorageCounter):
-    """Adds up the seconds and bytes of operations."""
-
     def __init__(self, device: Device) -> None:
         super().__init__()
         self.device, self.seconds = device, 0.0
@@ -64,7 +62,6 @@ class _Meter(StorageCounter):
     def ran(
         self, func: Any, call: tuple[Any, Any, Any], taken: list[Tensor], given: list[Tensor]
     ) -> None:
-        """Charges an operation; views are free."""
         storages = {_storage(t) for t in taken}
         writes = any(a.alias_info and a.alias_info.is_write for a in func._schema.arguments)
         if not given or (not writes and all(_storage(t) in storages for t in given)):
@@ -170,7 +167,6 @@ def _run(
     layouts: Mapping[int, Layout],
     sizes: tuple[int, ...],
 ) -> None:
-    """Runs a call on a rank's shards, and stores its outputs in `there`."""
     shapes = [local_shape(values[v].shape, layouts[v], sizes) for v in call.gives]
     takes = [there[v] for v in call.takes]
     out = run_local(call, takes, [layouts[v] for v in call.takes], shapes)
@@ -384,7 +380,6 @@ class Problem:
         return self.graph.trace.calls[self.graph.nodes[node].calls[0]].name == FORK
 
     def _rooms(self, node: int, way: OperatorSharding, backward: bool) -> list[int]:
-        """Peak bytes of converting the layout of each input."""
         found = [0]
         for value in self.graph.takes(node):
             one = self.graph.trace.values[value]
@@ -417,7 +412,6 @@ class Problem:
         return nbytes(local_shape(one.shape, layout, self.graph.sizes), one.dtype)
 
     def _most(self, value: int) -> int:
-        """Bytes of a value in its largest possible layout."""
         node = self.graph.maker(value)
         return max(self._bytes(value, way.layouts[value]) for way in self.shardings[node])
 

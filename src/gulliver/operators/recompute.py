@@ -88,7 +88,6 @@ class SavedCalls:
         return self._runs.setdefault(self._numbers[call], _RecomputedRun())
 
     def packed(self, origin: Origin | None, tensor: Tensor) -> Any:
-        """Returns the placeholder that autograd saves for a tensor."""
         tensor = tensor.detach()
         form = tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
         if origin is None:
@@ -100,7 +99,6 @@ class SavedCalls:
         return tensor
 
     def unpacked(self, saved: Any) -> Tensor:
-        """Returns the tensor of a placeholder."""
         if not isinstance(saved, _Handle):
             return saved
         run = saved.run
@@ -185,7 +183,6 @@ class RecomputedCall:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Intercepts tensors saved by autograd inside the block."""
         with saved_tensors_hooks(self._pack, self._again.unpacked):
             yield
 

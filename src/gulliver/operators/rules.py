@@ -29,7 +29,6 @@ def cut(dim: int) -> str:
 
 
 def cut_dim(layout: str) -> int | None:
-    """Returns the dim that a layout shards; None if there is none."""
     return int(layout[1:]) if layout[0] == "S" else None
 
 
@@ -58,7 +57,6 @@ def local_shape(shape: Sequence[int], layout: Layout, sizes: Sequence[int]) -> t
 
 
 def divides(shape: Sequence[int], layout: Layout, sizes: Sequence[int]) -> bool:
-    """Whether all ranks have shards of equal size."""
     parts: dict[int, int] = {}
     for one, size in zip(layout, sizes, strict=True):
         dim = cut_dim(one)
@@ -70,7 +68,6 @@ def divides(shape: Sequence[int], layout: Layout, sizes: Sequence[int]) -> bool:
 def first_index(
     dim: int, length: int, layout: Layout, sizes: Sequence[int], here: Sequence[int]
 ) -> int:
-    """Index of a rank's first element along a dim."""
     first = 0
     for one, size, at in zip(layout, sizes, here, strict=True):
         if cut_dim(one) == dim:
@@ -113,7 +110,6 @@ def _element_wise(call: OperatorCall) -> Iterator[CallSharding]:
 
 
 def _along(shape: Sequence[int], output: Sequence[int], dim: int) -> str:
-    """Layout of an input that is broadcast to an output sharded along `dim`."""
     own = dim - len(output) + len(shape)
     return cut(own) if own >= 0 and shape[own] == output[dim] else SUMMED
 
@@ -227,7 +223,6 @@ def _viewed(call: OperatorCall) -> Iterator[CallSharding]:
 
 
 def _kept_dims(one: Sequence[int], other: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Pairs of dims of two shapes whose shardings correspond to each other."""
     a = b = 0
     while a < len(one) and b < len(other):
         first, second, sizes = a, b, [one[a], other[b]]

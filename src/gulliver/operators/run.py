@@ -236,7 +236,6 @@ def local_of(tensor: DTensor) -> Tensor:
 
 
 def changed(tensor: DTensor, wanted: Placements) -> DTensor:
-    """Converts a DTensor to another layout, without autograd."""
     if tuple(tensor.placements) == tuple(wanted):
         return tensor
     with torch.no_grad():
@@ -244,7 +243,6 @@ def changed(tensor: DTensor, wanted: Placements) -> DTensor:
 
 
 def plain(tensor: DTensor, mesh: DeviceMesh | None = None) -> DTensor:
-    """Detaches a DTensor from autograd."""
     # `detach` would return the mesh of the first DTensor of that form in this process, which torch
     # caches and whose process groups may be destroyed.
     mesh = mesh or tensor.device_mesh
@@ -258,8 +256,6 @@ def whole_of(tensor: Any, mesh: DeviceMesh) -> Tensor:
 
 
 class _Enter(torch.autograd.Function):
-    """Converts a DTensor to this rank's shard in the layout of a call."""
-
     @staticmethod
     def forward(
         ctx: Any,
@@ -283,8 +279,6 @@ class _Enter(torch.autograd.Function):
 
 
 class _Leave(torch.autograd.Function):
-    """Converts this rank's shard to a DTensor."""
-
     @staticmethod
     def forward(
         ctx: Any, local: Tensor, mesh: DeviceMesh, placed: Placements, shape: Sequence[int]

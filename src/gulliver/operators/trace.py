@@ -73,7 +73,6 @@ class Value:
 
     @property
     def flows(self) -> bool:
-        """Whether the value is computed and has a gradient."""
         return self.trains and self.maker >= 0
 
 
@@ -109,11 +108,9 @@ class OperatorCall:
         return self.kwargs.get(name, default)
 
     def constants_besides(self) -> bool:
-        """Whether any argument is not a tensor."""
         return bool(self.kwargs) or any(not isinstance(a, Ref) for a in self.args)
 
     def filled(self, tensors: Any) -> tuple[Any, Any]:
-        """Returns the arguments, with placeholders replaced by tensors."""
         return pytree.tree_map_only(Ref, lambda r: tensors[r.index], (self.args, dict(self.kwargs)))
 
 
@@ -183,7 +180,6 @@ class Tracer(TorchFunctionMode):
 
     @contextmanager
     def following(self) -> Iterator[None]:
-        """Records the calls inside the block."""
         handles = [
             register_module_forward_pre_hook(self.enter),
             register_module_forward_hook(self.leave),
@@ -211,7 +207,6 @@ class Tracer(TorchFunctionMode):
         return number
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs a function, and records it if it returns tensors."""
         kwargs, name = kwargs or {}, name_of(func)
         self._saving = []
         out = func(*args, **kwargs)

@@ -22,9 +22,7 @@ from gulliver.plan.tree import (
 from gulliver.precision.wire.formats import wire_format
 
 LONGEST = 120
-"""Maximum length of a value in a message."""
 SECTIONS = ("zero", "ddp", "operators")
-"""Optional sections of a plan."""
 WHOLE_MODELS = {
     "ddp": "zero with stage 0, which is equivalent",
     "zero.tuning": "off, with zero.chunk_bytes",

@@ -301,7 +301,6 @@ class Plan:
 
 
 def written(value: Any) -> str:
-    """Formats a value as in a file, for messages."""
     return "null" if value is None else str(list(value) if isinstance(value, tuple) else value)
 
 

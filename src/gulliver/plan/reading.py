@@ -24,11 +24,6 @@ END = "end"
 
 
 def read_text(path: Path) -> str:
-    """Reads a plan file as text.
-
-    Raises:
-        GulliverError: the file is missing or not text.
-    """
     if not path.is_file():
         raise GulliverError(f"plan {path} does not exist")
     try:

@@ -43,11 +43,7 @@ STEPS = 3  # number of replayed steps; the last one predicts state traffic
 def plan_activations(
     plan: Plan, model: nn.Module, state: Callable[[], StateBytes], rates: TierRates | None
 ) -> Plan:
-    """Chooses which blocks are kept, recomputed or offloaded, unless the plan specifies it.
-
-    Raises:
-        GulliverError: recomputation or offloading is requested but not possible.
-    """
+    """Chooses which blocks are kept, recomputed or offloaded, unless the plan specifies it."""
     tiers = _tiers(plan)
     if tiers.activations == "auto":
         plan = _chosen(plan, model, state(), rates) if plan.work.blocks else _by_share(plan, model)
@@ -147,7 +143,6 @@ def _best(
     rates: TierRates | None,
     allowed: Sequence[Choice],
 ) -> tuple[float, ActivationChoice] | None:
-    """Returns the shortest predicted step and its choice, or None if nothing fits."""
     rule = BudgetRule(tiers.limit)
     whole = tiers.limit - rule.margin
     least, _, most = state_needs(state, tiers)
@@ -174,7 +169,6 @@ def _best(
 def _pass_costs(
     state: StateBytes, tiers: Tiers, budget: int, work: Work, rates: TierRates | None
 ) -> tuple[PassCosts, float]:
-    """Returns the costs of each pass including state traffic, and the update seconds."""
     backward = work.backward_s + (work.update_s if tiers.step_in_backward else 0.0)
     if rates is None:
         return PassCosts(work.forward_s, backward), 0.0

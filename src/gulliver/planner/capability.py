@@ -41,13 +41,11 @@ HEADER = ("model", "sequence_parallelism_mode", "masks over shared sequences", "
 
 
 def families() -> dict[str, Sequences]:
-    """Sequence-parallel support of each model family, by name."""
     found = {family.name: family.sequences for family in all_families()}
     return {name: known for name, known in found.items() if known is not None}
 
 
 def table() -> list[tuple[str, ...]]:
-    """Rows of the table of supported combinations, one per family, with columns `HEADER`."""
     # All of them support tensor parallelism and pipeline stages, with any stage of ZeRO, in all
     # `DTYPES`.
     return [

@@ -117,7 +117,6 @@ def check_units(plan: Plan, model: nn.Module) -> None:
 def use_fp8(
     plan: Plan, model: nn.Module, tensor: RankGroup = ALONE, sequence: RankGroup = ALONE
 ) -> None:
-    """Converts the plan's layers on this rank to FP8."""
     fp8 = plan.precision.fp8
     if fp8 is None:
         return
@@ -154,7 +153,6 @@ def _check_sequence(plan: Plan, model: nn.Module) -> None:
 def _parts(
     tensor: TensorPlan | None, model: nn.Module
 ) -> tuple[dict[str, list[tuple[int, int]]], dict[str, str]]:
-    """Inputs and outputs of each layer's shard per tensor rank, and the unsupported layers."""
     parts, others = dict[str, list[tuple[int, int]]](), dict[str, str]()
     if tensor is None:
         return parts, others

@@ -52,7 +52,6 @@ def measure_work(
     each: bool = False,
     fp8: Fp8Plan | None = None,
 ) -> Work:
-    """Measures the cost of a batch in a few runs."""
     sizes: dict[str, list[int]] = {"forward": [], "backward": [], "hidden": [], "again": []}
     watched = _sizes_of(model, tensor, blocks, sizes)
     with _put_back(model), watched, _in_fp8(model, fp8), _counted(model) as kept:
@@ -129,7 +128,6 @@ def follow_sample(
     again: Sequence[str] = (),
     offloaded: Sequence[str] = (),
 ) -> ActivationPeak:
-    """Runs a step on fake tensors, with the named blocks recomputed or offloaded."""
     args = () if isinstance(sample, Mapping) else sample if isinstance(sample, tuple) else (sample,)
     kwargs = sample if isinstance(sample, Mapping) else {}
     offering = recomputable_blocks(model)
@@ -150,7 +148,6 @@ def _shared_out(seconds: float, model: nn.Module, paths: Sequence[str]) -> dict[
 
 
 def timed(model: nn.Module, sample: Any, autocast: torch.dtype | None) -> tuple[float, float]:
-    """Measures the seconds of a forward pass and of a backward pass."""
     device = next(model.parameters()).device
     context = torch.autocast(device.type, autocast) if autocast is not None else nullcontext()
     begun = _now(device)
@@ -242,7 +239,6 @@ def entries_of(tensor: TensorPlan | None) -> list[str]:
 
 
 def shared_paths(tensor: TensorPlan | None) -> list[str]:
-    """Paths of modules sharded over tensor ranks, and of their submodules."""
     if tensor is None:
         return []
     return [*tensor.sites, *(path for path in tensor.modules if not _inside(path, tensor.sites))]
@@ -250,7 +246,6 @@ def shared_paths(tensor: TensorPlan | None) -> list[str]:
 
 @contextmanager
 def _seconds_in(model: nn.Module, paths: Mapping[str, Sequence[str]]) -> Iterator[dict[str, float]]:
-    """Measures forward time in disjoint groups of modules, by group name."""
     found, begun, handles = dict.fromkeys(paths, 0.0), dict[tuple[str, str], float](), []
     device = next(model.parameters()).device
 
@@ -277,7 +272,6 @@ def _seconds_in(model: nn.Module, paths: Mapping[str, Sequence[str]]) -> Iterato
 
 @contextmanager
 def _in_fp8(model: nn.Module, fp8: Fp8Plan | None) -> Iterator[None]:
-    """Emulates the plan's FP8 layers, so that they save the same tensors as in a run."""
     if fp8 is None or not fp8.layers:
         yield
         return
@@ -365,8 +359,6 @@ class _Seen(Exception):
 
 
 class _Call(nn.Module):
-    """Calls a block with fixed keyword arguments."""
-
     def __init__(self, block: nn.Module, keywords: Mapping[str, Any]) -> None:
         super().__init__()
         self.block, self.keywords = block, keywords
@@ -378,7 +370,6 @@ class _Call(nn.Module):
 def time_blocks(
     model: nn.Module, sample: Mapping[str, Any], room: int, limited: bool
 ) -> dict[str, Seconds]:
-    """Times one block of each kind."""
     paths = offloadable_blocks(model)
     kinds = dict[Any, list[str]]()
     for path in paths:
@@ -415,7 +406,6 @@ def _block_bytes(block: nn.Module) -> int:
 def _calls(
     model: nn.Module, sample: Mapping[str, Any], paths: Sequence[str]
 ) -> dict[str, tuple[Any, Any]]:
-    """Arguments of each block in a forward pass, as meta tensors."""
     found = dict[str, tuple[Any, Any]]()
 
     def watch(path: str) -> Callable[..., None]:
@@ -494,7 +484,6 @@ def estimate_work(
     room: int | None = None,
     limited: bool = False,
 ) -> Work:
-    """Estimates the cost of a training step of a language model."""
     work = _computed(model, optimizer, device, batch, length, precision)
     if getattr(model, "config", None) is None:
         return work
@@ -526,7 +515,6 @@ def _timed(work: Work, model: nn.Module, seconds: Mapping[str, tuple[float, floa
 def estimate_sample(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, sample: Any, precision: str
 ) -> Work:
-    """Estimates the cost of a sample for a model on the meta device."""
     batch = samples_of(sample)
     # Rows multiplied by matrices: token ids, or vectors.
     rows = (t.numel() // (t.shape[-1] if t.is_floating_point() else 1) for t in tensors_of(sample))

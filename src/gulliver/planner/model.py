@@ -133,7 +133,6 @@ def convert(model: nn.Module, dtype: torch.dtype, kept: Collection[str]) -> None
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
-    """Converts floating-point tensors, including those nested in dicts, lists and tuples."""
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     if isinstance(value, dict):
@@ -160,8 +159,6 @@ def check_precision(name: Any) -> None:
 
 
 class _Autocast:
-    """Enters autocast before a call and exits it afterwards, even if the call raises."""
-
     def __init__(self, device: str, dtype: torch.dtype) -> None:
         self._device, self._dtype = device, dtype
         self._open: list[Any] = []
@@ -196,7 +193,6 @@ NO_BLOCKS = (
 
 
 def has_switch(model: nn.Module) -> bool:
-    """Whether a model has its own activation checkpointing (`gradient_checkpointing_enable`)."""
     return hasattr(model, "gradient_checkpointing_enable")
 
 

@@ -68,7 +68,6 @@ def rates_of_packing(wire: WireFormat, cluster: Cluster | None) -> PackRates:
 
 
 def packed_message(message: Message, wire: WireFormat, rates: PackRates, item: int) -> Message:
-    """The message in a wire format, including the time to pack it."""
     if wire.name == "identity":
         return message
     elements = message.bytes // item
@@ -85,7 +84,6 @@ def packed(
     links: dict[str, list[tuple[int, Link]]],
     rates: Callable[[WireFormat], PackRates],
 ) -> Message:
-    """The message in the plan's wire format for its kind."""
     wire = wire_format(getattr(plan.wire, wire_kind(message, links)))
     item = 2 if plan.precision.parameters != "none" else 4
     return packed_message(message, wire, rates(wire), item)
@@ -312,7 +310,6 @@ def by_kind(costs: StepCosts) -> Seconds:
 def _pipelined(
     plan: Plan, links: dict[str, list[tuple[int, Link]]], forward: float, backward: float
 ) -> tuple[float, float]:
-    """Pipeline bubble in seconds, and the share of the work on the busiest rank."""
     line, ranks = plan.pipeline, plan.mesh.of("pipeline")
     if not forward:
         return 0.0, sum(line.shares[::ranks])

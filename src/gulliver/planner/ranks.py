@@ -135,13 +135,11 @@ def _within(path: str, found: Sequence[tuple[str, nn.Parameter]]) -> list[str]:
 
 
 def rank_states(resolved: ResolvedPlan) -> list[StateBytes]:
-    """Distinct states among all ranks."""
     found = (rank_state(resolved, place) for place in places(resolved.plan))
     return list(dict.fromkeys(found))
 
 
 def places(plan: Plan) -> dict[tuple[int, int], int]:
-    """First rank at each (pipeline, tensor) coordinate."""
     mesh = plan.mesh
     stride = mesh.size // mesh.of("pipeline")
     ways = itertools.product(range(mesh.of("pipeline")), range(mesh.of("tensor")))
@@ -262,7 +260,6 @@ def _dtype_in(plan: Plan, name: str, parameter: nn.Parameter) -> torch.dtype:
 
 
 def cut_numel(name: str, parameter: nn.Parameter, tensor: TensorPlan | None, rank: int) -> int:
-    """Number of elements of a parameter's shard on a tensor rank."""
     path, _, own = name.rpartition(".")
     placed = None if tensor is None else tensor.modules.get(path)
     if tensor is None or placed is None or own not in placed.dims:

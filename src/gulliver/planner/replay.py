@@ -263,7 +263,6 @@ class Replay:
         return ("collected" if self.state.is_gathered(number) else "gradient", number)
 
     def _reduce(self, number: int, begun: bool) -> None:
-        """Reduces a chunk's accumulated gradient to its shards."""
         self.use(self._sum(number), write=begun, fresh=not begun)
         if self.state.is_gathered(number):
             self.use(("gradient", number), fresh=True)
@@ -273,7 +272,6 @@ class Replay:
             self.forget(("collected", number))
 
     def _enter(self, number: int) -> None:
-        """Evicts idle objects and replays the access to a chunk's parameters."""
         if number in self._entered:
             return
         first, last = self._together[number]
@@ -296,13 +294,11 @@ class Replay:
             self.done(("master", number))
 
     def keep(self, number: int) -> None:
-        """Offloads the activations of a chunk after its use."""
         for key in self._activations(number):
             self.use(key, fresh=True)
             self.done(key)
 
     def restore(self, number: int) -> None:
-        """Fetches the activations of a chunk for backward."""
         for key in reversed(self._activations(number)):
             self.use(key)
             self.done(key)
@@ -499,7 +495,6 @@ class MultiRankReplay(StepReplay):
         self._replay.done(("gradient", chunk.number))
 
     def _step(self) -> None:
-        """Replays the update of chunks that were not updated in backward."""
         self._sent.clear()
         for chunk in self._unstepped[:]:
             self._replay.visit(UPDATE, chunk.number)

@@ -112,7 +112,6 @@ def _of_fullest(resolved: ResolvedPlan) -> Predicted:
 
 
 def _check_kept(plan: Plan, model: nn.Module) -> None:
-    """Rejects `precision.kept` paths of modules without parameters or buffers."""
     paths = dict(model.named_modules())
     own = {
         path
@@ -192,7 +191,6 @@ def _unfit_rules(plan: Plan, model: nn.Module) -> list[str]:
 
 
 def _check_rules(plan: Plan, model: nn.Module) -> None:
-    """Rejects rules in a plan file that match no module."""
     for rule in _unfit_rules(plan, model) if plan.lines else ():
         ends = {path.rpartition(".")[2] for path, _ in model.named_modules() if path}
         where = _lined(plan, join("tensor.rules", rule))
@@ -222,7 +220,6 @@ def plan_stages(plan: Plan, model: nn.Module) -> Stages | None:
 
 
 def _check_blocks(plan: Plan, model: nn.Module, stack: Stack) -> None:
-    """Checks a plan's declarations about blocks before any block runs."""
     line = plan.pipeline
     known = stack_of(model, line.blocks).extra if line.extra != -1 else -1
     if known not in (-1, line.extra):

@@ -60,7 +60,6 @@ class StateBytes:
 
     @property
     def total(self) -> int:
-        """Bytes of all objects, rounded up to pages."""
         return sum(whole_pages(o.nbytes) for o in self.objects())
 
     @property
@@ -99,10 +98,8 @@ class StateBytes:
         return self.parts > 1 or self.chunks[number].copied
 
     def together(self) -> list[tuple[int, int]]:
-        """Returns, for each chunk, the first and the last chunk that are in use at the same time.
-
-        A recomputed block uses its parameters until its gradients are complete.
-        """
+        """First and last chunk that are in use together with each chunk."""
+        # A recomputed block uses its parameters until its gradients are complete.
         homes: dict[str, list[int]] = {}
         names = {name for chunk in self.chunks for name in chunk.names}
         for number, chunk in enumerate(self.chunks):

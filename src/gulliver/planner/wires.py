@@ -88,7 +88,6 @@ class WireOptions(Options):
         return self.force, self.feedback, self.gate
 
     def asked(self, plan: Plan) -> Plan:
-        """Returns the plan with the requested formats; unchanged if none were requested."""
         if not self.formats and self.every is None:
             return plan
         formats = dict(self.formats)

@@ -258,7 +258,6 @@ def least_room(
     blocks: Sequence[BlockActivations],
     allowed: Sequence[Choice] = ("keep", "recompute", "offload"),
 ) -> int:
-    """Minimum activation memory over all allowed choices."""
     leanest: tuple[Choice, ...] = ("recompute",) if "recompute" in allowed else tuple(allowed)
     return min(activations_peak(blocks, (choice,) * len(blocks)) for choice in leanest)
 

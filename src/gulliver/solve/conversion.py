@@ -46,11 +46,9 @@ class Sharding:
     terms: tuple[int, ...] = ()
 
     def with_cut(self, dim: int, axes: tuple[int, ...]) -> Self:
-        """The same layout with `dim` sharded over other axes."""
         return type(self)((*self.cuts[:dim], axes, *self.cuts[dim + 1 :]), self.terms)
 
     def with_terms(self, terms: Sequence[int]) -> Self:
-        """The same layout with other partial axes."""
         return type(self)(self.cuts, tuple(sorted(terms)))
 
     def used(self) -> set[int]:
@@ -102,7 +100,6 @@ def extent(length: int, parts: Sequence[int], place: Sequence[int]) -> tuple[int
 
 
 def box_elements(shape: Sequence[int], mesh: Sequence[int], layout: Sharding) -> int:
-    """Number of elements of the largest box on any rank."""
     count = 1
     for length, axes in zip(shape, layout.cuts, strict=True):
         for axis in axes:

@@ -123,8 +123,6 @@ def plan_residency(
 
 
 class _Problem:
-    """Arrays of a residency problem, and operations on them."""
-
     def __init__(self, gaps: Sequence[Gap], writes: Sequence[float], room: Sequence[int]) -> None:
         self.begin: Ints = np.array([g.begin for g in gaps], dtype=np.int64)
         self.end: Ints = np.array([g.end for g in gaps], dtype=np.int64)
@@ -239,8 +237,6 @@ class _Problem:
 
 
 class _Search:
-    """Depth-first search for a cheaper plan, gap by gap."""
-
     def __init__(self, problem: _Problem, prices: Floats, best: Flags, cost: float) -> None:
         self.best, self.cost, self.states = best, cost, 0
         self._problem, self._keep = problem, best.copy()
@@ -387,7 +383,6 @@ class Cycle:
 
     @property
     def cost(self) -> float:
-        """Average bytes read and written per step."""
         return self.residency.cost / self.repeats
 
     @property
@@ -396,7 +391,6 @@ class Cycle:
         return self.residency.bound / self.repeats
 
     def after(self, event: Event, cursor: int, end: int) -> int | None:
-        """Returns the next position of an equal event before `end`; None if there is none."""
         positions = self._where.get(_mark(event), ())
         place = bisect_left(positions, cursor, hi=bisect_left(positions, end))
         return positions[place] if place < len(positions) and positions[place] < end else None
@@ -405,7 +399,6 @@ class Cycle:
         return _mark(self.events[position]) == _mark(event)
 
     def next_use(self, key: Hashable, cursor: int) -> int:
-        """Returns the first position, from `cursor`, at which an object is used."""
         positions = self._uses.get(key)
         if not positions:
             return NEVER
@@ -413,7 +406,6 @@ class Cycle:
         return positions[place] if place < len(positions) else positions[0] + self.length
 
     def span(self, position: int) -> Span | None:
-        """Returns the gap that ends at a position; None if there is none."""
         return self._spans.get(position % self.length)
 
     def stays(self, key: Hashable, cursor: int) -> bool:

@@ -36,7 +36,6 @@ class Extents:
         return slab, start
 
     def give(self, slab: int, start: int, size: int) -> None:
-        """Frees a block or a part of one, and merges it with adjacent holes."""
         after = self._size_from.get((slab, start + size))
         if after is not None:
             self._close(slab, start + size, after)

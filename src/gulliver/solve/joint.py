@@ -160,8 +160,6 @@ def joint_cost(blocks: Sequence[Block], picks: Sequence[Sequence[Pick]]) -> Join
 
 
 class _Walk:
-    """Accumulates the cost of one block with given picks."""
-
     def __init__(self, block: Block, picks: Sequence[Pick], entry: int | None, below: int) -> None:
         self.forward = self.backward = 0.0
         self.state = self.left = 0

@@ -209,8 +209,6 @@ class GuidedStates(NamedTuple):
 
 @dataclass(frozen=True)
 class _Cost:
-    """Priced seconds of a block."""
-
     block: Block
     # Price of a byte in the passes of each operator.
     moments: tuple[float, ...]
@@ -256,7 +254,6 @@ class _Cost:
         return [axis for axis in axes if axis in ahead | end | {ENTRY}]
 
     def operator(self, number: int, axes: list[int], entries: int) -> Floats:
-        """Priced seconds of an operator, by the strategies of its inputs and its own."""
         return self._parts(number, axes, entries).least
 
     def _parts(self, number: int, axes: list[int], entries: int) -> _Parts:
@@ -301,8 +298,6 @@ class _Cost:
 
 
 class _Parts(NamedTuple):
-    """Priced seconds of an operator, by the strategies of its inputs and its own."""
-
     # Seconds if its saved tensors are kept.
     stays: Floats
     # Least seconds over all choices, with the shortest possible run.

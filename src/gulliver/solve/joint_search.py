@@ -383,15 +383,12 @@ def _too_little(blocks: Sequence[Block], budget: int, least: JointCost) -> str:
 
 @dataclass(frozen=True)
 class _States:
-    """States after a block, as columns."""
-
     seconds: Floats
     held: Floats
     """Bytes of state plus bytes left by earlier operators."""
     peak: Floats
     """Bytes of state so far plus the peak of everything else."""
     hope: Floats
-    """Lower bound on the final seconds."""
     strategy: Bytes
     parent: Ints
     plan: Ints
@@ -401,8 +398,6 @@ class _States:
 
 
 class _BlockChain:
-    """Search through the chain of blocks."""
-
     def __init__(
         self,
         blocks: Sequence[Block],

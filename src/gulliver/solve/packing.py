@@ -262,7 +262,6 @@ def packer_problem() -> str | None:
 
 
 def step_tables(ranks: int, repeat: bool) -> NativeTables | FallbackTables:
-    """Returns empty tables of the available packer."""
     if packer_problem() is None:
         return NativeTables(ranks, repeat)
     return FallbackTables(ranks, repeat)

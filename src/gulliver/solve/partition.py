@@ -95,10 +95,7 @@ def _best(
     join: Callable[[float, float], float],
     limit: float,
 ) -> tuple[float, list[int]]:
-    """Returns the minimum of ``join(value of earlier parts, time)``, and its partition.
-
-    Only parts whose time is at most `limit` are considered.
-    """
+    """Least ``join(value of earlier parts, time)`` over parts of at most `limit`, and the parts."""
     # best[j]: value of the first j costs in the parts so far; choices lead back to the partition.
     best = [0.0] + [math.inf] * count
     choices: list[list[int]] = []

@@ -364,7 +364,6 @@ class Replacement:
         return True
 
     def _leads(self, position: int, span: Span | None) -> bool:
-        """Whether a use is so near that its object is loaded before other prefetches."""
         return position - (span.lead if span else 0) <= self._cursor
 
     def _prefetch(self, key: Hashable, found: _Object, actions: list[Action]) -> bool:
@@ -384,7 +383,6 @@ class Replacement:
     # Evictions
 
     def _room(self, nbytes: int, name: str) -> list[Action]:
-        """Chooses objects to evict so that `nbytes` more fit."""
         short = self.used + nbytes - self.budget
         if short <= 0:
             return []
@@ -551,7 +549,6 @@ class Transit:
         self._coming.pop(key, None)
 
     def begin_write(self, key: Hashable) -> None:
-        """Reserves memory for an object evicted from the faster tier."""
         self._use(key, fresh=True)
 
     def end_write(self, key: Hashable) -> None:

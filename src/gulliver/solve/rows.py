@@ -33,7 +33,6 @@ class DenseIndex:
         return self._slots.nbytes
 
     def lookup(self, keys: Keys) -> Values:
-        """Returns the value of each key, or -1 if it is absent."""
         return self._slots[keys].astype(np.int64)
 
     def insert(self, keys: Keys, values: Values) -> None:
@@ -149,7 +148,6 @@ def index_bytes(rows: int, slots: int) -> int:
 
 
 def make_index(rows: int, slots: int) -> RowIndex:
-    """Creates the smaller kind of index for `slots` of `rows` rows."""
     if 4 * rows <= index_bytes(rows, slots):
         return DenseIndex(rows)
     return HashIndex(slots, wide_keys=rows > 2**31)

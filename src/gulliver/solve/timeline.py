@@ -21,11 +21,9 @@ class Act(Enum):
 
     COMPUTE = auto()
     START = auto()
-    """Starts a message without waiting for it."""
     WAIT = auto()
     """Waits for the end of a message, and for `seconds` more."""
     MARK = auto()
-    """Records the time."""
 
 
 class Action(NamedTuple):
@@ -145,7 +143,6 @@ class _Simulation:
 
 
 def simulate(ranks: Sequence[RankProgram]) -> Prediction:
-    """Runs the programs of all ranks."""
     found = _Simulation(ranks)
     found.run()
     marks = tuple(max(times) for times in zip(*found.marks, strict=True))

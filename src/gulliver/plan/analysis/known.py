@@ -54,7 +54,6 @@ class Known:
         return None if found is None or found.untyped_storage()._cdata in self._lost else found
 
     def number(self, tensor: Any) -> Any:
-        """Returns a tensor's only element; None if unknown."""
         value = self.of(tensor)
         if value is None:
             return None
@@ -116,13 +115,11 @@ aten = torch.ops.aten
 ATTENTION = F.scaled_dot_product_attention
 HALF = (torch.float16, torch.bfloat16)
 WIDEST = 256
-"""Maximum head dim that flash attention supports."""
 ALIGNED = 16
 """Alignment of the rows of a bias in memory-efficient attention."""
 
 
 def kernels_of(name: str) -> AbstractContextManager[Any]:
-    """Makes operators dispatch as on the given kind of device."""
     if name not in KERNELS:
         raise GulliverError(f"unknown kernels {name!r}: {nearest(name, KERNELS)}")
     return _on_cuda() if name == "cuda" else nullcontext()
@@ -151,8 +148,6 @@ def _in_steps(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _CudaKernels(TorchFunctionMode):
-    """Dispatches the operators that CUDA would run."""
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is ATTENTION:
@@ -196,7 +191,6 @@ def _attention(
 
 
 def _bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """Converts a mask to the layout that memory-efficient attention expects."""
     if mask.dtype == torch.bool:
         zeros = torch.zeros_like(mask, dtype=query.dtype)
         mask = zeros.masked_fill_(mask.logical_not(), float("-inf"))

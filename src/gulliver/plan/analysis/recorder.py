@@ -170,7 +170,6 @@ class Recorder(StorageCounter):
 
     @property
     def running(self) -> ModuleCall | None:
-        """Innermost running module call."""
         return self._running[-1] if self._running else None
 
     # Storages.
@@ -202,7 +201,6 @@ class Recorder(StorageCounter):
         return self._names.get(serial, "")
 
     def existed_before(self, tensor: Tensor) -> bool:
-        """Whether a tensor's storage existed before the step."""
         return tensor.untyped_storage()._cdata not in self._held
 
     # Operators.
@@ -269,7 +267,6 @@ class Recorder(StorageCounter):
         )
 
     def _region(self, phase: str) -> ModuleCall | None:
-        """Returns the call whose checkpoint is being recomputed."""
         if phase != RECOMPUTE:
             return None
         forward = self._nodes.get(running_node(), -1)
@@ -344,7 +341,6 @@ class Recorder(StorageCounter):
         return tuple(self._value(tensor) for tensor in tensors)
 
     def producer(self, tensor: Tensor) -> int:
-        """Index of the operator that produced a tensor."""
         return self._value(tensor).producer
 
     # Saved tensors.
@@ -363,7 +359,6 @@ class Recorder(StorageCounter):
             self.quiet, self.made = quiet, made
 
     def keep(self, tensor: Tensor) -> None:
-        """Records that a replayed call saves a parameter."""
         self._saved(tensor, self.serial(tensor), tensor.untyped_storage().nbytes())
 
     def _saved(self, value: Tensor, serial: int, nbytes: int) -> None:
@@ -429,7 +424,6 @@ class Recorder(StorageCounter):
         self._spans(owner, BACKWARD if backward else FORWARD)
 
     def record_placeholder(self, operator: Operator) -> None:
-        """Records an operator that represents an untraced module."""
         operator.live, self._before = self.live, self.live
         self._operator_calls.append(self.running)
         self.operators.append(operator)
@@ -437,11 +431,9 @@ class Recorder(StorageCounter):
 
 
 def _view_of(tensor: Tensor) -> tuple[Any, ...]:
-    """Returns offset, shape, strides and dtype of a tensor."""
     return tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
 @cache
 def _changed(func: Any) -> bool:
-    """Whether an operator writes to its inputs."""
     return any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments)

@@ -233,7 +233,6 @@ class Analysis:
 
     @cached_property
     def flops(self) -> int:
-        """FLOPs of the full step."""
         return sum(o.flops * o.count for o in self.operators)
 
     def seconds(self, device: Device, phase: str | None = None, path: str = "") -> float:

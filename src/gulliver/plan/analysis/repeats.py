@@ -141,7 +141,6 @@ class _Replay(torch.autograd.Function):
 
 
 FEWEST = 3
-"""Minimum number of equal modules for replaying."""
 PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 
@@ -213,7 +212,6 @@ class Repeats:
                 yield module, (path, forms[module])
 
     def _form(self, module: nn.Module, forms: dict[nn.Module, int]) -> int:
-        """Returns a number that equal modules share."""
         if module not in forms:
             own = [
                 (n, f"{tuple(t.shape)} {t.dtype} {t.requires_grad}") for n, t in _tensors(module)
@@ -348,7 +346,6 @@ def _left(
 
 @contextmanager
 def calls_through(call: Any, modules: list[nn.Module]) -> Iterator[None]:
-    """Routes calls of modules through a function."""
     # Each module's class is replaced by a subclass, so that calls are intercepted outside of the
     # checkpoint that transformers installs inside `__call__`.
     before = [(module, type(module)) for module in modules]

@@ -91,11 +91,9 @@ class Peaks:
         return max((p[0] for p in part), default=0), max((p[1] for p in part), default=0)
 
     def forward(self, call: ModuleCall) -> int:
-        """Peak bytes of a call's forward, relative to its start."""
         return max(0, self.most(call.begun, call.ended)[0] - call.before)
 
     def backward(self, call: ModuleCall) -> int:
-        """Peak bytes of a call's backward, relative to its start."""
         if not call.span:
             return 0
         first, last = call.span
@@ -137,7 +135,6 @@ def _extend(call: ModuleCall, moments: Sequence[Moment], operators: Sequence[Ope
 
 
 def _added_up(operator: Operator) -> bool:
-    """Whether the autograd engine itself ran an operator."""
     return operator.phase == BACKWARD and operator.forward < 0
 
 
@@ -271,7 +268,6 @@ def _inside(path: str, around: str) -> bool:
 
 
 def _where(error: Exception) -> str:
-    """Returns file and line of the model's code that raised."""
     libraries = Path(torch.__file__).parent
     frames = traceback.extract_tb(error.__traceback__)
     own = [
@@ -288,7 +284,6 @@ def _where(error: Exception) -> str:
 def left_out(
     model: nn.Module, recorder: Recorder, opaque: Mapping[str, UntracedModule]
 ) -> AbstractContextManager[None]:
-    """Replaces untraced modules by placeholders inside the block."""
     paths = {model.get_submodule(path): path for path in opaque}
 
     def call(module: nn.Module, run: Any, args: Any, kwargs: Any) -> Any:
@@ -303,7 +298,6 @@ def left_out(
 
 
 def _stand_in(recorder: Recorder, module: nn.Module, path: str, given: Any) -> Any:
-    """Creates the placeholder output of an untraced module."""
     leaves = [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor)]
     tensors = list({id(t): t for t in leaves}.values())
     first = next((t for t in tensors if t.is_floating_point()), None)
@@ -416,8 +410,6 @@ class _Ran:
 
 
 class _Step:
-    """A step to analyze; for arguments see `analyse`."""
-
     def __init__(
         self,
         model: nn.Module,
@@ -433,7 +425,6 @@ class _Step:
         self.batch: tuple[tuple[Any, ...], dict[str, Any]] = (args, {} if plain else dict(batch))
 
     def followed(self, ran: _Ran, opaque: Mapping[str, UntracedModule], repeats: bool) -> Analysis:
-        """Runs the step with fake tensors."""
         with without_traces(self.model, hooks=False), fake_mode(), kernels_of(self.kernels):
             fakes = FakeTensors("cpu")
             for module in self.model.modules():
@@ -463,7 +454,6 @@ class _Step:
         return replace(found, opaque=tuple(opaque.values()), notes=notes)
 
     def _recurrent(self) -> Sequence[str]:
-        """Returns notes about recurrent layers."""
         if self.kernels != "cuda":
             return ()
         layers = [path for path, m in self.model.named_modules() if isinstance(m, nn.RNNBase)]
@@ -475,7 +465,6 @@ class _Step:
         )
 
     def whole(self, opaque: UntracedModule) -> Analysis:
-        """Estimates the costs of a model of which only parameters and batch are known."""
         tensors = [t for t in pytree.tree_leaves(self.batch) if isinstance(t, Tensor)]
         first = max(tensors, key=Tensor.numel)
         operators = operators_of(self.model, "", tensors, first)

@@ -57,7 +57,6 @@ class Axes:
 
     @property
     def cuts_model(self) -> bool:
-        """Whether a model is sharded over several ranks."""
         return self.size > self.data
 
 
@@ -349,10 +348,7 @@ class Facts:
         )
 
     def _before(self, path: str) -> int:
-        """Bytes that are live when a block starts but are not saved for backward.
-
-        The caller holds the block's inputs, and possibly other tensors such as embeddings.
-        """
+        """Bytes that are live when a block starts but are not saved, such as its inputs."""
         own = _within(self.analysis, [path])
         first = next(operator for operator in self.analysis.operators if own(operator))
         return max(0, first.live - first.written - self.analysis.inputs)
@@ -376,12 +372,10 @@ class Facts:
 
     @cached_property
     def weights_s(self) -> float:
-        """Seconds to read the weights of all blocks."""
         return sum(part.parameters for part in self.parts) * self.item / self.device.memory_rate
 
     @cached_property
     def attention(self) -> tuple[float, float]:
-        """Forward and backward seconds of attention for one sample."""
         found = []
         for phase in (FORWARD, BACKWARD):
             own = [o for o in self._of(phase) if "dot_product" in o.name]
@@ -391,12 +385,10 @@ class Facts:
 
     @cached_property
     def saved(self) -> int:
-        """Activation bytes of one sample."""
         return self.outside.saved + sum(part.saved for part in self.parts)
 
     @cached_property
     def hidden(self) -> int:
-        """Bytes of the hidden state of one sample."""
         return max((part.output for part in self.parts), default=0)
 
     @cached_property
@@ -486,7 +478,6 @@ class Facts:
 
 
 def _within(analysis: Analysis, paths: Iterable[str]) -> Callable[[Operator], bool]:
-    """Returns a predicate for operators that run inside the named modules."""
     heads = {analysis.followed(path) for path in paths}
 
     def inside(operator: Operator) -> bool:
@@ -605,7 +596,6 @@ def _tensors(batch: Any) -> list[torch.Tensor]:
 
 
 def _trained(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple[int, int]:
-    """Returns the number of trained elements, and of optimizer state elements per trained one."""
     if optimizer is None:
         return 0, 0
     count = most = 0

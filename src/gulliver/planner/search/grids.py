@@ -159,7 +159,6 @@ def search_grids(
 
 
 def scorer_of(found: Found, samples: int) -> Scorer:
-    """Returns the scorer of a search's model and cluster."""
     return _scorer(found.facts, found.cluster, samples)
 
 
@@ -169,7 +168,6 @@ def _scorer(facts: Facts, cluster: Cluster, samples: int) -> Scorer:
 
 
 def _possible(scorer: Scorer) -> tuple[list[Axes], dict[str, str]]:
-    """Returns the meshes that can run the model, and reasons for those that cannot."""
     facts, ranks = scorer.facts, scorer.cluster.size
     blocks = len(facts.blocks) if facts.has_stack else 0
     meshes = axes_of(ranks, scorer.batch, blocks, modes_of(facts))
@@ -322,7 +320,6 @@ def _offloaded(found: Found, samples: int) -> MinimumOffload | None:
 
 
 def _runnable(facts: Facts, cluster: Cluster, samples: int) -> tuple[Scorer, list[Axes]]:
-    """Returns a scorer for a model on a cluster, and the possible meshes."""
     scorer = _scorer(facts, cluster, samples)
     blocks = len(facts.blocks) * facts.has_stack
     meshes = axes_of(cluster.size, samples, blocks, modes_of(facts))

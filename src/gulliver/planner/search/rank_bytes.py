@@ -320,10 +320,8 @@ class RankBytes:
         recomputed: int,
         parts: int,
     ) -> tuple[tuple[_Moment, ...], float, float]:
-        """Candidate peaks, activation bytes per micro-batch, and bytes of deferred gradients.
-
-        With `parts=2` (input and weight gradients), the first half of the backward frees nothing.
-        """
+        """Candidate peaks, activation bytes per micro-batch, and bytes of deferred gradients."""
+        # With `parts` of 2 (input and weight gradients) the first half of backward frees nothing.
         facts, number = self.facts, len(self.facts.blocks)
         inside, outside = self._divided(tensor, sequence)
         whole = 1 / sequence

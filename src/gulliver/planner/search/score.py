@@ -98,11 +98,9 @@ class Scorer:
         self._bytes = RankBytes(facts, batch)
 
     def resized(self, ranks: int, batch: int) -> Scorer:
-        """The same model on another number of ranks."""
         return Scorer(self.facts, self.cluster.resized(ranks), batch, self.device, self.free)
 
     def shared(self, axes: Axes) -> TensorShares | None:
-        """How tensor ranks share the model on a mesh; None if unsupported."""
         return self.facts.shared(axes.tensor)
 
     def why_unsupported(self, axes: Axes) -> str:
@@ -222,7 +220,6 @@ class Scorer:
         return seconds - slowest, slowest / whole
 
     def update(self, grid: Grid, own: float = 1.0) -> float:
-        """Seconds of the optimizer for a share of a replica's parameters."""
         axes = grid.axes
         parts = axes.data * axes.sequence if grid.stage else 1
         return self.facts.update_s * own / axes.tensor / parts

@@ -53,13 +53,7 @@ STEPS = 3  # simulated steps; the first one begins without gathers in flight
 # for each other: one rank for each pipeline coordinate stands for all. Tests compare this with
 # all ranks of small worlds.
 def simulate_step(scorer: Scorer, grid: Grid, torus: Sequence[int] = ()) -> float:
-    """Returns the seconds of a step in the middle of training.
-
-    Args:
-        scorer: costs of the model on the cluster.
-        grid: mesh and options; `chunk_mb` must be set if ZeRO has several replicas.
-        torus: sizes of the axes, outer to inner, along which ZeRO's collectives run.
-    """
+    """Seconds of a step; with several replicas, ZeRO needs `chunk_mb`, and may use a torus."""
     ranks = list[RankProgram]()
     for stage, row in enumerate(step_actions(scorer, grid, torus)):
         names = {action.axis for action in row}
@@ -69,7 +63,6 @@ def simulate_step(scorer: Scorer, grid: Grid, torus: Sequence[int] = ()) -> floa
 
 
 def step_seconds(ranks: Sequence[RankProgram]) -> float:
-    """Simulates the actions of ranks, and returns the seconds of a step."""
     marks = simulate(ranks).marks
     return (marks[-1] - marks[0]) / (STEPS - 1)
 
@@ -137,7 +130,6 @@ class _StepProgram(StepReplay):
     # Blocks, stages and chunks of a rank.
 
     def _blocks_of(self) -> dict[int, list[int]]:
-        """Lists the blocks of each of the rank's stages."""
         if self._stages == 1:
             return {0: list(range(max(1, len(self._scorer.facts.parts))))}
         sizes, _ = self._scorer.dealt(self._stages)
@@ -373,7 +365,6 @@ def weak_scaling(scorer: Scorer, grid: Grid) -> list[ScalingPoint]:
 
 
 def fastest(scorer: Scorer, grid: Grid) -> ScalingPoint:
-    """Chooses chunk size and torus of a grid by simulation."""
     own = scorer.facts.item * scorer.facts.trained // (grid.axes.tensor * grid.axes.pipeline)
     chunks = [size for size in CHUNKS if own < MOST_CHUNKS * size * MIB] or CHUNKS[-1:]
     if grid.axes.data * grid.axes.sequence == 1:
