@@ -60,7 +60,7 @@ def test_the_command_serves_a_folder_and_drains(folder: Path) -> None:
         program.send_signal(signal.SIGTERM)
         assert program.wait(patient(30)) == 0
         said = program.stderr.read()
-        assert re.search(r"signal: 0 completions .*\b30 seconds", said)
+        assert re.search(r"signal: 0 completions .*\b30 seconds", said), said[-300:]
         assert said.endswith("gulliver: the server has ended\n")
     finally:
         program.kill()
