@@ -165,7 +165,7 @@ class TraceShape(NamedTuple):
     slots: int
     # Mean fraction of the slots in use if every job runs on its requested slots.
     load: float
-    # Median and standard deviation of the log of a job's seconds on its requested slots.
+    # Median seconds of a job on its requested slots, and standard deviation of their log.
     median: float
     spread: float
     # Number of jobs that arrive together.
