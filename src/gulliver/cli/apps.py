@@ -30,7 +30,6 @@ def ended(outcome: Outcome) -> int:
 
 
 def app_command(config: AppConfig) -> int:
-    """Serves a page in the browser until Ctrl+C or SIGTERM."""
     from gulliver.app.server import find_run, serve
     from gulliver.app.worker import Source
 
@@ -74,7 +73,6 @@ def dreambooth_command(config: DreamboothConfig, arguments: list[str]) -> int:
 
 
 def quantize_command(config: QuantizeConfig) -> int:
-    """Quantizes a folder, and prints the results."""
     from gulliver.io.hub import check_push, push
     from gulliver.quantize.job import quantize_folder
 

@@ -47,7 +47,6 @@ def _bar(what: str) -> Iterator[Callable[[int, int], None]]:
 
 
 def ls(options: Ls) -> int:
-    """Prints a table of steps, or the contents of a step or file."""
     path = options.folder
     if options.json:
         print_json(_listing(options))
@@ -70,7 +69,6 @@ def ls(options: Ls) -> int:
 
 
 def _listing(options: Ls) -> dict[str, Any]:
-    """Returns the output of `ls` as plain values."""
     path = options.folder
     is_run = is_step_or_run(path) and options.step is None
     if is_run and not (path / "manifest.json").is_file():
@@ -327,7 +325,6 @@ def _first(names: list[str], show: int) -> list[str]:
 
 
 def convert(options: Convert) -> int:
-    """Writes full tensors to a folder or a file."""
     with _bar("converting") as report:
         made = export_huggingface(
             options.source,

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 
 def hint(*words: object) -> None:
-    """Prints a suggested command to stderr."""
     print("next: gulliver " + shlex.join(map(str, words)), file=sys.stderr)
 
 
@@ -43,7 +42,6 @@ def after_train(config: TrainConfig) -> None:
 
 WORKERS = Range(0, 1024)
 SCORERS = ("sharpness", "brightness", "motion", "text_share", "phash")
-"""Built-in scorers."""
 SHOWN = 10
 """Maximum number of unusable files shown on the terminal; the list file has all of them."""
 Entries = Sequence[tuple[str, str]]
@@ -194,7 +192,6 @@ def cut_scenes(options: Cut) -> int:
 
 
 def filter_rows(options: Filter) -> int:
-    """Filters, and prints how many rows are kept, dropped, and unknown."""
     from gulliver.video.preparation.filtering import filter_file
 
     found = filter_file(options.table, options.condition, options.out)
@@ -220,7 +217,6 @@ def score_clips(options: Score) -> int:
 
 
 def drop_copies(options: Dedup) -> int:
-    """Removes duplicates, and prints the first of them."""
     from gulliver.video.preparation.deduplication import deduplicate
     from gulliver.video.preparation.table import Table
 
@@ -235,7 +231,6 @@ def drop_copies(options: Dedup) -> int:
 
 
 def caption_clips(options: Caption) -> int:
-    """Captions, and prints how many rows were captioned."""
     from gulliver.video.preparation.captions import caption
     from gulliver.video.preparation.table import Table
 
@@ -285,7 +280,6 @@ def encode_clips(options: EncodeConfig, arguments: list[str]) -> int:
 
 
 def _broken(table: Path, step: str, broken: Entries) -> tuple[str, Entries]:
-    """The unusable files of a step, with a heading that names the file that lists them."""
     from gulliver.video.preparation.table import broken_path
 
     heading = f"{_many(len(broken), 'file')} that {step} cannot use, listed in {broken_path(table)}"
@@ -295,7 +289,6 @@ def _broken(table: Path, step: str, broken: Entries) -> tuple[str, Entries]:
 def _report(
     as_json: bool, out: Path, line: str, counts: Mapping[str, object], **lists: tuple[str, Entries]
 ) -> None:
-    """Prints the result of a step: a line and the start of each list, or everything as JSON."""
     from gulliver.jobs.display import print_json
 
     if as_json:

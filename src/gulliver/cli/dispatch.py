@@ -160,7 +160,6 @@ OTHERS = {
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Finds the command, reads its options and runs it; returns the exit code."""
     words = list(arguments)
     if words[:1] == ["help"]:
         words = [*words[1:], "--help"]
@@ -293,7 +292,6 @@ def _completions(words: list[str]) -> list[str]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs a command of `gulliver` and exits with its code."""
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         code = run(arguments)

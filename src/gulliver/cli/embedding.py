@@ -46,7 +46,6 @@ class EmbeddingConfig(Options):
 
 
 def embedding_command(config: EmbeddingConfig) -> int:
-    """Plans the tables, and prints the plan by table and by rank."""
     from gulliver.embedding.planning import TablesJob, plan_tables
     from gulliver.hardware.probe import named_cluster
     from gulliver.jobs.display import print_json

@@ -95,7 +95,6 @@ def _decode_peak(
 
 
 def show_coders(found: Mapping[str, CoderNeeds], config: ModelsConfig, room: int) -> None:
-    """Prints a row for each autoencoder."""
     rows = []
 
     def shown(nbytes: int | None) -> str:
@@ -155,7 +154,6 @@ class Needs:
 
 
 def models_command(config: ModelsConfig) -> int:
-    """Prints a row for each model."""
     known = (*CONFIGURATIONS, *AUTOENCODERS)
     for name in config.names:
         if name not in known:
@@ -201,7 +199,6 @@ def clip_of(name: str, config: ModelsConfig) -> tuple[int, int, int]:
 
 
 def needs(name: str, clip: tuple[int, int, int], config: ModelsConfig) -> Needs:
-    """Predicts the memory of a model, without allocating it."""
     with torch.device("meta"):
         model = build(name)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -252,7 +249,6 @@ def _peak(
 
 
 def _fields(name: str) -> dict[str, int]:
-    """Returns the numbers of blocks by configuration field."""
     with torch.device("meta"):
         model = build(name)
     return {key: int(getattr(model, key)) for key in COUNTS if hasattr(model, key)}
@@ -310,7 +306,6 @@ def inputs_of(
 
 
 def tokens_of(name: str, clip: tuple[int, int, int]) -> int:
-    """Number of a clip's video tokens."""
     configuration = CONFIGURATIONS[name]
     frames, height, width = configuration.latent(*clip)
     patch = configuration.fields.get("patch_size", 2)

@@ -56,12 +56,7 @@ class Option(NamedTuple):
 
 
 def parse(kind: type[Options], arguments: list[str], prog: str) -> Any:
-    """Parses options from arguments.
-
-    Raises:
-        UsageError: an argument is invalid (tyro exits with status 2 if it finds the error).
-        Printed: the options were printed for ``--print-config``.
-    """
+    """Parses options from arguments; raises `Printed` if ``--print-config`` showed them instead."""
     if "--out=" in arguments or ("--out", "") in pairwise(arguments):
         # As a path, it would be the current folder.
         raise UsageError("--out is empty: pass a folder or file (. is the current folder)")
@@ -130,7 +125,6 @@ def respelled(kind: type, arguments: list[str]) -> list[str]:
 
 @cache
 def _old_flags(kind: type, prefix: str = "--") -> Mapping[str, tuple[str, type]]:
-    """Maps old flags to current ones and their dataclasses."""
     hints, found = field_hints(kind), {}
     hidden = [name for name, hint in hints.items() if _has(hint, tyro.conf.Suppress)]
     for old, new in renamed_fields(kind, hidden).items():
@@ -199,7 +193,6 @@ def _read(file: Path) -> Any:
 
 
 def _has(hint: Any, marker: Any) -> bool:
-    """Whether an annotation has a tyro marker."""
     (mark,) = marker[int].__metadata__
     return mark in getattr(hint, "__metadata__", ())
 
@@ -237,7 +230,6 @@ def _hint(label: str) -> str:
 
 @cache
 def _texts(kind: type) -> Mapping[str, str]:
-    """Docstrings of the fields of a dataclass and its bases."""
     import docstring_parser
 
     return {
@@ -249,7 +241,6 @@ def _texts(kind: type) -> Mapping[str, str]:
 
 
 def _field(kind: type, field: dataclasses.Field[Any], hint: Any) -> tuple[str, Any, Any]:
-    """Creates a tyro field with our metavar and help."""
     inner, positional = bare(hint), _has(hint, tyro.conf.Positional)
     default = dataclasses.field(default=field.default)
     if dataclasses.is_dataclass(inner):

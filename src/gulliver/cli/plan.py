@@ -52,7 +52,6 @@ def search_command(options: Search) -> int:
 
 
 def answer_of(options: Search, progress: Callable[[str], None] = lambda part: None) -> Answer:
-    """Runs the search that the options describe."""
     with usage_errors():
         cluster = named_cluster(options.cluster)
         other = changed_cluster(cluster, options.what_if) if options.what_if else None
@@ -182,7 +181,6 @@ def show_command(options: Show) -> int:
 
 
 def memory_command(options: Memory) -> int:
-    """Prints the plan of a model under a memory limit."""
     with working(f"planning {options.model}"):
         plan = _memory_plan(options)
     if options.json:
@@ -242,7 +240,6 @@ def plugin_of(options: Memory) -> Plugin:
 
 
 def show(plan: Plan, options: Memory) -> None:
-    """Prints the residency of each kind of state, then the predicted time and the limit."""
     console = report_console()
     moved, memory, zero = plan.predicted.moved, plan.memory, plan.zero
     assert moved is not None, "the plan has tiers"
@@ -285,7 +282,6 @@ def show(plan: Plan, options: Memory) -> None:
 
 
 def capabilities_command(config: CapabilitiesConfig) -> int:
-    """Prints the supported combinations that plugins check against."""
     from gulliver.parallel.zero.elementwise import OPTIMIZERS as ELEMENTWISE
     from gulliver.parallel.zero.elementwise import optimizer_table
     from gulliver.planner.capability import DTYPES, HEADER, table

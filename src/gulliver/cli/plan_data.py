@@ -113,7 +113,6 @@ MORE = "a quarter more memory"
 
 
 def plan_data(options: PlanData) -> int:
-    """Plans an epoch; prints its first steps, its utilization, and the gain of other settings."""
     with working(f"planning the steps of {options.costs}"):
         values, lines = _planned(options)
     if options.json:

@@ -68,7 +68,6 @@ class Subject:
 
 
 def subject_of(options: Search) -> Subject:
-    """Builds the requested model and a sample for it."""
     name = options.model
     if name in CONFIGURATIONS:
         _refuse(options, "is a video model", "seq_length")
@@ -97,7 +96,6 @@ def subject_of(options: Search) -> Subject:
 
 
 def _refuse(options: Search, why: str, *names: str) -> None:
-    """Rejects options that have no effect on this kind of model."""
     for name in names:
         if getattr(options, name) is not None:
             flag = "--" + name.replace("_", "-")
@@ -130,7 +128,6 @@ def _size(text: str | None) -> tuple[int, int] | None:
 
 
 def _configured(values: Mapping[str, Any], name: str, options: Search) -> Subject:
-    """Builds a model from a transformers or diffusers configuration, and a sample for it."""
     if "_class_name" in values:
         return _unet(values, name, options)
     model = built(values)
@@ -206,7 +203,6 @@ def _sample_of(
 
 
 def _pixels(config: Any, options: Search) -> tuple[torch.Tensor, str]:
-    """Creates an image of the size that a model expects."""
     side = config.image_size
     rows, columns = (side, side) if isinstance(side, int) else side
     shape = (1, config.num_channels, rows, columns)
@@ -241,7 +237,6 @@ def _cached(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _unet(values: Mapping[str, Any], name: str, options: Search) -> Subject:
-    """Builds a UNet of diffusers, and a latent image with its caption."""
     if values["_class_name"] != "UNet2DConditionModel":
         raise UsageError(
             f"{name} is a {values['_class_name']}: of diffusers models, only UNets are supported"

@@ -71,7 +71,6 @@ class ModuleDecision:
 
 
 def why_module(found: Found, path: str) -> ModuleDecision:
-    """Explains how the fastest grid shards a module."""
     facts = found.facts
     costs = facts.analysis.module(path)
     module = facts.model.get_submodule(path)
@@ -228,13 +227,11 @@ def lines_of(answer: Answer, options: Search) -> list[str]:
 
 
 def _above_device(found: Found) -> str:
-    """Warns if a limit exceeds the device's memory."""
     has = found.cluster.device.memory_bytes
     return f": {found.cluster.device.name} has {size_text(has)}" if found.limit > has > 0 else ""
 
 
 def not_counted(found: Found) -> list[str]:
-    """Lists costs that the search does not include."""
     if found.facts.trained:
         return list(NOT_COUNTED)
     return [*NOT_COUNTED, GENERATED, *([] if found.facts.cached else [CACHE])]
@@ -338,7 +335,6 @@ def _after(answer: Answer) -> list[str]:
 
 
 def _inference(found: Found, sample: str) -> str:
-    """Describes the memory of the model and its KV cache for several batch sizes."""
     facts = found.facts
     model = facts.item * facts.parameters
     sizes = ", ".join(f"{n}: {size_text(model + n * facts.cached)}" for n in SAMPLES)

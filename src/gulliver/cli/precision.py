@@ -63,7 +63,6 @@ class Report:
 
 
 def precision_command(config: PrecisionConfig) -> int:
-    """Prints layers, gain and memory."""
     cluster = named_cluster(config.cluster)
     with working(f"reading {config.model}"):
         subject = subject_of(Search(model=config.model))
@@ -78,7 +77,6 @@ def precision_command(config: PrecisionConfig) -> int:
 
 
 def report_of(found: Selection, cluster: Cluster, config: PrecisionConfig) -> Report:
-    """Computes the gain of FP8 from the gate's selection of layers."""
     shapes = shapes_of(found, cluster.device, config)
     inputs = sum(layer.inputs for layer in found.taken) * config.tokens
     return Report(

@@ -66,7 +66,6 @@ class Progress(Protocol):
 
 
 def probe_command(config: ProbeConfig) -> int:
-    """Measures the machine, or prints stored results."""
     return probe(config.out, config.folder, config.again, config.mib, config.json)
 
 
@@ -108,7 +107,6 @@ def probe(
 
 @contextmanager
 def _bars(console: Console) -> Iterator[Progress]:
-    """Shows the current measurement, with a progress bar if its length is known."""
     text = TextColumn("probing {task.description}")
     with ProgressBars(text, BarColumn(), console=console, transient=True) as bars:
         task = bars.add_task("", total=None)
@@ -350,7 +348,6 @@ BACKENDS = {
 
 
 def doctor_command(config: DoctorConfig) -> int:
-    """Prints versions, the I/O engine and measured disk speeds."""
     folder, nbytes = config.folder, config.mib * MIB
     check_folder(folder)
     with named_errors(folder):
@@ -390,7 +387,6 @@ def check_folder(folder: Path) -> None:
 
 
 def machine() -> Iterator[tuple[str, str]]:
-    """Yields versions, devices, cores and memory, as rows of the table."""
     devices = [torch.cuda.get_device_name(k) for k in range(torch.cuda.device_count())]
     yield "torch", f"{torch.__version__}, Python {platform.python_version()}"
     yield "GPUs", ", ".join(devices) or "none"

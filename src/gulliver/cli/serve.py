@@ -32,7 +32,6 @@ class Start(ModelOptions, EngineOptions, ServerOptions):
 
 
 def start_command(config: Start) -> int:
-    """Serves until Ctrl+C or SIGTERM."""
     from gulliver.serve.http import Server
     from gulliver.serve.llm import LLM
 
@@ -56,7 +55,6 @@ def start_command(config: Start) -> int:
 
 
 def _say(config: Start, model: LLM, server: Server, options: ServerOptions) -> None:
-    """Prints the server's address and settings."""
     facts = model.engine.runner.facts
     tokens = facts.blocks * facts.block_size
     size = "for all sequences, in at most half of the free memory"
@@ -111,7 +109,6 @@ class ChatConfig(ModelOptions):
 
 
 def chat_command(config: ChatConfig) -> int:
-    """Replies to messages until the input ends."""
     from gulliver.serve.llm import LLM
     from gulliver.serve.requests import chat_tokens
 
@@ -132,7 +129,6 @@ def chat_command(config: ChatConfig) -> int:
 
 
 def _typed() -> Iterator[str]:
-    """Yields the lines that the user types."""
     while True:
         try:
             line = input("> " if sys.stdin.isatty() else "")

@@ -111,7 +111,6 @@ def _read(
 
 
 def generate_command(config: GenerateConfig, arguments: list[str]) -> int:
-    """Generates clips from prompts, on several ranks of this machine if requested."""
     with usage_errors():
         prompts, requests, clip, ranks = _read(config, arguments)
     guided, image_guided = config.guidance != 1, config.guidance_image != 1
@@ -318,7 +317,6 @@ def _numbered(path: Path, count: int) -> list[Path]:
 
 
 def evaluate_command(config: EvaluateConfig) -> int:
-    """Evaluates generated clips and prints the scores as JSON."""
     model = VideoModel.load(config.run)
     sampling = SamplingConfig(config.steps, config.guidance)
     figures = evaluate(model, config.samples, sampling).figures()

@@ -33,7 +33,6 @@ class Estimator:
         self.begin()
 
     def begin(self) -> None:
-        """Resets the learned state."""
         self.finished, self.seconds, self.falls = 0, np.zeros(0), np.zeros(0)
 
     def learn(self, finished: Sequence[JobState]) -> None:

@@ -111,19 +111,16 @@ def useful_goodputs(goodputs: np.ndarray) -> np.ndarray:
 
 
 class WorldsOutcome(NamedTuple):
-    """Results of worlds simulated to their end.
+    """Results of worlds simulated to their end."""
 
-    Attributes:
-        counts: slots of the first phase, [worlds, jobs].
-        ends: seconds until each job is done, [worlds, jobs].
-        starts: seconds until each job first holds slots, [worlds, jobs].
-        cost: sum over jobs of the seconds to their end, from now or from their arrival, plus `LATE`
-            per missed deadline, [worlds].
-    """
-
+    # Slots of the first phase, [worlds, jobs].
     counts: np.ndarray
+    # Seconds until each job is done, [worlds, jobs].
     ends: np.ndarray
+    # Seconds until each job first holds slots, [worlds, jobs].
     starts: np.ndarray
+    # Sum over jobs of the seconds to their end, from now or from their arrival, plus `LATE` per
+    # missed deadline, [worlds].
     cost: np.ndarray
 
 
@@ -164,7 +161,6 @@ class Worlds:
         self.inertia = np.array([rule.inertia for rule in rules])[:, None]
 
     def follow(self) -> WorldsOutcome:
-        """Simulates until every job is done in every world."""
         counts = self.shared() if self.first is None else self.first
         firsts = counts.copy()
         for _ in range(3 * self.left.shape[1] + 2):
@@ -180,7 +176,6 @@ class Worlds:
         return WorldsOutcome(firsts, self.ends, self.starts, cost)
 
     def shared(self) -> np.ndarray:
-        """Allocates slots by each world's rule."""
         worlds, jobs = self.left.shape
         width = self.goodputs.shape[1]
         most = max(1, int(self.alive.sum(axis=1).max()))
@@ -569,7 +564,6 @@ POLICIES: Mapping[str, Callable[[int], Policy]] = {
     "pollux": lambda seed: Pollux(),
     "rollout": lambda seed: Rollout(seed=seed),
 }
-"""Factories of policies by name; the argument is the seed."""
 
 
 def make_policy(name: str, seed: int = 0) -> Policy:

@@ -164,13 +164,7 @@ def summary_row(result: Result) -> list[str]:
 
 
 def schedule_page(title: str, lines: Sequence[str], results: Sequence[Result]) -> str:
-    """Renders schedules as HTML: a table of statistics, then a chart of slots over time for each.
-
-    Args:
-        title: heading.
-        lines: introductory paragraphs.
-        results: simulations of one trace.
-    """
+    """Renders simulations of one trace as HTML: a table of statistics, then a chart for each."""
     parts = [f"<p>{escape(line)}</p>" for line in lines]
     parts.append(_table([summary_row(result) for result in results]))
     end = max((max(result.ends.values()) for result in results), default=0.0)

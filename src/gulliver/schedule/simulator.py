@@ -388,7 +388,6 @@ class _Simulation:
             )
 
     def _check(self, chosen: dict[str, tuple[tuple[int, ...], int]]) -> None:
-        """Asserts that a decision keeps slots, quotas and batch limits."""
         slots = [slot for held, _ in chosen.values() for slot in held]
         assert len(slots) == len(set(slots)) <= self.cluster.slots, "a slot was assigned twice"
         limits, used = self._limits(), dict[str, int]()

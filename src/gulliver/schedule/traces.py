@@ -128,25 +128,17 @@ def _job(label: str, row: Mapping[str, Any]) -> Job:
 
 
 class ModelKind(NamedTuple):
-    """A kind of job: a model with its data.
-
-    Attributes:
-        name: name.
-        sample_ms: milliseconds per sample on a slot.
-        step_ms: constant milliseconds per step.
-        exchange_ms: milliseconds to send all gradients once.
-        batch: batch size per slot.
-        noise: gradient noise scale relative to the batch size.
-        grows: largest batch size relative to `batch` that its learning rate allows.
-        epoch: samples per epoch.
-    """
+    """A kind of job: a model with its data."""
 
     name: str
     sample_ms: float
     step_ms: float
     exchange_ms: float
+    # Batch size per slot.
     batch: int
+    # Gradient noise scale relative to the batch size.
     noise: float
+    # Largest batch size relative to `batch` that its learning rate allows.
     grows: int
     epoch: int
 
@@ -167,30 +159,21 @@ KINDS = (
 
 
 class TraceShape(NamedTuple):
-    """Parameters of a random trace.
-
-    Attributes:
-        jobs: number of jobs.
-        slots: slots of the intended cluster.
-        load: mean fraction of the slots in use if every job runs on its requested slots.
-        median: median seconds of a job on its requested slots.
-        spread: standard deviation of the log of these seconds.
-        burst: number of jobs that arrive together.
-        elastic: whether batch sizes may change.
-        announced: whether lengths are known.
-        resize: seconds of a resize.
-        noise: factor of the kinds' gradient noise scales.
-    """
+    """Parameters of a random trace."""
 
     jobs: int
     slots: int
+    # Mean fraction of the slots in use if every job runs on its requested slots.
     load: float
+    # Median seconds of a job on its requested slots, and standard deviation of their log.
     median: float
     spread: float
+    # Number of jobs that arrive together.
     burst: int = 1
     elastic: bool = True
     announced: bool = True
     resize: float = 10.0
+    # Factor of the kinds' gradient noise scales.
     noise: float = 1.0
 
 

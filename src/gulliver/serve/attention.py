@@ -22,7 +22,7 @@ from gulliver.serve.batch import Batch, Span
 
 @dataclass(frozen=True)
 class PagedSpan:
-    """A span as the attention layers need it."""
+    """A span's blocks and positions, as tensors for the attention layers."""
 
     # Index of its first token among the packed ones.
     first: int
@@ -198,7 +198,6 @@ def tree_of(span: Span) -> tuple[list[int], Tensor | None]:
 
 
 NAME = "gulliver_pages"
-"""Name in transformers' attention interface."""
 
 
 def paged_attention(
@@ -211,7 +210,6 @@ def paged_attention(
     sliding_window: int | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    """Computes attention with the signature of transformers' attention interface."""
     known: Any = module
     odd = next((name for name in REFUSED if more.get(name) is not None), None)
     if odd is not None:
@@ -229,7 +227,6 @@ REFUSED = ("softcap", "s_aux", "position_bias", "head_mask")
 
 @contextmanager
 def attached(model: Any, pages: Any) -> Iterator[None]:
-    """Makes a model's attention use the paged cache inside the context."""
     detach = attach(model, pages)
     try:
         yield
@@ -268,7 +265,6 @@ def attach(model: Any, pages: Any) -> Callable[[], None]:
 def _bloom_attention(
     self: Any, hidden_states: Tensor, residual: Tensor, alibi: Tensor, *args: Any, **more: Any
 ) -> tuple[Tensor, None]:
-    """Runs BLOOM's attention with the paged cache, using its own projections."""
     del args, more
     query, key, value = self._reshape(self.query_key_value(hidden_states))
     slopes = _slopes(self, alibi)
@@ -307,7 +303,6 @@ def inputs_of(batch: Batch, device: torch.device | None = None) -> tuple[Tensor,
 
 
 def arguments_of(model: Any, positions: Tensor, wanted: Tensor) -> dict[str, Any]:
-    """Returns the arguments of a model's forward other than its packed tokens."""
     known: dict[str, Any] = {"use_cache": False, "logits_to_keep": wanted}
     # BLOOM takes no positions, because its attention has slopes.
     return (
@@ -335,7 +330,6 @@ class ModelShape:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of keys and values per token."""
         return sum(2 * s.heads * s.dim for s in self.layers) * self.dtype.itemsize
 
 
@@ -371,7 +365,6 @@ class Recorder:
 def measure(
     model: Any, run: Callable[[], Tensor], layers: range, logits: bool = True
 ) -> ModelShape:
-    """Measures a model, or the `layers` of a pipeline stage, with a forward of one token."""
     recorder = Recorder()
     with attached(model, recorder):
         out = run()

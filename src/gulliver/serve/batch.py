@@ -74,17 +74,12 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Sizes of the model and its cache, as needed by the engine.
-
-    Attributes:
-        vocabulary: size of the last axis of logits.
-        context: maximum tokens of a sequence; None if unlimited.
-        blocks: number of blocks of the cache.
-        block_size: tokens per block.
-    """
+    """Sizes of the model and its cache, as needed by the engine."""
 
     vocabulary: int
+    # Maximum tokens of a sequence; None if unlimited.
     context: int | None
+    # Number of blocks of the cache.
     blocks: int
     block_size: int
 
@@ -158,28 +153,20 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A sequence that may get a draft in the next batch.
-
-    Attributes:
-        sequence: sequence number, as in `Span`.
-        tokens: prompt and completion so far.
-        cached: number of leading tokens whose keys and values are in the cache, in order.
-        blocks: block table.
-        most: maximum number of draft tokens that context, cache and `max_tokens` allow.
-        sampling: sampling parameters.
-        seed: seed of its sampling.
-        sample: index of the completion in the request.
-        prompt: number of prompt tokens.
-    """
+    """A sequence that may get a draft in the next batch."""
 
     sequence: int
     tokens: Sequence[int]
+    # Number of leading tokens whose keys and values are in the cache, in order.
     cached: int
     blocks: Sequence[int]
+    # Maximum number of draft tokens that context, cache and `max_tokens` allow.
     most: int
     sampling: SamplingParams
     seed: int = 0
+    # Index of the completion in the request.
     sample: int = 0
+    # Number of prompt tokens.
     prompt: int = 0
 
 
@@ -249,11 +236,9 @@ def children(draft: Draft) -> dict[tuple[int, int], int]:
 
 
 def walk(draft: Draft | None, drawn: Callable[[int, int], int]) -> tuple[list[int], list[int]]:
-    """Walks down a draft along the sampled tokens; returns these tokens and the accepted path.
-
-    `drawn` is called with a row of the span's logits (0 is the last token before the draft, `i + 1`
-    the draft's token i) and the depth.
-    """
+    """Walks a draft along the sampled tokens; returns these tokens and the accepted path."""
+    # `drawn` takes a row of the span's logits (0: the last token before the draft, i + 1: the
+    # draft's token i) and the depth.
     # At each node the next token is sampled from the model's own distribution, as without drafts.
     # If it is a child of the node, the model has already run that child, and the walk continues
     # with its logits. A sample is a function of logits, seed and position, so the tokens equal

@@ -359,7 +359,7 @@ def read_dense(
 def _converted(
     tensors: dict[str, Tensor], shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Checks names and shapes, and converts float tensors; those in 4 bits stay as they are."""
+    """Checks names and shapes, and converts floats to a dtype; 4-bit tensors stay."""
     packed = {n.removesuffix("_scale") for n in tensors if n.endswith("weight_scale")}
     sizes = {
         n: (len(t), 2 * t.shape[1]) if n in packed else tuple(t.shape)
@@ -375,7 +375,6 @@ def _converted(
 
 
 def _mapped(folder: Path) -> dict[str, Tensor]:
-    """Maps the files of a folder's tensors into memory."""
     from safetensors import safe_open
 
     index = folder / "model.safetensors.index.json"

@@ -181,7 +181,6 @@ class Engine:
         return events
 
     def _restart(self, lost: RunnerLost) -> None:
-        """Continues on a replacement of the runner, unless it has failed too often."""
         again: Callable[[], Runner] | None = getattr(self.runner, "restarted", None)
         self._losses += 1
         if again is None or self._losses > MOST_LOSSES:
@@ -356,6 +355,5 @@ def _rows(span: Span, answer: AnswerState) -> list[DrawRow]:
 
 
 def _first_of_fork(logits: Tensor, fork: AnswerState) -> Token | None:
-    """Samples the first token of a fork from the last logits of its prompt."""
     about = fork.sampling, fork.seed, fork.sample, 0
     return draw(logits[None], [DrawRow(*about, tuple(fork.tokens), fork.prompt)])[0]

@@ -30,7 +30,6 @@ SUFFIX = ".gguf"
 
 
 def is_gguf(path: Path | str) -> bool:
-    """Whether a path has the name of a GGUF file."""
     return Path(path).suffix.lower() == SUFFIX
 
 
@@ -244,7 +243,6 @@ class GgufFile:
 
     @property
     def architecture(self) -> str:
-        """llama.cpp's name of the model type."""
         return str(self.metadata.get("general.architecture"))
 
     @cached_property
@@ -302,14 +300,13 @@ TYPES = {
 
 
 def build_config(path: Path) -> Any:
-    """Builds transformers' configuration from a file's metadata."""
     from transformers import AutoConfig
 
     return AutoConfig.for_model(**read_config(path))
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Returns what transformers' ``config.json`` would have, from a file's metadata."""
+    """Returns a file's metadata under the names of transformers' ``config.json``."""
     file = open_file(path)
     if file.architecture not in TYPES:
         raise GulliverError(
@@ -389,7 +386,6 @@ class GgufWeights(ModelWeights):
         self._file = file
 
     def value(self, name: str) -> Tensor:
-        """Reads a parameter as float32."""
         file, kept = self._file, self._file.names[name]
         value = file.tensor(kept)
         if name == ROTARY:
@@ -465,7 +461,6 @@ ENDS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<|endoftext|>", "<end_of_turn>",
 
 
 def read_tokenizer(path: Path) -> Any:
-    """Builds a tokenizer from a file, with its chat template."""
     import tokenizers
 
     file = open_file(path)
@@ -503,7 +498,6 @@ def read_tokenizer(path: Path) -> Any:
 
 
 def end_ids(path: Path) -> list[int]:
-    """Returns the tokens that end a completion."""
     metadata = open_file(path).metadata
     tokens, types = (metadata.get(f"tokenizer.ggml.{k}", []) for k in ("tokens", "token_type"))
     ends = {

@@ -273,7 +273,6 @@ class LLM:
 def _drafter(
     given: ModelOptions, drafter: Drafter | None, tokenizer: Any, options: EngineOptions
 ) -> Drafter | None:
-    """Returns the drafter that was passed, or creates the one named by the options."""
     if given.speculation is None:
         return drafter
     if drafter is not None:
@@ -284,7 +283,6 @@ def _drafter(
 
 
 def _refuse_for_models(given: ModelOptions) -> None:
-    """Rejects options that do not apply to a model that is already loaded."""
     if given.dtype is not None or given.quantize is not None:
         raise GulliverError(
             "dtype and quantize need a folder: convert a model with model.to(...) or "

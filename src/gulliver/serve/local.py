@@ -34,10 +34,7 @@ class PagedModel:
         self.decoder: NativeDecoder | None = None
 
     def take_cache(self, blocks: int, block_size: int, native: bool = False) -> Pages:
-        """Allocates the cache, which the model's attention uses from then on.
-
-        With `native`, the native decoder runs the model if it is supported.
-        """
+        """Allocates the cache; with `native`, native code runs the model if it supports it."""
         shape = self.shape
         if self.streamed is not None:
             taken = blocks * block_size * shape.token_bytes
@@ -59,7 +56,6 @@ class PagedModel:
             self.streamed.end_step()
 
     def close(self) -> None:
-        """Restores the model and frees the memory of the cache."""
         self.decoder = None
         if self.pages is not None:
             self._detach()
@@ -168,11 +164,7 @@ class LocalRunner:
 
 
 class DenseRunner:
-    """A dense decoder in native code, without a module of transformers.
-
-    Attributes:
-        pages: keys and values of all layers.
-    """
+    """A dense decoder in native code, without a module of transformers."""
 
     max_in_flight, native = 1, True
 
@@ -195,7 +187,6 @@ class DenseRunner:
         return self._results.popleft()
 
     def close(self) -> None:
-        """Frees the memory of the cache."""
         del self._decoder
         self.pages.keys.clear()
         self.pages.values.clear()

@@ -51,7 +51,6 @@ class ResidentTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def put(self, memory: Tensor | None) -> None:
@@ -64,7 +63,6 @@ class ResidentTensor:
                 module._buffers[name] = value
 
     def view(self, memory: Tensor) -> Tensor:
-        """The tensor in the memory of its object."""
         return memory[self.offset : self.offset + self.nbytes].view(self.dtype).view(self.shape)
 
 
@@ -193,7 +191,6 @@ class StreamedWeights:
         self.manager.set_budget(nbytes, ahead * self.least)
 
     def end_step(self) -> None:
-        """Ends a forward; the next one uses the same objects in the same order."""
         self.manager.end_step()
 
     def __str__(self) -> str:
@@ -295,7 +292,6 @@ def _streamed(sizes: Sequence[int], room: int) -> int:
 
 
 def disk_folder(given: Path | str | None) -> Path:
-    """Returns the folder of the disk store."""
     folder = Path(tempfile.gettempdir() if given is None else given)
     check_disk_folder(folder)
     if given is None and file_system(folder) in IN_MEMORY:

@@ -256,13 +256,12 @@ _MIX = (
 
 
 def draw_key(seed: int, sample: int, place: int) -> int:
-    """Returns the 64-bit key of a draw's noise."""
     digest = hashlib.blake2b(f"{seed}/{sample}/{place}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 
 
 def draw(logits: Tensor, rows: Sequence[DrawRow]) -> list[Token | None]:
-    """Samples a token for each row."""
+    """Samples a token for each row; None for logits that are not finite."""
     if not rows:
         return []
     highest, likeliest = logits.max(-1)

@@ -98,7 +98,6 @@ class BlockPool:
 
     @property
     def free(self) -> int:
-        """Number of free blocks."""
         return len(self._blank) + len(self._kept)
 
     @property
@@ -107,7 +106,6 @@ class BlockPool:
         return len(self._kept)
 
     def holders(self, block: int) -> int:
-        """Reference count of a block."""
         return self._holders[block]
 
     def take(self, count: int) -> list[int] | None:
@@ -202,7 +200,6 @@ class Scheduler:
         self._tickets = 0
 
     def add(self, sequence: AnswerState) -> None:
-        """Adds a sequence behind the older ones."""
         insort(self.waiting, sequence, key=_age)
 
     def fork(self, sequence: AnswerState, other: AnswerState) -> None:
@@ -215,7 +212,6 @@ class Scheduler:
         insort(self.running, other, key=_age)
 
     def end(self, sequence: AnswerState) -> None:
-        """Removes a sequence and frees its blocks."""
         (self.running if sequence.status is Status.RUNNING else self.waiting).remove(sequence)
         sequence.status = Status.ENDED
         self._release(sequence)
@@ -305,11 +301,7 @@ class Scheduler:
     def _make_room(
         self, sequence: AnswerState, count: int, draft: Draft | None, copies: list[Pair]
     ) -> bool:
-        """Allocates blocks for new tokens and copies shared ones, preempting others if necessary.
-
-        Returns:
-            Whether it succeeded; if not, nothing changed except the preemptions.
-        """
+        """Allocates blocks for new tokens and copies shared ones; False if too few can be freed."""
         size, held = self.pool.size, sequence.blocks
         end = sequence.cached + count + (len(draft.tokens) if draft else 0)
         shared = [
@@ -354,10 +346,7 @@ class Scheduler:
         sequence.moves, sequence.draft = [], None
 
     def _admit(self, sequence: AnswerState) -> bool:
-        """Admits the oldest waiting sequence if the blocks of all its tokens are cached or free.
-
-        Blocks for the sequences that fork from it must be free, too.
-        """
+        """Admits the oldest waiting sequence, if blocks for it and for its forks are available."""
         # A sequence is admitted when blocks for all tokens that it has are free, and one for each
         # running sequence. Any sequence that is admitted fits the cache alone, and the oldest never
         # gives up its blocks, so none can starve.

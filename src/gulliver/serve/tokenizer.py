@@ -20,21 +20,10 @@ SPECIAL = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", 
 
 
 class FileTokenizer:
-    """Tokenizes texts and conversations.
-
-    Attributes:
-        chat_template: Jinja template of conversations; None if there is none.
-        eos_token_id: token that ends a text; None if there is none.
-    """
+    """Tokenizes texts and conversations."""
 
     def __init__(self, backend: Any, template: str | None, special: Mapping[str, str]) -> None:
-        """Wraps a tokenizer of the tokenizers library.
-
-        Args:
-            backend: the tokenizer.
-            template: chat template.
-            special: special tokens by their names, such as ``eos_token``.
-        """
+        """Wraps a tokenizer of the tokenizers library; `special` has keys like ``eos_token``."""
         backend.no_truncation()
         backend.no_padding()
         self._backend, self.chat_template, self._special = backend, template, dict(special)
@@ -52,13 +41,11 @@ class FileTokenizer:
         return self._backend.decode(list(tokens), skip_special_tokens=skip_special_tokens)
 
     def get_vocab(self) -> dict[str, int]:
-        """Maps all tokens to their ids."""
         return self._backend.get_vocab(with_added_tokens=True)
 
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = False, **_: Any
     ) -> dict[str, list[int]]:
-        """Encodes a conversation."""
         known = {"tools": None, "documents": None, **self._special}
         text = self._template.render(
             messages=messages, add_generation_prompt=add_generation_prompt, **known

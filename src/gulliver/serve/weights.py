@@ -45,7 +45,6 @@ BUDGET_SHARE = 4
 
 
 def free_bytes(device: torch.device) -> int:
-    """Returns the free bytes on a device for this process."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     limit = memory_bytes("cpu")
@@ -215,7 +214,6 @@ class Source:
             self._compare(self._known(name), tuple(parameter.shape))
 
     def fill(self, name: str, into: Tensor, region: Region | None = None) -> None:
-        """Reads a parameter, or a region of it."""
         self._read(self._known(name), into, region)
 
     def fill_expert(
@@ -245,7 +243,6 @@ class Source:
                     self._read(at + name, buffer, None)
 
     def dtype_of(self, name: str) -> torch.dtype:
-        """The dtype of a parameter in the files."""
         return self._weights.infos[self._known(name)].dtype
 
     def _known(self, name: str) -> str:
@@ -260,7 +257,7 @@ class Source:
         return found
 
     def _compare(self, source: str, shape: tuple[int, ...]) -> Any:
-        """Returns the description of a tensor in the files; rejects another shape."""
+        """Returns a tensor's entry in the files, after checking its shape."""
         info = self._weights.infos[source]
         if info.shape != shape:
             raise GulliverError(
@@ -309,7 +306,6 @@ class QuantizedExperts(nn.Module):
         )
 
     def fill(self, name: str, expert: int, weight: Tensor) -> None:
-        """Quantizes one expert's weight."""
         layer: Any = (self.into if name == JOINED[0] else self.out)[expert]
         if layer.mode == "int4":
             values, scales = to_int4(weight)
@@ -379,7 +375,6 @@ def is_experts(module: Any) -> bool:
 
 
 def _on_meta(weight: Any, path: str, mode: str) -> QuantizedLinear:
-    """Creates an expert's layer on meta."""
     outputs, inputs = weight.shape[1:]
     if mode == "int4" and inputs % GROUP:
         mode = "int8"
@@ -571,7 +566,6 @@ def fill_model(
 
 
 def dtype_name(dtype: str | torch.dtype | None) -> str | None:
-    """Converts a torch dtype to its name in options."""
     return str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
 
 
@@ -588,14 +582,12 @@ def check_options(folder: Path, dtype: str | None, quantize: str | None) -> None
 
 
 def kept_dtype(folder: Path, dtype: str | None) -> torch.dtype:
-    """Returns the compute dtype of a folder's model."""
     if is_quantised(folder):
         return torch.float32
     return DTYPES[dtype] if dtype is not None else _sizes(folder)[1]
 
 
 def check_folder(folder: Path) -> None:
-    """Rejects a folder without a supported model."""
     if is_gguf(folder):
         gguf.open_file(folder)
         return
@@ -613,7 +605,6 @@ def check_folder(folder: Path) -> None:
 
 
 def tokenizer_of(folder: Path) -> Any:
-    """Loads the tokenizer of a model folder or file."""
     if is_gguf(folder):
         return gguf.read_tokenizer(folder)
     return read_tokenizer(folder) or load_tokenizer(folder)

@@ -39,7 +39,6 @@ START_S = 300.0  # seconds for a new scheduler to report that it is running
 
 @contextmanager
 def only_one(spool: Spool) -> Iterator[None]:
-    """Holds the lock of the scheduler's folder."""
     path = spool.path / "scheduler.lock"
     with named_errors(path):
         path.touch()

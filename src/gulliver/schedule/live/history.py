@@ -49,7 +49,6 @@ class ScheduleHistory:
     refused: dict[str, str] = field(default_factory=dict)
 
     def job(self, name: str) -> LiveJob:
-        """Returns a job; raises an error if it is unknown or was rejected."""
         if name in self.refused:
             raise GulliverError(f"job {name!r} was rejected: {self.refused[name]}")
         if name not in self.jobs:
@@ -58,7 +57,6 @@ class ScheduleHistory:
 
     @property
     def measured(self) -> MeasuredSeconds:
-        """Start and resize times measured over all jobs so far."""
         return MeasuredSeconds.of(self.jobs.values())
 
     def cluster(self) -> JobCluster:

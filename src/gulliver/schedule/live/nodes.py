@@ -143,7 +143,6 @@ class Agent:
                 self._describe(kill=key)
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """Calls a method, like `RayNode.call`."""
         return getattr(self, method)(*arguments)
 
     def close(self) -> None:
@@ -483,5 +482,4 @@ class RayNodes(Nodes):
 
 
 def own_name(folder: str) -> str:
-    """Description of this scheduler, for error messages of a second one."""
     return f"folder {folder} on {socket.gethostname()}, process {os.getpid()}"

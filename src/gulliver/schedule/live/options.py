@@ -136,7 +136,6 @@ class Submission(Options):
     submitted: Annotated[float, AT_LEAST_0] = 0.0
 
     def check_combinations(self) -> None:
-        """Rejects invalid names, and jobs without a length that policies can predict."""
         super().check_combinations()
         if not self.name:
             object.__setattr__(self, "name", Path(self.script).stem)

@@ -72,7 +72,6 @@ class Spool:
         return sorted(p.name for p in self.jobs.iterdir() if (p / "job.json").is_file())
 
     def known(self, name: str) -> Path:
-        """Folder of an existing job; raises an error for unknown names."""
         names = self.names()
         if name not in names:
             hint = nearest(name, names) if names else "nothing was submitted there"
@@ -122,14 +121,11 @@ NOTICED = 0.05  # relative change of the step time that triggers a new fit of th
 
 
 class MeasuredSeconds(NamedTuple):
-    """Measured start and resize times of jobs.
+    """Measured start and resize times of jobs."""
 
-    Attributes:
-        starts: seconds from the first slots to the first step.
-        resizes: seconds from the last step before a resize to the first one after.
-    """
-
+    # Seconds from the first slots to the first step.
     starts: list[float]
+    # Seconds from the last step before a resize to the first one after.
     resizes: list[float]
 
     @classmethod

@@ -22,8 +22,6 @@ Names = Callable[[int], str]
 
 
 def names_of(tokenizer: Any) -> Names:
-    """Returns the function that formats a token."""
-
     def name(token: int) -> str:
         text = tokenizer.decode(
             [token], skip_special_tokens=False, clean_up_tokenization_spaces=False
@@ -82,19 +80,16 @@ class AnswerFormat(ABC):
         return {**made, "system_fingerprint": None}
 
     def whole(self, choices: Sequence[AnswerChoice], usage: Usage) -> dict[str, Any]:
-        """Formats the complete response."""
         content = [self._written(choice) for choice in choices]
         return {**self._head(self.whole_object), "choices": content, "usage": usage.json}
 
     def piece(self, choice: dict[str, Any]) -> bytes:
-        """Formats a chunk of a stream."""
         made = {**self._head(self.piece_object), "choices": [choice]}
         if self.body.tells_usage:
             made["usage"] = None
         return event(made)
 
     def usage(self, usage: Usage) -> bytes:
-        """Formats the last chunk of a stream, with token counts."""
         return event({**self._head(self.piece_object), "choices": [], "usage": usage.json})
 
     @abstractmethod
@@ -129,7 +124,6 @@ class CompletionFormat(AnswerFormat):
         return self._echo[index] if self._echo else ""
 
     def first(self, index: int) -> dict[str, Any] | None:
-        """Returns the prompt, if it is part of the response."""
         return self.next(index, self._front(index), (), None) if self._echo else None
 
     def next(
@@ -162,7 +156,6 @@ class ChatFormat(AnswerFormat):
     prefix, whole_object, piece_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def first(self, index: int) -> dict[str, Any] | None:
-        """Returns the role."""
         delta = {"role": "assistant", "content": ""}
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
@@ -201,7 +194,6 @@ def _finite(logprob: float | None) -> float | None:
 
 
 def event(value: dict[str, Any]) -> bytes:
-    """Formats a server-sent event."""
     return b"data: " + json.dumps(value, separators=(",", ":")).encode() + b"\n\n"
 
 

@@ -193,7 +193,6 @@ class Reply(Response):
         return [(index, self._choices[index], *pair) for index, pair in found.items()]
 
     def _note(self, choice: AnswerChoice, one: Event) -> None:
-        """Records times, token counts and the finish reason."""
         if one.finish == "error":
             message = one.error or "the answer ended in an error"
             raise ApiError(500, message, code="engine_error")
@@ -231,7 +230,6 @@ async def _send_part(send: Send, part: bytes, more: bool = True) -> None:
 
 
 def response_of(error: ApiError) -> JSONResponse:
-    """Creates the response for an error."""
     return JSONResponse(error.body, error.status, error.headers)
 
 
@@ -265,7 +263,6 @@ class Routes:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def authorise(self, request: Request) -> None:
-        """Rejects a client without the key."""
         key = self._options.key
         if key is None:
             return
@@ -379,7 +376,6 @@ class Routes:
         return {**made, "owned_by": "gulliver", "max_model_len": self.limits.facts.longest}
 
     async def health(self, request: Request) -> Response:
-        """Handles /health: 200 while requests are accepted."""
         del request
         worker, gate = self.context.worker, self.context.gate
         state = "dead" if worker.dead else "draining" if gate.draining else "ok"
@@ -393,7 +389,6 @@ class Routes:
 
 
 def make_app(routes: Routes) -> ASGIApp:
-    """Creates the application: routes, OpenAI-style errors, and request counts."""
     # No documentation pages: they load scripts from other sites, and require no key.
     app = FastAPI(title="gulliver serve", openapi_url=None)
     app.add_api_route("/v1/completions", routes.completion, methods=["POST"])
@@ -426,8 +421,6 @@ def make_app(routes: Routes) -> ASGIApp:
 
 
 def _counted(app: ASGIApp, routes: Routes) -> ASGIApp:
-    """Counts requests by path and status."""
-
     async def counting(scope: Scope, receive: Receive, send: Send) -> None:
         async def sending(message: Message) -> None:
             if message["type"] == "http.response.start":

@@ -11,7 +11,6 @@ from gulliver.errors import GulliverError
 from gulliver.options import AT_LEAST_1, Options, Range, byte_size
 
 KEY_VARIABLE = "GULLIVER_API_KEY"
-"""Environment variable with the API key, if no option sets it."""
 BODY_BASE, BODY_TOKEN = 64 * 1024, 32
 """Bytes of a body without its prompt, and bytes per prompt token including escapes."""
 PROBE_S = 15

@@ -34,14 +34,12 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """JSON of the response."""
         kind = _KINDS.get(self.status, "server_error" if self.status >= 500 else _WRONG)
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         return {"error": error}
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers of the response."""
         made = {}
         if self.retry_after is not None:
             made["retry-after"] = str(max(1, math.ceil(self.retry_after)))
@@ -59,12 +57,10 @@ _KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_
 
 
 def wrong(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """Creates the error for an invalid request."""
     return ApiError(400, message, param, code)
 
 
 def overloaded(message: str, seconds: float) -> ApiError:
-    """Creates the error for an overloaded server."""
     return ApiError(429, message, code="overloaded", retry_after=seconds)
 
 
@@ -111,7 +107,6 @@ class RequestBody(BaseModel, ABC):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
-    """Also return token ids."""
 
     # Without effect on the response.
     user: str | None = None
@@ -121,12 +116,10 @@ class RequestBody(BaseModel, ABC):
 
     @property
     def streamed(self) -> bool:
-        """Whether the response is streamed."""
         return bool(self.stream)
 
     @property
     def tells_usage(self) -> bool:
-        """Whether a stream ends with token counts."""
         return self.stream_options is not None and self.stream_options.include_usage
 
     def most(self, room: int, limit: int | None) -> int:
@@ -149,11 +142,9 @@ class CompletionBody(RequestBody):
 
     @property
     def likeliest(self) -> int | None:
-        """Number of alternatives; 0 for sampled tokens only."""
         return self.logprobs
 
     def most(self, room: int, limit: int | None) -> int:
-        """Maximum tokens of a completion if the request has no limit."""
         return min(COMPLETION_TOKENS, super().most(room, limit))
 
 
@@ -167,7 +158,6 @@ class ChatBody(RequestBody):
 
     @property
     def likeliest(self) -> int | None:
-        """Number of alternatives; 0 for sampled tokens only."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
@@ -206,7 +196,6 @@ class Limits:
 
 
 def read(kind: type[Kind], data: bytes, limits: Limits) -> Kind:
-    """Parses and validates a body."""
     try:
         body = kind.model_validate_json(data)
     except ValidationError as error:

@@ -24,7 +24,6 @@ from gulliver.serve.llm import LLM
 
 _log = logging.getLogger("gulliver")
 HEAD_BYTES = 32 * 1024
-"""Maximum size of a request's head in bytes."""
 
 
 def _protocol(header_seconds: float) -> type[H11Protocol]:
@@ -150,7 +149,6 @@ class Server:
             self._routes.close()
 
     def _signalled(self) -> None:
-        """Logs and performs the action of a signal."""
         if self._draining is None:
             _log.warning(
                 "signal: %d completions are active and have %g seconds; new requests are "
@@ -180,7 +178,6 @@ class Server:
             self._uvicorn.should_exit = self._uvicorn.force_exit = True
 
     async def _ended(self) -> None:
-        """Waits for running requests, and cancels those that exceed the time limit."""
         await self._emptied(self.options.drain_seconds)
         if self._gate.inside:
             self._worker.end_all(_ENDING)

@@ -26,7 +26,6 @@ class Gate:
         self.draining = False
 
     def check(self) -> None:
-        """Rejects new work while the server drains."""
         if self.draining:
             raise ApiError(503, "the server is shutting down", code="draining", retry_after=5)
 
@@ -95,7 +94,6 @@ class Metrics:
         self._registry.register(self)  # type: ignore[arg-type]
 
     def collect(self) -> Iterable[Metric]:
-        """Yields the engine's own counts."""
         counts = self._counts()
         for name, what in GAUGES.items():
             if name in counts:
@@ -109,7 +107,6 @@ class Metrics:
         return ()
 
     def text(self) -> bytes:
-        """Returns the metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
 
@@ -138,7 +135,6 @@ class EngineTicket:
     inbox: Inbox
 
     def put(self, event: Event | ApiError) -> None:
-        """Adds an event, or the error that ends the request."""
         self.inbox.put_nowait((self.place, event))
 
 
@@ -159,19 +155,16 @@ class EngineThread:
         self.dead: str | None = None
         """Why the engine cannot continue; None while it can."""
         self.failures = 0
-        """Number of failed steps."""
         self.counts = engine.counts()
         """The engine's counts after its last step."""
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Starts the thread; events go to `loop`."""
         self._loop = loop
         self._thread.start()
 
     async def add(
         self, tokens: Sequence[int], sampling: SamplingParams, place: int, inbox: Inbox
     ) -> EngineTicket:
-        """Adds a request."""
         assert self._loop is not None
         if self.dead is not None:
             raise ApiError(503, self.dead, code="engine_dead")
@@ -310,6 +303,5 @@ def _refuse(taken: asyncio.Future[EngineTicket], error: ApiError) -> None:
 
 
 def _one_line(error: Exception) -> str:
-    """One-line message, with the error's type unless it is a `GulliverError`."""
     line = " ".join(str(error).split())[:500]
     return line if isinstance(error, GulliverError) else f"{type(error).__name__}: {line}"

@@ -92,7 +92,6 @@ class RanksRunner:
         self._send(batch)
 
     def collect(self) -> Tensor:
-        """Waits for the logits of the oldest batch."""
         ticket = self._in_flight[0]
         while ticket not in self._logits:
             self._handle_next(self._timeout_s)
@@ -185,7 +184,6 @@ class RanksRunner:
         return f"{self.layout.named(rank)} failed: {message.value}"
 
     def _note(self, rank: int, message: RankMessage) -> None:
-        """Records that a rank has computed a batch."""
         ranks = self._done.setdefault(message.ticket, set())
         ranks.add(rank)
         if len(ranks) == self.layout.ranks:
@@ -262,7 +260,6 @@ class RankOrder:
 def start_ranks(
     folder: Path, options: ModelOptions, sequences: int, max_in_flight: int | None = None
 ) -> RanksRunner:
-    """Starts the ranks of a folder's model, after `check_options`."""
     if options.limit is None:
         check_memory(folder, options.dtype, options.quantize)
     layout = plan_ranks(folder, options.dtype, options.tp_size, options.pp_size, options.speeds)
@@ -356,7 +353,6 @@ class Processes:
         return found[0]
 
     def fate(self, rank: int) -> str:
-        """Describes how a rank ended."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._processes[rank].wait(ENDING_S)
         code = self._processes[rank].returncode
@@ -366,7 +362,6 @@ class Processes:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids, by rank."""
         return [process.pid for process in self._processes]
 
     def close(self) -> None:
@@ -387,7 +382,6 @@ class Processes:
         self._meeting.cleanup()
 
     def restarted(self) -> RanksRunner:
-        """Starts replacements of these ranks."""
         self.close()
         return Processes(*self._given).runner()
 

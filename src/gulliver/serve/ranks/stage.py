@@ -73,15 +73,12 @@ class Layout:
         return self.tensor * self.stages
 
     def place(self, rank: int) -> RankPlace:
-        """Stage and tensor index of a rank."""
         return RankPlace(rank // self.tensor, rank % self.tensor)
 
     def members(self, stage: int) -> tuple[int, ...]:
-        """Ranks of a stage."""
         return tuple(range(stage * self.tensor, (stage + 1) * self.tensor))
 
     def named(self, rank: int) -> str:
-        """Describes a rank for messages."""
         place = self.place(rank)
         return f"rank {rank} (stage {place.stage}, tensor rank {place.tensor})"
 
@@ -196,11 +193,9 @@ class StageModel:
 
     @property
     def last(self) -> bool:
-        """Whether this stage computes logits."""
         return self.place.stage == self.layout.stages - 1
 
     def sizes(self, options: ModelOptions, block_size: int, sequences: int) -> RankSizes:
-        """Returns the sizes to report, including the number of blocks that fit in memory."""
         context = context_of(
             getattr(self._model.config, "max_position_embeddings", None), options.seq_length
         )
@@ -211,12 +206,10 @@ class StageModel:
         return RankSizes(self.shape.vocabulary, context, blocks)
 
     def take_cache(self, blocks: int, block_size: int) -> None:
-        """Allocates the cache; afterwards batches can run."""
         self._paged.take_cache(blocks, block_size)
 
     @torch.no_grad()
     def run(self, batch: Batch, carry: Tensor | None) -> Tensor:
-        """Runs a batch through this rank's layers."""
         # No inference mode: sums over ranks are finished in place by a thread of `gulliver.comm`,
         # and tensors created in inference mode on one thread cannot be changed on another.
         pages = self._paged.pages
@@ -241,7 +234,6 @@ class StageModel:
 
     @torch.no_grad()
     def _measure(self) -> ModelShape:
-        """Measures the shapes of this rank's keys and values with a forward of one token."""
         one = torch.zeros(1, dtype=torch.int64)
         # Stages after the first get zeros as hidden states.
         carry = None if self.place.stage == 0 else torch.zeros(1, 1, self.width, dtype=self.dtype)
@@ -253,7 +245,6 @@ class StageModel:
 
 
 def _slopes(model: Any) -> dict[str, Tensor]:
-    """Collects ALiBi slopes by attention module from the full model."""
     found = {}
     for path, module in model.named_modules():
         if type(module).__name__ == "BloomAttention":

@@ -68,7 +68,6 @@ class GlideConfig(Options):
 
     @property
     def dim(self) -> int:
-        """Head size of its self-attention."""
         return self.hidden // self.heads
 
 
@@ -141,7 +140,6 @@ class Glide(nn.Module):
         glimpse: Glimpse,
         last: Tensor | None = None,
     ) -> Tensor:
-        """Runs the layers."""
         theirs = self.target_frequencies if len(self.target_frequencies) else None
         # The head shares these weights, and needs small ones (Vaswani and others, 2017, 3.4).
         x = self.embedding(tokens) * self.config.hidden**0.5
@@ -217,7 +215,6 @@ def rotate(x: Tensor, positions: Tensor, frequencies: Tensor) -> Tensor:
 
 
 KIND = "gulliver_glide"
-"""``model_type`` of a draft's configuration."""
 
 
 def is_draft(folder: Path) -> bool:
@@ -229,7 +226,6 @@ def is_draft(folder: Path) -> bool:
 def save_draft(
     folder: Path, config: GlideConfig, weights: dict[str, Tensor], facts: dict[str, Any]
 ) -> None:
-    """Writes a draft model."""
     folder.mkdir(parents=True, exist_ok=True)
     write_tensors(folder / "model.safetensors", weights)
     # Written last: a folder with a configuration is complete.
@@ -238,7 +234,6 @@ def save_draft(
 
 
 def load_draft(folder: Path) -> Glide:
-    """Reads a draft model."""
     if not is_draft(folder):
         raise GulliverError(f"{folder} has no draft: create one with gulliver speculate train")
     values = read_json(folder / "config.json")
@@ -268,7 +263,6 @@ class Glimpses:
         self._pages, self._layers = pages, layers
 
     def begin(self, looks: Sequence[PagedSpan]) -> None:
-        """Sets the tokens that attend."""
         self._looks = [look for look in looks if look.count > 0]
 
     def __call__(self, layer: int, query: Tensor) -> Tensor:

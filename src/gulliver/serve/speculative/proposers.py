@@ -27,7 +27,6 @@ class Proposal:
 
     @property
     def depths(self) -> list[int]:
-        """Depth of each token, from 1."""
         depths: list[int] = []
         for parent in self.parents:
             depths.append(1 if parent < 0 else depths[parent] + 1)
@@ -35,7 +34,6 @@ class Proposal:
 
 
 def chain(tokens: Sequence[int], sure: Sequence[float]) -> Proposal:
-    """Creates a proposal whose tokens follow one another."""
     return Proposal(tokens, list(range(-1, len(tokens) - 1)), sure)
 
 

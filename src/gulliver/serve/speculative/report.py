@@ -48,7 +48,6 @@ class SpeculationReport:
     depth: int
 
     def to_plain(self) -> dict[str, Any]:
-        """The report as plain values."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -69,7 +68,6 @@ class SpeculationReport:
 
 
 def report(config: ReportConfig) -> SpeculationReport:
-    """Measures drafts on texts."""
     if config.target is None:
         raise GulliverError("no target: pass --target FOLDER")
     model, tokenizer = load(config.target, config.dtype)

@@ -51,7 +51,7 @@ class DraftCache:
         return same
 
     def extend(self, sequence: int, tokens: Sequence[int], others: Collection[int]) -> bool:
-        """Allocates blocks for more tokens of a sequence."""
+        """Allocates blocks for more tokens, evicting others; False if too few can be freed."""
         kept = self._kept[sequence]
         lacking = -(-(len(kept.tokens) + len(tokens)) // self.pool.size) - len(kept.blocks)
         while lacking > self.pool.free:
@@ -134,7 +134,6 @@ class ModelDraft(Proposer):
     def _run(self, news: Sequence[New], rows: bool) -> Tensor: ...
 
     def propose(self, wanted: Sequence[Wanted], depth: int) -> Mapping[int, Proposal]:
-        """Proposes the first path of each sequence, and alternatives to its tokens."""
         numbers = {one.sequence for one in wanted}
         news = []
         for one in wanted:
@@ -230,13 +229,11 @@ class SmallModel(ModelDraft):
         sequences: int = 64,
         beside: int = 3,
     ) -> None:
-        """Allocates the model's cache."""
         self._runner = LocalRunner(model, cache_tokens=cache_tokens, sequences=sequences)
         facts = self._runner.facts
         super().__init__(DraftCache(facts.blocks, facts.block_size), facts.longest, beside)
 
     def begin(self, runner: Runner) -> None:
-        """Checks that the vocabularies match."""
         mine, theirs = self._runner.facts.vocabulary, runner.facts.vocabulary
         if mine != theirs:
             raise GulliverError(
@@ -257,12 +254,10 @@ class SmallModel(ModelDraft):
         return logits if rows else torch.empty(0)
 
     def close(self) -> None:
-        """Restores the model and frees the memory of its cache."""
         self._runner.close()
 
 
 def check_tokenizers(draft: Any | None, target: Any | None) -> None:
-    """Rejects a draft model with a different tokenizer."""
     if draft is None or target is None:
         return
     mine, theirs = draft.get_vocab(), target.get_vocab()

@@ -81,7 +81,6 @@ class StepCost:
         self._scale = 1.0
 
     def note(self, tokens: int, seconds: float) -> None:
-        """Records the duration of a forward."""
         # Without drafts, only small batches are measured. Longer contexts or another process slow
         # down all sizes, so each measurement updates a scale that they share.
         if self._points:
@@ -409,12 +408,12 @@ class Speculator(Drafter):
 
 
 def _level(sequences: int) -> int:
-    """Level of a load; loads of one level cost about the same."""
+    """Level of a load; loads of one level take about the same time."""
     return int(math.log2(sequences))
 
 
 def _kind(one: Wanted) -> object:
-    """Key that requests with the same sampling share, so that they are counted together."""
+    """Key by which requests with similar sampling are counted together."""
     sampling = one.sampling
     return "greedy" if sampling.greedy else round(sampling.temperature * 4)
 
@@ -425,7 +424,6 @@ def _is_first(proposal: Proposal, node: int) -> bool:
 
 
 def _part(proposal: Proposal, nodes: Sequence[int]) -> Draft:
-    """Converts the verified nodes of a proposal to a draft."""
     index = {-1: -1, **{node: place for place, node in enumerate(nodes)}}
     parents = [index[proposal.parents[node]] for node in nodes]
     tokens = [proposal.tokens[node] for node in nodes]

@@ -97,7 +97,7 @@ class _KeptKeys:
 def glimpses_of(
     model: Any, tokens: Tensor, layers: Sequence[int]
 ) -> tuple[list[Tensor], list[Tensor], int]:
-    """Returns a model's keys and values of texts, as cached in serving, and its query heads."""
+    """Returns the keys and values that serving would cache for texts, and the query heads."""
     kept, _ = _read(model, tokens, layers, False)
     return [kept.keys[n] for n in layers], [kept.values[n] for n in layers], kept.heads
 
@@ -291,7 +291,6 @@ class DraftTrainer(TrainingLoop):
 
 
 def glide_config(config: TrainDraftConfig, model: Any) -> GlideConfig:
-    """Sizes of a draft model for a target."""
     device = next(model.parameters()).device
     count = model.config.num_hidden_layers
     layers = config.glimpses or tuple(range(max(0, count - config.layers), count))

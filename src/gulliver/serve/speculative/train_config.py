@@ -65,7 +65,6 @@ MAY_CHANGE = frozenset(
 
 
 def check_train_draft(config: TrainDraftConfig) -> None:
-    """Rejects options that cannot train a draft."""
     if config.target is None:
         raise GulliverError(
             "no target: pass a Hugging Face folder, gulliver speculate train FOLDER"
