@@ -6,11 +6,23 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import inspect
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 SOURCE = Path(__file__).parent.parent / "src"
+
+
+class Import(NamedTuple):
+    """A module that is imported, and the name that is taken from it, if any."""
+
+    module: str
+    name: str | None
+    deferred: bool
+    """Only when a function runs, or for type checkers."""
 
 
 @cache
@@ -22,29 +34,29 @@ def modules() -> dict[str, Path]:
     return found
 
 
-def imports(node: ast.AST) -> Iterator[tuple[str, str | None]]:
-    """Modules that are imported when a file is, and the names that are taken from them."""
+@cache
+def imports(path: Path) -> list[Import]:
+    return list(_found(ast.parse(path.read_text(encoding="utf-8")), False))
+
+
+def _found(node: ast.AST, deferred: bool) -> Iterator[Import]:
     if isinstance(node, ast.Import):
-        yield from ((alias.name, None) for alias in node.names)
+        yield from (Import(alias.name, None, deferred) for alias in node.names)
     elif isinstance(node, ast.ImportFrom):
         assert node.level == 0, "imports are absolute"
-        yield from ((node.module or "", alias.name) for alias in node.names)
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or _for_type_checkers(node):
-        return
+        yield from (Import(node.module or "", alias.name, deferred) for alias in node.names)
+    inside = deferred or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    inside |= isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
     # Statements alone: expressions, most of a tree, import nothing.
     for field in ("body", "orelse", "handlers", "finalbody", "cases"):
-        for child in getattr(node, field, ()):
-            yield from imports(child)
+        for child in getattr(node, field, ()) if not isinstance(node, ast.expr) else ():
+            yield from _found(child, inside)
 
 
-def _for_type_checkers(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-
-
-def _target(module: str, name: str | None) -> str | None:
+def _target(found: Import) -> str | None:
     """The module of ours that an import means."""
-    inner = f"{module}.{name}"
-    return inner if inner in modules() else module if module in modules() else None
+    inner = f"{found.module}.{found.name}"
+    return inner if inner in modules() else found.module if found.module in modules() else None
 
 
 def circles(edges: dict[str, set[str]]) -> list[set[str]]:
@@ -77,8 +89,8 @@ def test_modules_have_no_import_cycles() -> None:
     edges = {
         module: {
             target
-            for found in imports(ast.parse(path.read_text(encoding="utf-8")))
-            if (target := _target(*found)) is not None and target != module
+            for found in imports(path)
+            if not found.deferred and (target := _target(found)) is not None and target != module
         }
         for module, path in modules().items()
     }
@@ -92,16 +104,19 @@ def test_import_cycle_check_finds_cycles() -> None:
 
 
 def test_packages_export_what_they_list() -> None:
-    for package, path in modules().items():
-        if path.name != "__init__.py":
-            continue
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        listed, lazy = list[str](), set[str]()
-        for node in tree.body:
-            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
-                listed = ast.literal_eval(node.value)
-            elif _for_type_checkers(node):
-                assert isinstance(node, ast.If)
-                taken = (inner for inner in node.body if isinstance(inner, ast.ImportFrom))
-                lazy |= {alias.asname or alias.name for inner in taken for alias in inner.names}
-        assert set(listed) <= lazy, package
+    for package in modules():
+        found = importlib.import_module(package) if _exports(package) else None
+        for name in _exports(package):
+            value = getattr(found, name)
+            documented = not inspect.isclass(value) and not inspect.isfunction(value)
+            assert documented or value.__doc__, f"{package}.{name} has no docstring"
+
+
+def _exports(package: str) -> list[str]:
+    tree = ast.parse(modules()[package].read_text(encoding="utf-8"))
+    listed = [
+        node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    ]
+    return [name for value in listed for name in ast.literal_eval(value)]

@@ -144,7 +144,9 @@ def assert_nothing_wrong(root: Path, step: int, failed: bool) -> None:
 # Killed at any moment
 
 
-@pytest.mark.parametrize(("kills", "ranks", "mode"), [(3, 1, "shadow"), (3, 2, "ring")])
+@pytest.mark.parametrize(
+    ("kills", "ranks", "mode"), [(6, 1, "shadow"), (3, 1, "ring"), (3, 2, "shadow")]
+)
 def test_whenever_a_saving_job_is_killed_the_newest_step_loads_bit_for_bit(
     tmp_path: Path, kills: int, ranks: Literal[1, 2], mode: Literal["shadow", "ring"]
 ) -> None:
@@ -711,8 +713,9 @@ def test_every_tensor_kind_round_trips_bitwise(tmp_path: Path, engine: Engine) -
     _verify(CheckpointFolder(tmp_path).path(2))
 
 
+@pytest.mark.parametrize("mode", ["shadow", "ring"])
 def test_device_copies_equal_host_copies(
-    tmp_path: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch, mode: Any
 ) -> None:
     """With host memory in the place of the device: same pages, same order, no stream."""
 
@@ -722,7 +725,7 @@ def test_device_copies_equal_host_copies(
 
     monkeypatch.setattr(AsyncCheckpointer, "_ready_copy_stream", ready)
     state = odd_state()
-    checkpointer = AsyncCheckpointer(tmp_path, engine=engine)
+    checkpointer = AsyncCheckpointer(tmp_path, mode=mode, engine=engine)
     checkpointer.save(1, state)
     checkpointer.wait()
     assert_same(load(tmp_path).values, _plainly(state))
@@ -919,7 +922,8 @@ def _save_with_a_failing_rank(world: World, root: str, call: Call, failing: int)
     return said
 
 
-@pytest.mark.parametrize(("call", "failing"), [("open", 0), ("write", 1)])
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("call", ["open", "write"])
 def test_failure_of_one_rank_is_raised_on_all(
     pool: Pool, tmp_path: Path, call: Call, failing: int
 ) -> None:

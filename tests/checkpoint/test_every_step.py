@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import multiprocessing as mp
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gulliver.booster import Booster, GeminiPlugin, LowLevelZeroPlugin, Plugin, TorchDDPPlugin
 from gulliver.checkpoint import AsyncCheckpointer, CheckpointFolder, compare, load, verify
 from gulliver.comm import World
 from gulliver.io import Engine
 from gulliver.io.native import default_engine
-from tests.pool import Pool
+from tests.pool import Pool, start_server
 
 PAGE, PAGES, STEPS = 64 * 2**10, 6, 6
 """Few pages: an optimizer's step comes before most of the state has been copied."""
@@ -28,9 +30,17 @@ KINDS: dict[str, tuple[Make, Callable[[], Plugin]]] = {
         lambda parameters: torch.optim.AdamW(parameters, lr=0.01, fused=True),
         lambda: TorchDDPPlugin(verbose=False),
     ),
+    "foreach": (
+        lambda parameters: torch.optim.AdamW(parameters, lr=0.01, foreach=True),
+        lambda: TorchDDPPlugin(verbose=False),
+    ),
+    "momentum": (
+        lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9, foreach=False),
+        lambda: TorchDDPPlugin(verbose=False),
+    ),
     **{
         f"ZeRO {stage}": (ADAMW, lambda stage=stage: LowLevelZeroPlugin(stage=stage, verbose=False))
-        for stage in (1, 3)
+        for stage in (0, 1, 2, 3)
     },
     "Gemini": (ADAMW, lambda: GeminiPlugin("64MiB", chunk_mb=0.5, verbose=False)),
 }
@@ -143,3 +153,37 @@ def test_skipped_steps_are_counted_and_memory_is_bounded(tmp_path: Path) -> None
     assert CheckpointFolder(tmp_path).steps() == [1, 2, 13]
     for step in (1, 2, 13):
         assert load(tmp_path, step=step).values["model"]["weight"].eq(step).all()
+
+
+def value_at(step: int) -> Tensor:
+    return torch.full((2**20,), float(step))
+
+
+def save_for_ever(folder: Path, ready: Any) -> None:
+    weight = nn.Parameter(value_at(0))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    weight.grad = -torch.ones_like(weight)
+    checkpointer = AsyncCheckpointer(folder, keep=2, when_busy="skip")
+    step = 0
+    while True:
+        optimizer.step()
+        step += 1
+        checkpointer.save(step, {"model": {"weight": weight}})
+        if checkpointer.last is not None:
+            ready.set()
+
+
+def test_process_killed_while_saving_leaves_the_last_complete_step(tmp_path: Path) -> None:
+    start_server()
+    context = mp.get_context("forkserver")
+    for kill in range(3):
+        ready = context.Event()
+        child = context.Process(target=save_for_ever, args=(tmp_path, ready), daemon=True)
+        child.start()
+        assert ready.wait(60)
+        time.sleep(0.01 * kill)
+        child.kill()
+        child.join()
+        loaded = load(tmp_path)
+        assert loaded.values["model"]["weight"].equal(value_at(loaded.step))
+        assert verify(tmp_path) == []

@@ -284,7 +284,7 @@ def save_and_go_on(world: World, cut: Cut, folder: Path) -> None:
         job.check()
 
 
-@pytest.mark.parametrize("zero", [1, 3])
+@pytest.mark.parametrize("zero", [0, 1, 3])
 def test_save_is_consistent_while_training_continues(pool: Pool, tmp_path: Path, zero: int) -> None:
     cut = Cut(slices=2, replicas=2, zero=zero)
     pool.run(save_and_go_on, 4, cut, tmp_path)

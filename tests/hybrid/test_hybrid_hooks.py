@@ -114,6 +114,7 @@ def _uneven(data: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 EXACT: dict[str, tuple[dict[str, Any], Callable[[Any], Any]]] = {
+    "noise on embeddings": (TENSOR, _hook("model.embed_tokens")),
     "noise on embeddings, sequences cut": (SPLIT, _hook("model.embed_tokens")),
     "on a block": (TENSOR, _hook("model.layers.0")),
     "on the model, tensors cut": (TENSOR, _root),

@@ -302,10 +302,12 @@ class CachedEmbeddingBag(nn.Module):
 
     @property
     def device_bytes(self) -> int:
+        """Bytes used on the device: cache, optimizer state and slot index."""
         return self._store.device_bytes
 
     @property
     def host_bytes(self) -> int:
+        """Bytes used on the host or disk: all rows, the index and the replacement state."""
         return self._store.host_bytes
 
     def extra_repr(self) -> str:

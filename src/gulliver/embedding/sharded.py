@@ -245,6 +245,7 @@ class ShardedEmbeddingBag(nn.Module):
         return self._assembled(arriving, own)
 
     def flush(self) -> None:
+        """Writes all modified rows to the host."""
         for bag in self._bags():
             bag.flush()
 
@@ -282,6 +283,7 @@ class ShardedEmbeddingBag(nn.Module):
 
     @property
     def device_bytes(self) -> int:
+        """Bytes used on this rank's device."""
         return sum(bag.device_bytes for bag in self._bags())
 
     # Placement

@@ -52,6 +52,7 @@ class Run(RunFolder):
 
     @property
     def named_autoencoder_path(self) -> Path:
+        """The file that refers to a public autoencoder, which is not copied."""
         return self.folder / "autoencoder.json"
 
     @property
@@ -70,6 +71,7 @@ class Run(RunFolder):
         return self.values()
 
     def write(self, **values: Any) -> None:
+        """Writes the resolved configuration, passed as ``options``."""
         self.folder.mkdir(parents=True, exist_ok=True)
         write_json(self.config_path, values["options"])
 
@@ -79,6 +81,7 @@ class Run(RunFolder):
         self.validation.cut(step)
 
     def read_config(self) -> TrainConfig:
+        """Reads the configuration of the run."""
         if not self.config_path.is_file():
             raise GulliverError(
                 f"{self.folder} has no training run (no config.json); start one with `gulliver "
@@ -87,6 +90,7 @@ class Run(RunFolder):
         return from_plain(read_json(self.config_path), TrainConfig)
 
     def newest_checkpoint(self) -> Path:
+        """Returns the newest complete checkpoint."""
         newest = self.checkpoints.latest()
         if newest is None:
             raise GulliverError(f"{self.folder} has no complete checkpoint; wait for the first one")

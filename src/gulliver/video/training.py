@@ -217,6 +217,7 @@ class Trainer(TrainingLoop):
         """Hook that runs after the model is boosted."""
 
     def batches(self) -> Iterator[tuple[Any, Any]]:
+        """Yields batches and the data positions after them, until too many clips are unreadable."""
         for batch in self.maker.batches():
             yield batch, batch.sampler_state
             if self.skipped.problem is not None:

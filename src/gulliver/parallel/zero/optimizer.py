@@ -262,6 +262,7 @@ class ZeroOptimizer(BoostedOptimizer):
 
     @property
     def steps_in_backward(self) -> bool:
+        """Whether the chunks are updated during backward in this step."""
         waits = math.isfinite(self.options.max_norm) or self.scaler is not None
         return self.options.step_in_backward and not waits
 
@@ -453,6 +454,7 @@ class ZeroOptimizer(BoostedOptimizer):
         return gather_state(self.shards, keep)
 
     def gradient_bytes(self) -> int:
+        """Returns the bytes of gradients on this rank: shards and full buffers."""
         held = [t for c in self.chunks for t in (*c.chunk.gradients.collected, c.gradient_shard)]
         return sum(t.nbytes for t in held if t is not None and not t.is_meta)
 

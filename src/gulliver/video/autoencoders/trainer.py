@@ -300,6 +300,7 @@ class AutoencoderTrainer(TrainingLoop):
         return network
 
     def batches(self) -> Iterator[tuple[tuple[Step, ClipBatch], Any]]:
+        """Yields each step with its clips, and the data position after it."""
         training, seed = self.sources.training, self.config.seed
         for step, batch, state in read_ahead(training, self.sampler, seed, self.world.device):
             yield (step, batch), state
