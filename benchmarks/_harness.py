@@ -191,7 +191,8 @@ def hardware() -> str:
         found = re.search(r"model name\s*:\s*(.*)", info.read_text())
         model = found[1] if found else model
     model = re.sub(r"\(R\)|\(TM\)|Processor|CPU|@.*", "", model)
-    return f"{len(os.sched_getaffinity(0))} cores {' '.join(model.split())}"
+    wide = " AVX-512" if "avx512f" in instructions() else ""
+    return f"{len(os.sched_getaffinity(0))} cores {' '.join(model.split())}{wide}"
 
 
 def instructions() -> list[str]:

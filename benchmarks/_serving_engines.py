@@ -52,13 +52,13 @@ def write_gguf(source: Path, kind: str, target: Path) -> None:
 
 
 def gulliver(path: Path, kind: str, threads: int) -> Run:
-    """`gulliver.serve`, in float32 or with int8 weights."""
+    """`gulliver.serve`, in float32 or with int8 weights and activations."""
     import torch
 
     from gulliver.serve import LLM, EngineOptions, SamplingParams
 
     torch.set_num_threads(threads)
-    how: dict[str, Any] = {"quantize": "int8"} if kind == "q8_0" else {"dtype": "float32"}
+    how: dict[str, Any] = {"quantize": "int8_dynamic"} if kind == "q8_0" else {"dtype": "float32"}
     llm = LLM(
         *(path, None),
         options=EngineOptions(STEP, MOST, share_prefixes=False),

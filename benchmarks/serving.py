@@ -143,7 +143,8 @@ def _report(
         f"{TOKENS} tokens of prompt and answer, greedy; {len(os.sched_getaffinity(0))} threads",
         "seconds until ready are from the start of the process to its first two tokens",
         "OpenVINO reads float16 weights and multiplies in float32; 8 bits are Q8_0 there and in "
-        "llama.cpp, which round what they multiply with as well; here a scale is a row's",
+        "llama.cpp; here weights have a scale per output. All three round activations to 8 bits, "
+        "here if the processor has AVX512-VNNI",
     ]
     return report
 

@@ -7,7 +7,8 @@ namespace gulliver::decoder {
 
 using Index = std::int64_t;
 
-enum Kind : Index { FLOAT32, FLOAT16, BFLOAT16, INT8, INT4 };
+// INT8_ROUNDED: as INT8, and the rows that it is multiplied with are rounded to bytes.
+enum Kind : Index { FLOAT32, FLOAT16, BFLOAT16, INT8, INT4, INT8_ROUNDED };
 
 // A linear layer, rows as torch has them, [outputs, inputs].
 struct Matrix {
@@ -98,10 +99,12 @@ struct Product {
 
 struct Kernels {
   const char* name;  // null where this build has not got the instructions
+  bool rounds;       // whether it multiplies INT8_ROUNDED
   void (*run)(const Model&, const Step&);
   void (*multiply)(const Product&);
 };
 
+extern const Kernels avx512_vnni;
 extern const Kernels avx512;
 extern const Kernels avx2;
 

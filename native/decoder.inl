@@ -5,7 +5,8 @@
 // them take; a barrier that spins costs 0.3. So a step is one parallel region of torch's threads.
 //
 // [Note: products] Up to `ROWS` rows take as long as reading the weights: outputs are dot products,
-// four at a time, and lanes are added at the end. With more rows the time is that of the products.
+// four at a time, and lanes are added at the end. With AVX-512 twice as many take narrow weights again
+// from the L1 cache; float32 is read too slowly for that. With more rows the time is that of the products.
 // Rows are then transposed into tiles, so that a vector has one input of several rows, and is
 // multiplied with a number of each weight row in turn: sums stay in registers and no lanes are added.
 // Weights lie as torch has them. A panel of them is widened (or copied, if they are float32) into the
@@ -272,7 +273,7 @@ inline const Half* pairs_of(const Matrix& w, Index row) {
 
 inline Index row_bytes(const Matrix& w) {
   return w.kind == FLOAT32 ? w.inputs * 4 : w.kind <= BFLOAT16 ? w.inputs * 2
-         : w.kind == INT8 ? w.inputs : w.inputs / 2;
+         : w.kind == INT4 ? w.inputs / 2 : w.inputs;
 }
 
 // Inputs [first, first + count) of a row as floats; INT8 without its scale.
@@ -288,8 +289,14 @@ inline void widen_row(const Matrix& w, Index row, Index first, Index count, floa
   }
 }
 
+// Whether outputs are dot products.
+inline bool few_rows(const Matrix& w, Index rows) {
+  return rows <= (w.kind == FLOAT32 || BYTES == 32 ? ROWS : 2 * ROWS);
+}
+
 inline float scale_of(const Matrix& w, Index output) {
-  return w.kind == INT8 ? static_cast<const float*>(w.scale)[output] : 1.0f;
+  const bool scaled = w.kind == INT8 || w.kind == INT8_ROUNDED;
+  return scaled ? static_cast<const float*>(w.scale)[output] : 1.0f;
 }
 
 // Where sums go: stored to, or added to, rows of [rows, width].
@@ -362,13 +369,17 @@ inline void dot_products(const Matrix& w, const float* x, Index rows, Index begi
     for (Index j = 0; j < OUTPUTS; ++j) {
       own[j] = static_cast<const W*>(w.data) + smaller(n + j, end - 1) * w.inputs;
     }
-    some<ROWS, W>(rows, x, w.inputs, own, w.inputs, OUTPUTS * w.inputs, sums);
-    for (Index j = 0; j < smaller(OUTPUTS, end - n); ++j) {
-      const float scale = scale_of(w, n + j);
-      const float bias = w.bias ? w.bias[n + j] : 0.0f;
-      for (Index r = 0; r < rows; ++r) {
-        float* to = into.out + r * into.width + n + j;
-        *to = (into.add ? *to : 0.0f) + sums[r][j] * scale + bias;
+    const Index ahead = OUTPUTS * w.inputs;
+    for (Index first = 0; first < rows; first += ROWS) {
+      const Index count = smaller(ROWS, rows - first);
+      some<ROWS, W>(count, x + first * w.inputs, w.inputs, own, w.inputs, first ? 0 : ahead, sums);
+      for (Index j = 0; j < smaller(OUTPUTS, end - n); ++j) {
+        const float scale = scale_of(w, n + j);
+        const float bias = w.bias ? w.bias[n + j] : 0.0f;
+        for (Index r = 0; r < count; ++r) {
+          float* to = into.out + (first + r) * into.width + n + j;
+          *to = (into.add ? *to : 0.0f) + sums[r][j] * scale + bias;
+        }
       }
     }
   }
@@ -528,26 +539,258 @@ inline void outer_products(const Matrix& w, const float* tiles, Index rows, Inde
   }
 }
 
-// Makes `tiles` of rows that every thread has; threads wait for each other if there are many.
-inline void prepare(const float* x, Index rows, Index inputs, float* tiles, const Member& me) {
-  if (rows <= ROWS) return;
-  make_tiles(x, rows, inputs, tiles, me);
+#if ROUNDS
+// [Note: rounded rows] 32 inputs of a row have a scale and are rounded to signed bytes. `vpdpbusd`
+// multiplies unsigned with signed bytes, so weights are taken plus 128 (a flipped sign bit), and 128
+// times the sum of the group's bytes is taken off again; all of that is exact. A group's sum becomes
+// a float and is multiplied with its scale.
+//
+// Few rows lie one after another, and outputs are dot products. Many lie in tiles of 16: a vector has
+// 4 inputs of each row, and is multiplied with 4 weights of an output. Both are in `tiles`.
+constexpr Index BYTE_GROUP = 32;
+using Bytes = __m512i;
+
+inline Bytes load_bytes(const void* at) { return _mm512_loadu_si512(at); }
+inline Bytes flipped(Bytes v) { return _mm512_xor_si512(v, _mm512_set1_epi8(-128)); }
+
+struct RoundedRows {
+  std::int8_t* bytes;   // [rows, inputs], or [tiles, inputs / 4, 16, 4]
+  float* scales;        // [rows, groups], or [tiles, groups, 16]
+  std::int32_t* takes;  // -128 times a group's sum; as scales
+
+  RoundedRows(float* memory, Index rows, Index inputs)
+      : bytes(reinterpret_cast<std::int8_t*>(memory)) {
+    const Index padded = (rows + LANES - 1) / LANES * LANES;
+    scales = memory + padded * inputs / 4;
+    takes = reinterpret_cast<std::int32_t*>(scales + padded * inputs / BYTE_GROUP);
+  }
+};
+
+// Rounds a group to `to`; returns its scale, which is NaN if a value is not finite.
+inline float round_group(const float* x, std::int8_t* to, std::int32_t& take) {
+  Floats most = all(0.0f), nothing = all(0.0f);
+  for (Index i = 0; i < BYTE_GROUP; i += LANES) {
+    most = maximum(most, _mm512_abs_ps(load(x + i)));
+    nothing = fma(load(x + i), all(0.0f), nothing);
+  }
+  const float largest = greatest(most);
+  const Floats inverse = all(largest > 1e-36f ? 127.0f / largest : 0.0f);
+  Bytes sum = _mm512_setzero_si512();
+  for (Index i = 0; i < BYTE_GROUP; i += LANES) {
+    const Bytes whole = _mm512_cvtps_epi32(load(x + i) * inverse);
+    sum = _mm512_add_epi32(sum, whole);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i), _mm512_cvtepi32_epi8(whole));
+  }
+  take = -128 * _mm512_reduce_add_epi32(sum);
+  return largest / 127.0f + total(nothing);
+}
+
+inline void round_rows(const float* x, Index rows, Index inputs, float* memory, const Member& me) {
+  const RoundedRows to(memory, rows, inputs);
+  const Index groups = inputs / BYTE_GROUP;
+  Index begin, end;
+  me.share(groups, 1, begin, end);
+  if (rows <= ROWS) {
+    for (Index r = 0; r < rows; ++r) {
+      for (Index g = begin; g < end; ++g) {
+        const Index at = r * inputs + g * BYTE_GROUP, own = r * groups + g;
+        to.scales[own] = round_group(x + at, to.bytes + at, to.takes[own]);
+      }
+    }
+    return;
+  }
+  for (Index row = 0; row < rows; row += LANES) {
+    for (Index g = begin; g < end; ++g) {
+      const Index own = row * groups + g * LANES;
+      std::int8_t* tile = to.bytes + row * inputs + g * BYTE_GROUP * LANES;
+      for (Index r = 0; r < LANES; ++r) {
+        std::int8_t bytes[BYTE_GROUP] = {};
+        to.scales[own + r] = 0.0f;
+        to.takes[own + r] = 0;
+        if (row + r < rows) {
+          const float* from = x + (row + r) * inputs + g * BYTE_GROUP;
+          to.scales[own + r] = round_group(from, bytes, to.takes[own + r]);
+        }
+        for (Index i = 0; i < BYTE_GROUP; i += 4) {
+          std::memcpy(tile + i * LANES + r * 4, bytes + i, 4);
+        }
+      }
+    }
+  }
+}
+
+template <int M>
+inline void rounded_dots(const Matrix& w, const RoundedRows& x, Index begin, Index end,
+                         const Into& into) {
+  const Index groups = w.inputs / BYTE_GROUP;
+  const auto* weights = static_cast<const std::int8_t*>(w.data);
+  float takes[M] = {};
+  for (Index m = 0; m < M; ++m) {
+    for (Index g = m * groups; g < (m + 1) * groups; ++g) {
+      takes[m] += static_cast<float>(x.takes[g]) * x.scales[g];
+    }
+  }
+  for (Index n = begin; n < end; n += OUTPUTS) {
+    const std::int8_t* own[OUTPUTS];
+    for (Index j = 0; j < OUTPUTS; ++j) own[j] = weights + smaller(n + j, end - 1) * w.inputs;
+    Floats acc[M][OUTPUTS];
+    for (int m = 0; m < M; ++m) {
+      for (int j = 0; j < OUTPUTS; ++j) acc[m][j] = all(0.0f);
+    }
+    for (Index k = 0; k < w.inputs; k += 64) {
+      Bytes weight[OUTPUTS];
+      for (int j = 0; j < OUTPUTS; ++j) {
+        __builtin_prefetch(own[j] + k + OUTPUTS * w.inputs);
+        weight[j] = flipped(load_bytes(own[j] + k));
+      }
+      for (int m = 0; m < M; ++m) {
+        const Bytes values = load_bytes(x.bytes + m * w.inputs + k);
+        const float* two = x.scales + m * groups + k / BYTE_GROUP;
+        const Floats scale = _mm512_insertf32x8(all(two[0]), _mm256_set1_ps(two[1]), 1);
+        for (int j = 0; j < OUTPUTS; ++j) {
+          const Bytes sum = _mm512_dpbusd_epi32(_mm512_setzero_si512(), weight[j], values);
+          acc[m][j] = fma(_mm512_cvtepi32_ps(sum), scale, acc[m][j]);
+        }
+      }
+    }
+    for (int m = 0; m < M; ++m) {
+      float sums[OUTPUTS];
+      totals(acc[m], sums);
+      for (Index j = 0; j < smaller(OUTPUTS, end - n); ++j) {
+        float* to = into.out + m * into.width + n + j;
+        const float bias = w.bias ? w.bias[n + j] : 0.0f;
+        *to = (into.add ? *to : 0.0f) + (sums[j] + takes[m]) * scale_of(w, n + j) + bias;
+      }
+    }
+  }
+}
+
+template <int M>
+inline void some_rounded(Index rows, const Matrix& w, const RoundedRows& x, Index begin, Index end,
+                         const Into& into) {
+  if constexpr (M > 0) {
+    if (rows == M) {
+      rounded_dots<M>(w, x, begin, end, into);
+    } else {
+      some_rounded<M - 1>(rows, w, x, begin, end, into);
+    }
+  }
+}
+
+// Sums [N outputs, V tiles of 16 rows], of which the first is at `row`.
+template <int V, int N>
+inline void rounded_outer(const RoundedRows& x, Index row, const std::int8_t* w, Index inputs,
+                          const std::int8_t* next, float* sums) {
+  const Index groups = inputs / BYTE_GROUP;
+  const std::int8_t* third[N / 3];
+  for (int j = 0; j < N / 3; ++j) third[j] = w + 3 * j * inputs;
+  Floats all_groups[N][V];
+  for (int j = 0; j < N; ++j) {
+    for (int v = 0; v < V; ++v) all_groups[j][v] = all(0.0f);
+  }
+  for (Index g = 0; g < groups; ++g) {
+    Bytes acc[N][V];
+    for (int v = 0; v < V; ++v) {
+      const Bytes takes = load_bytes(x.takes + (row + v * LANES) * groups + g * LANES);
+      for (int j = 0; j < N; ++j) acc[j][v] = takes;
+    }
+    for (int j = 0; next && g % 2 == 0 && j < N; ++j) {
+      __builtin_prefetch(next + j * inputs + g * BYTE_GROUP, 0, 2);
+    }
+#pragma GCC unroll 4
+    for (Index i = g * BYTE_GROUP; i < (g + 1) * BYTE_GROUP; i += 4) {
+      Bytes values[V];
+      for (int v = 0; v < V; ++v) {
+        values[v] = load_bytes(x.bytes + (row + v * LANES) * inputs + i * LANES);
+      }
+      for (int j = 0; j < N; ++j) {
+        std::int32_t four;
+        std::memcpy(&four, third[j / 3] + j % 3 * inputs + i, 4);
+        const Bytes weight = flipped(_mm512_set1_epi32(four));
+        for (int v = 0; v < V; ++v) {
+          acc[j][v] = _mm512_dpbusd_epi32(acc[j][v], weight, values[v]);
+        }
+      }
+    }
+    for (int v = 0; v < V; ++v) {
+      const Floats scale = load(x.scales + (row + v * LANES) * groups + g * LANES);
+      for (int j = 0; j < N; ++j) {
+        all_groups[j][v] = fma(_mm512_cvtepi32_ps(acc[j][v]), scale, all_groups[j][v]);
+      }
+    }
+  }
+  for (int j = 0; j < N; ++j) {
+    for (int v = 0; v < V; ++v) store(sums + (j * V + v) * LANES, all_groups[j][v]);
+  }
+}
+
+inline void rounded_products(const Matrix& w, float* memory, Index rows, Index begin, Index end,
+                             const Into& into) {
+  const RoundedRows x(memory, rows, w.inputs);
+  if (rows <= ROWS) return some_rounded<ROWS>(rows, w, x, begin, end, into);
+  const auto* weights = static_cast<const std::int8_t*>(w.data);
+  for (Index panel = begin; panel < end; panel += PANEL) {
+    for (Index row = 0; row < rows; row += WIDE) {
+      const Index height = tile_rows(rows, row);
+      for (Index n = panel; n < smaller(panel + PANEL, end); n += TALL) {
+        // The last ones are computed with some before them, which are not stored.
+        const Index first = smaller(n, w.outputs - TALL), skipped = n - first;
+        const bool reads = row == 0 && first + PANEL + TALL <= end;
+        const std::int8_t* own = weights + first * w.inputs;
+        const std::int8_t* next = reads ? own + PANEL * w.inputs : nullptr;
+        float sums[(2 * TALL + 8) * WIDE];
+        if (height == LANES) {
+          rounded_outer<1, TALL>(x, row, own, w.inputs, next, sums);
+        } else {
+          for (Index i = 0; i < TALL; i += SHORT / 2) {
+            rounded_outer<2, SHORT / 2>(x, row, own + i * w.inputs, w.inputs,
+                                        next ? next + i * w.inputs : next, sums + i * WIDE);
+          }
+        }
+        const Index count = smaller(smaller(TALL, end - n), panel + PANEL - n);
+        put(w, sums + skipped * height, height, row, smaller(height, rows - row), n, count, true,
+            into);
+      }
+    }
+  }
+}
+#endif
+
+// Makes `tiles` of rows that every thread has, for products with `w` and those of its kind; threads
+// wait for each other if there is something to make.
+inline void prepare(const Matrix& w, const float* x, Index rows, float* tiles, const Member& me) {
+#if ROUNDS
+  if (w.kind == INT8_ROUNDED) {
+    round_rows(x, rows, w.inputs, tiles, me);
+    me.wait();
+    return;
+  }
+#endif
+  if (few_rows(w, rows)) return;
+  make_tiles(x, rows, w.inputs, tiles, me);
   me.wait();
 }
 
 // This thread's outputs for rows that were prepared.
-inline void product_into(const Matrix& w, const float* x, const float* tiles, Index rows, float* out,
+inline void product_into(const Matrix& w, const float* x, float* tiles, Index rows, float* out,
                          bool add, const Member& me) {
   Index begin, end;
   me.share(w.outputs, UNIT, begin, end);
   const Into into{out, w.outputs, add};
-  if (rows > ROWS) return outer_products(w, tiles, rows, begin, end, me.panel, into);
+#if ROUNDS
+  if (w.kind == INT8_ROUNDED) return rounded_products(w, tiles, rows, begin, end, into);
+#endif
+  if (!few_rows(w, rows)) return outer_products(w, tiles, rows, begin, end, me.panel, into);
   switch (w.kind) {
     case FLOAT32: return dot_products<float>(w, x, rows, begin, end, into);
     case FLOAT16: return dot_products<Half>(w, x, rows, begin, end, into);
     case BFLOAT16: return dot_products<Brain>(w, x, rows, begin, end, into);
     case INT8: return dot_products<std::int8_t>(w, x, rows, begin, end, into);
-    default: return some_groups<ROWS>(rows, w, x, begin, end, me.panel, into);
+    default: break;
+  }
+  for (Index first = 0; first < rows; first += ROWS) {
+    const Into part{out + first * w.outputs, w.outputs, add};
+    some_groups<ROWS>(smaller(ROWS, rows - first), w, x + first * w.inputs, begin, end, me.panel, part);
   }
 }
 
@@ -841,7 +1084,7 @@ void forward(const Model& m, const Step& s, const Member& me, Work& work) {
     const Layer& l = m.layers[n];
     join(m, s, after, l.before_attention, me);
     me.wait();
-    prepare(s.normed, s.tokens, m.hidden, s.tiles, me);
+    prepare(l.query, s.normed, s.tokens, s.tiles, me);
     product_into(l.query, s.normed, s.tiles, s.tokens, s.query, false, me);
     product_into(l.key, s.normed, s.tiles, s.tokens, s.key, false, me);
     product_into(l.value, s.normed, s.tiles, s.tokens, s.value, false, me);
@@ -856,19 +1099,19 @@ void forward(const Model& m, const Step& s, const Member& me, Work& work) {
     a.window = l.window;
     attend_pieces(a, s.counters + n, work);
     me.wait();
-    prepare(s.attended, s.tokens, l.out.inputs, s.tiles, me);
+    prepare(l.out, s.attended, s.tokens, s.tiles, me);
     product_into(l.out, s.attended, s.tiles, s.tokens, l.after_attention ? s.sum : s.x,
                  !l.after_attention, me);
     me.wait();
     join(m, s, l.after_attention, l.before_feed_forward, me);
     me.wait();
-    prepare(s.normed, s.tokens, m.hidden, s.tiles, me);
+    prepare(l.gate, s.normed, s.tokens, s.tiles, me);
     product_into(l.gate, s.normed, s.tiles, s.tokens, s.inner, false, me);
     product_into(l.up, s.normed, s.tiles, s.tokens, s.gated, false, me);
     activate(m, s, me);
     me.wait();
     after = l.after_feed_forward;
-    prepare(s.inner, s.tokens, m.inner, s.tiles, me);
+    prepare(l.down, s.inner, s.tokens, s.tiles, me);
     product_into(l.down, s.inner, s.tiles, s.tokens, after ? s.sum : s.x, !after, me);
     me.wait();
   }
@@ -880,7 +1123,7 @@ void forward(const Model& m, const Step& s, const Member& me, Work& work) {
     normalise(s.x + s.row[r] * m.hidden, m.norm, m.hidden, m.epsilon, s.normed + r * m.hidden);
   }
   me.wait();
-  prepare(s.normed, s.wanted, m.hidden, s.tiles, me);
+  prepare(m.head, s.normed, s.wanted, s.tiles, me);
   product_into(m.head, s.normed, s.tiles, s.wanted, s.logits, false, me);
 }
 
@@ -908,10 +1151,10 @@ void multiply(const Product& p) {
   const Matrix& w = p.matrix;
   const bool few = p.rows * w.inputs * w.outputs <= ALONE;
   static thread_local Scratch<float> tiles;
-  if (p.rows > ROWS) tiles.resize((p.rows + WIDE - 1) / WIDE * WIDE * w.inputs);
+  if (!few_rows(w, p.rows) || w.kind == INT8_ROUNDED) tiles.resize((p.rows + WIDE - 1) / WIDE * WIDE * w.inputs);
   float* const at = tiles.data();
   in_threads(few ? 1 : p.threads, w.inputs, [&](const Member& me) {
-    prepare(p.x, p.rows, w.inputs, at, me);
+    prepare(w, p.x, p.rows, at, me);
     product_into(w, p.x, at, p.rows, p.out, false, me);
   });
 }

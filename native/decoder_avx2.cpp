@@ -6,7 +6,7 @@
 #include "decoder.inl"
 
 namespace gulliver::decoder {
-const Kernels avx2{"avx2", run, multiply};
+const Kernels avx2{"avx2", false, run, multiply};
 }  // namespace gulliver::decoder
 #else
 const gulliver::decoder::Kernels gulliver::decoder::avx2{};

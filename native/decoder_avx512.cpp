@@ -6,7 +6,7 @@
 #include "decoder.inl"
 
 namespace gulliver::decoder {
-const Kernels avx512{"avx512", run, multiply};
+const Kernels avx512{"avx512", false, run, multiply};
 }  // namespace gulliver::decoder
 #else
 const gulliver::decoder::Kernels gulliver::decoder::avx512{};

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <initializer_list>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -26,6 +27,7 @@ using Indices = std::vector<Index>;
 
 std::vector<const Kernels*> available() {
   std::vector<const Kernels*> all;
+  if (avx512_vnni.name && has_avx512_vnni()) all.push_back(&avx512_vnni);
   if (avx512.name && has_avx512()) all.push_back(&avx512);
   if (avx2.name && has_avx2_f16c()) all.push_back(&avx2);
   return all;
@@ -54,19 +56,21 @@ void expect(bool right, const char* what) {
 }
 
 // Address of values, of scales and of the bias; outputs, inputs, kind.
-Matrix matrix(const std::vector<Address>& of) {
+Matrix matrix(const std::vector<Address>& of, const Kernels& kernels) {
   expect(of.size() == 6, "a matrix has 6 numbers");
-  const Matrix made{at<const void>(of[0]), at<const void>(of[1]), at<const float>(of[2]),
+  Matrix made{at<const void>(of[0]), at<const void>(of[1]), at<const float>(of[2]),
                     static_cast<Index>(of[3]), static_cast<Index>(of[4]),
                     static_cast<Index>(of[5])};
   expect(made.inputs % (made.kind == INT4 ? 32 : 16) == 0, "inputs are a multiple of 16 or 32");
+  const bool rounds = kernels.rounds && made.inputs % 64 == 0 && made.outputs >= 12;
+  if (made.kind == INT8_ROUNDED && !rounds) made.kind = INT8;
   return made;
 }
 
 void multiply(const std::string& instructions, Address x, Address out, Index rows,
               const std::vector<Address>& weight, Index threads) {
-  const Product product{at<const float>(x), at<float>(out), rows, threads, matrix(weight)};
   const Kernels& kernels = named(instructions);
+  const Product product{at<const float>(x), at<float>(out), rows, threads, matrix(weight, kernels)};
   nb::gil_scoped_release released;
   if (rows > 0 && product.matrix.outputs > 0) kernels.multiply(product);
 }
@@ -155,8 +159,8 @@ class Decoder {
     model_.epsilon = numbers[0];
     model_.scale = numbers[1];
     model_.embedding_scale = numbers[2];
-    model_.embedding = matrix(embedding);
-    model_.head = matrix(head);
+    model_.embedding = matrix(embedding, kernels_);
+    model_.head = matrix(head, kernels_);
     model_.norm = at<const float>(norm);
     expect(model_.dim % 16 == 0, "the size of a head is a multiple of 16");
   }
@@ -165,8 +169,11 @@ class Decoder {
   void add_layer(const std::vector<std::vector<Address>>& of, const std::vector<Address>& norms,
                  Index window, Index rotary, Address keys, Address values) {
     expect(of.size() == 7 && norms.size() == 6, "a layer has 7 matrices and 6 norms");
-    layers_.push_back({matrix(of[0]), matrix(of[1]), matrix(of[2]), matrix(of[3]), matrix(of[4]),
-                       matrix(of[5]), matrix(of[6]), at<const float>(norms[0]),
+    Matrix m[7];
+    for (int i = 0; i < 7; ++i) m[i] = matrix(of[i], kernels_);
+    agree({&m[0], &m[1], &m[2]});
+    agree({&m[4], &m[5]});
+    layers_.push_back({m[0], m[1], m[2], m[3], m[4], m[5], m[6], at<const float>(norms[0]),
                        at<const float>(norms[1]), at<const float>(norms[2]),
                        at<const float>(norms[3]), at<const float>(norms[4]),
                        at<const float>(norms[5]), window, rotary, at<void>(keys),
@@ -221,6 +228,16 @@ class Decoder {
   }
 
  private:
+  // Matrices of the same rows take them rounded if all of them do.
+  static void agree(std::initializer_list<Matrix*> all) {
+    for (const Matrix* one : all) {
+      if (one->kind == INT8_ROUNDED) continue;
+      for (Matrix* other : all) {
+        if (other->kind == INT8_ROUNDED) other->kind = INT8;
+      }
+    }
+  }
+
   // Cosines and sines of positions, in float32 as transformers has them.
   void turn(const Indices& places) {
     cosines_.clear();
@@ -247,7 +264,7 @@ class Decoder {
 
 NB_MODULE(_decoder, module) {
   nb::set_leak_warnings(false);  // the kernel is kept until the interpreter ends
-  module.attr("INTERFACE") = 3;
+  module.attr("INTERFACE") = 4;
   module.def("instructions", &instructions);
   module.def("multiply", &multiply);
   nb::class_<Sequences>(module, "Sequences")

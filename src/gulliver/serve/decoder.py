@@ -38,16 +38,16 @@ from gulliver.serve.options import ModelOptions
 
 _log = logging.getLogger("gulliver")
 
-INTERFACE = 3
+INTERFACE = 4
 """Version of the extension's interface, increased on both sides when calls change."""
 EXTENSION = "gulliver.serve._decoder"
 VARIABLE = "GULLIVER_DECODER"
-INSTRUCTIONS = ("avx512", "avx2", "none")
+INSTRUCTIONS = ("avx512-vnni", "avx512", "avx2", "none")
 """Values of `VARIABLE`; the default is the first that the processor supports."""
 KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 """Numbers of the floating-point dtypes in native code."""
-INT8, INT4 = 3, 4
-"""Kinds of quantized weights; activations are not rounded."""
+INT8, INT4, INT8_ROUNDED = 3, 4, 5
+"""Kinds of quantized weights; the last one also rounds activations, if the processor has VNNI."""
 FAMILIES = ("gemma", "gemma3_text", "llama", "mistral", "phi3", "qwen2", "qwen3", "smollm3")
 """Supported `config.model_type`s: RMS norms, rotary positions, a gated MLP, no experts."""
 ACTIVATIONS = {"silu": 0, "gelu_pytorch_tanh": 1}
@@ -98,6 +98,8 @@ class DenseModel:
     embedding_scale: float = 1.0
     # Added to the weights of norms; 1 for Gemma.
     norm_offset: float = 0.0
+    # Whether activations of int8 layers are rounded to int8, with a scale per 32 values.
+    rounds: bool = False
 
 
 class NativeDecoder:
@@ -110,6 +112,7 @@ class NativeDecoder:
             raise Unfit(problem)
         self._built: Any = importlib.import_module(EXTENSION)
         self._model, self._kept = model, list[Tensor]()
+        self._int8 = INT8_ROUNDED if model.rounds else INT8
         self.instructions = os.environ.get(VARIABLE) or self._built.instructions()[0]
         self._decoder = self._handed(pages)
 
@@ -210,7 +213,7 @@ class NativeDecoder:
         outputs, inputs = weight.shape
         kind = KINDS.get(weight.dtype)
         if scale is not None:
-            kind, inputs = (INT4, 2 * inputs) if scale.dim() == 3 else (INT8, inputs)
+            kind, inputs = (INT4, 2 * inputs) if scale.dim() == 3 else (self._int8, inputs)
         if kind is None or inputs % 16:
             raise Unfit(f"{name} has unsupported shape {[outputs, inputs]} or dtype {weight.dtype}")
         return [
@@ -240,7 +243,7 @@ def decoder_of(model: Any, shape: ModelShape, pages: Pages) -> NativeDecoder | N
 
 def dense_of(model: Any, shape: ModelShape) -> DenseModel:
     """Reads a transformers model; raises `Unfit` if it is not a known dense decoder."""
-    config, tensors = model.config, dict[str, Tensor]()
+    config, tensors, rounds = model.config, dict[str, Tensor](), False
     if config.model_type not in FAMILIES:
         raise Unfit(f"models of type {config.model_type} run their own forward")
     for name, module in model.named_modules():
@@ -248,6 +251,7 @@ def dense_of(model: Any, shape: ModelShape) -> DenseModel:
         if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
             raise Unfit(f"{name} has hooks or an overridden forward")
         if type(module) is QuantizedLinear:
+            rounds |= module.mode == "int8_dynamic"
             own |= dict(module.named_buffers(name, recurse=False))
         elif type(module).__name__.endswith("RMSNorm"):
             epsilon = getattr(module, "variance_epsilon", None)
@@ -276,6 +280,7 @@ def dense_of(model: Any, shape: ModelShape) -> DenseModel:
         # Like in the module, rounded to the dtype of the weights.
         embedding_scale=1.0 if scale is None else float(scale.to(body.embed_tokens.weight.dtype)),
         norm_offset=float(type(body.norm).__name__.startswith("Gemma")),
+        rounds=rounds,
     )
 
 
@@ -350,7 +355,8 @@ def read_dense(
     layer = LayerShape(kv_heads, dim, dim**-0.5)
     shape = ModelShape((layer,) * count, dtype, vocabulary)
     model = DenseModel(
-        *(tensors, shape, heads, activation, epsilon, [frequencies], [0] * count, head)
+        *(tensors, shape, heads, activation, epsilon, [frequencies], [0] * count, head),
+        rounds=options.quantize == "int8_dynamic",
     )
     ends = gguf.end_ids(folder) if gguf_file else _end_tokens(folder, config)
     return model, context, ends
