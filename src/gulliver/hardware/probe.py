@@ -287,8 +287,8 @@ def named_cluster(text: str, ranks: int | None = None) -> Cluster:
     if name not in SHORT:
         known = ["here", *SHORT, *described_names()]
         raise GulliverError(
-            f"unknown cluster {text!r}: {nearest(name, known)}; append x and a count, as in "
-            "h100x64, or pass a .yaml file"
+            f"unknown cluster {text!r} (name, x and a count, as in h100x64, or a .yaml file): "
+            f"{nearest(name, known)}"
         )
     size = int(count) if count else ranks or 1
     if not 1 <= size <= MOST:

@@ -107,7 +107,7 @@ class Engine:
                 f"n={sampling.n} exceeds sequences={self.options.sequences}; use a smaller n"
             )
         if sampling.stop and self.tokenizer is None:
-            raise GulliverError("stop texts need a tokenizer; without one, use stop_token_ids")
+            raise GulliverError("stop strings need a tokenizer; without one, use stop_token_ids")
         longest = facts.longest if wanted is None else len(tokens) + wanted
         request, self._requests = self._requests, self._requests + 1
         seed = sampling.seed if sampling.seed is not None else secrets.randbits(63)

@@ -1,6 +1,6 @@
 """`AnswerText`: incremental detokenization, and validation of requests.
 
-A token may be part of a character, and a stop text may span several tokens. So text is only
+A token may be part of a character, and a stop string may span several tokens. So text is only
 released when later tokens cannot change it.
 """
 
@@ -43,7 +43,7 @@ class AnswerText:
         return AnswerText(self._tokenizer, self._stop, self._tokens[: self._read])
 
     def add(self, token: int) -> tuple[str, bool]:
-        """Adds a token; returns the released text, and whether a stop text was found."""
+        """Adds a token; returns the released text, and whether a stop string was found."""
         if self._tokenizer is None:
             return "", False
         self._tokens.append(token)
@@ -55,7 +55,7 @@ class AnswerText:
         return self._released(whole[len(before) :])
 
     def end(self) -> str:
-        """Ends the completion; releases text held back for a stop text."""
+        """Ends the completion; returns text held back because a stop string might have begun."""
         if self._tokenizer is None:
             return ""
         before = self._decode(self._tokens[self._before : self._read])
@@ -71,7 +71,7 @@ class AnswerText:
         )
 
     def _released(self, text: str) -> tuple[str, bool]:
-        """Releases text, except a possible beginning of a stop text."""
+        """Releases text, except a possible beginning of a stop string."""
         self.count += len(text)
         if not self._stop:
             return text, False

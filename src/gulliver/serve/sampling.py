@@ -93,7 +93,7 @@ class SamplingParams:
 
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
-"""Reason why a completion ended. `stop`: an end-of-text token, a stop token or a stop text;
+"""Reason why a completion ended. `stop`: an end-of-text token, a stop token or a stop string;
 `length`: max_tokens, context or cache are exhausted; `cancelled`: by `Engine.cancel`; `error`: see
 `Event.error`."""
 
@@ -132,7 +132,7 @@ class Event:
         sample: index of the completion among the request's `n`.
         tokens: new tokens; more than one if drafts were accepted.
         text: new text that is final: whole characters, and nothing that may be the beginning of a
-            stop text. The texts of all events concatenated are the completion.
+            stop string. The texts of all events concatenated are the completion.
         finish: why the completion ended; None until then.
         error: message, with `finish="error"`.
         prefix_cached: prompt tokens found in the prefix cache; set at the end.
@@ -153,7 +153,7 @@ class CompletionOutput:
 
     Attributes:
         index: index of the completion among the request's `n`.
-        text: text without the stop text; empty without a tokenizer.
+        text: text without the stop string; empty without a tokenizer.
         tokens: tokens, including the one that ended it, with their probabilities.
         finish_reason: why it ended.
         error: message, with `finish_reason="error"`.
@@ -295,7 +295,7 @@ def _draw_alike(logits: Tensor, sampling: SamplingParams, rows: Sequence[DrawRow
 
 
 def _race(chances: Tensor, order: Tensor | None, keys: NDArray[np.uint64]) -> list[int]:
-    """Samples by weights [R, K] of tokens [R, K]; only `HEAD` tokens have individual noise."""
+    """Draws one token per row by weights [R, K]; the `HEAD` likeliest have their own noise."""
     # [Note: noise per token] If exponential noise is divided by the weights, the minimum is at each
     # token with its probability (the Gumbel trick). The noise is a function of the token, so two
     # similar distributions mostly yield the same token: samples of a draft and of the model agree

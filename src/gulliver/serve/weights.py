@@ -91,7 +91,7 @@ def cache_blocks(
         alone = ranks == 1 and budget is None
         if alone and blocks < whole and context is not None:
             raise GulliverError(
-                f"{size_text(free)} of memory are free, of which the cache may take half, but keys "
+                f"{size_text(free)} of memory is free, of which the cache may take half, but keys "
                 f"and values of one sequence of {context} tokens take "
                 f"{size_text(whole * block_bytes)}: give a context of at most {blocks * size}, "
                 "bfloat16, or a quantized model"
@@ -103,7 +103,7 @@ def cache_blocks(
     if blocks * block_bytes > free:
         raise GulliverError(
             f"a cache of {size_text(blocks * block_bytes)} exceeds the {size_text(free)} of memory "
-            f"that are free: give cache_tokens of at most {free // block_bytes * size}"
+            f"that is free: give cache_tokens of at most {free // block_bytes * size}"
         )
     return blocks
 

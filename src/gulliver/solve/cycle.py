@@ -85,7 +85,7 @@ def plan_residency(
     rounds: int = ROUNDS,
     prices: Floats | None = None,
 ) -> Residency:
-    """Chooses the gaps in which objects stay, minimizing traffic within the memory."""
+    """Chooses the gaps in which objects stay resident: the least traffic that the memory allows."""
     if not gaps:
         return Residency((), 0.0, 0.0)
     problem = _Problem(gaps, writes, room)

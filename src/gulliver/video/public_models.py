@@ -213,7 +213,7 @@ def latent_channels_of(model: Any) -> int:
 
 
 def compressions_of(model: nn.Module) -> set[tuple[int, int, int]]:
-    """Returns the compressions of compatible autoencoders for a model class and width."""
+    """Returns the compression factors of the autoencoders that fit a model; empty if unknown."""
     # Empty for an unpublished width: any autoencoder may be its own.
     return {
         one.compression
@@ -287,8 +287,8 @@ def check_latents(outline: Any, autoencoder: Autoencoder) -> None:
         told_as = " or ".join("x".join(map(str, one)) for one in sorted(known))
         blocks = "x".join(map(str, autoencoder.compression))
         raise GulliverError(
-            f"a latent of this autoencoder covers {blocks} pixels, but one of {name} covers "
-            f"{told_as} (frames x rows x columns); use its own autoencoder"
+            f"this autoencoder compresses by {blocks} (frames x rows x columns), but {name} needs "
+            f"{told_as}; use the autoencoder that it was trained with"
         )
 
 

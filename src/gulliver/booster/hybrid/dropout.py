@@ -163,8 +163,8 @@ def _cut(path: str, x: Tensor, own: Tensor, length: int) -> Along:
 
 def _unknown_part(path: str, x: Tensor, wanted: str) -> GulliverError:
     return GulliverError(
-        f"{path} drops elements of {tuple(x.shape)}, whose position in the full tensor is unknown "
-        f"(expected {wanted}): set it to 0, or use dropout='alike'"
+        f"{path} applies dropout to a tensor of shape {tuple(x.shape)}, whose position in the full "
+        f"tensor is unknown (expected {wanted}): set its probability to 0, or use dropout='alike'"
     )
 
 

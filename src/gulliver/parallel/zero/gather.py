@@ -338,7 +338,7 @@ class Gatherer:
                     sharded.chunk.take_writes()
 
     def _follow_backward(self) -> None:
-        """Starts a backward pass that no hook announced, such as a micro-batch's."""
+        """Notices a backward pass whose hook was not called, as in a pipeline's micro-batch."""
         if self.sharded and self._prefetcher.current is Pass.NONE:
             self.enter_backward()
             at_end_of_backward(self.leave_backward)

@@ -353,7 +353,7 @@ class ScalingPoint:
 
 
 def weak_scaling(scorer: Scorer, grid: Grid) -> list[ScalingPoint]:
-    """Simulates a grid with 1, 2, 4 ... of its replicas, and the samples of each."""
+    """Simulates a grid with 1, 2, 4, ... replicas and a fixed number of samples per replica."""
     most, each = grid.axes.data, scorer.batch // grid.axes.data
     sizes = sorted({*(1 << n for n in range(most.bit_length())), most})
     found = list[ScalingPoint]()

@@ -72,7 +72,7 @@ def overloaded(message: str, seconds: float) -> ApiError:
 
 
 STOPS, STOP_LENGTH = 16, 1024
-"""Maximum number of stop texts per request, and of characters per stop text."""
+"""Maximum number of stop strings per request, and of characters per stop string."""
 COMPLETION_TOKENS = 16
 """Default `max_tokens` of a completion, as in the OpenAI API."""
 

@@ -181,11 +181,15 @@ def split_table(
         held_out += [FrameWindow(number, at, 1) for at in range(cut, frames - span + 1, span)]
     if not training or not held_out:
         what = "held out" if training else "left for training"
-        right = "--data.held-out-clips 0.1, which holds out whole clips" if training else "less"
+        right = (
+            "--data.held-out-clips 0.1, which holds out whole clips"
+            if training
+            else "smaller values"
+        )
         raise GulliverError(
-            f"there would be no {what} clips: --data.held-out-clips {config.held_out_clips:g} and "
-            f"--data.held-out-frames {config.held_out_frames:g} do not split {len(table)} clips; "
-            f"use {right}"
+            f"no clips would be {what}: with --data.held-out-clips {config.held_out_clips:g} and "
+            f"--data.held-out-frames {config.held_out_frames:g}, {len(table)} clips cannot be "
+            f"split; use {right}"
         )
     kept: dict[int, Tensor | BrokenClip] | None = {} if config.in_memory else None
     return ClipWindows(table, training, kept), ClipWindows(table, held_out, kept)
