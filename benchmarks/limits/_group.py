@@ -16,7 +16,6 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 ROOT = Path("/sys/fs/cgroup")
@@ -101,12 +100,7 @@ class Group:
             raise LimitsError(f"cannot make a control group: {error}") from error
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def start(self, command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:

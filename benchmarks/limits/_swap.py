@@ -7,7 +7,6 @@ import subprocess
 import tempfile
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 
 from benchmarks.limits._group import LimitsError
 
@@ -34,12 +33,7 @@ class Swap:
             raise LimitsError(f"cannot swap to {name}: {str(told).strip()}") from error
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

@@ -16,7 +16,6 @@ import shutil
 import subprocess
 import time
 from pathlib import Path
-from types import TracebackType
 
 RELAY_SOURCE = Path(__file__).parent / "relay.c"
 PREFIX = "gvl"
@@ -67,12 +66,7 @@ class Net:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def node_of(self, rank: int) -> int:

@@ -20,7 +20,6 @@ import operator
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Annotated, Any, Self
 
 import torch
@@ -232,12 +231,7 @@ class BlockCache:
             self._keep_added(_blocks(self.model))
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._forget()
         for undo in reversed(self._undo):
             undo()
