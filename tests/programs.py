@@ -22,6 +22,48 @@ from typing import Any, TextIO
 
 from tests.patience import patient
 
+TWO_RANKS = """
+import atexit, json, os, sys
+
+if __name__ == "__main__":
+    rows, ports = [], []
+    for case in sys.argv[1:]:
+        for rank in range(2):
+            read, write = os.pipe()
+            ask, tell = os.pipe()
+            pid = os.fork()
+            if pid == 0:
+                os.dup2(write, 2)
+                os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+                               "MASTER_PORT": os.read(ask, 9).decode(), "LOCAL_RANK": str(rank),
+                               "TORCHELASTIC_USE_AGENT_STORE": "True"}
+                try:
+                    run(rank, case)
+                except BaseException as error:
+                    sys.last_type, sys.last_value = type(error), error
+                    print(f"{type(error).__name__}: {error}", file=sys.stderr)
+                atexit._run_exitfuncs()
+                os._exit(0)
+            os.close(write)
+            rows.append((case, pid, read))
+            ports.append(tell)
+    # Stores have threads, and what is forked beside a thread may find a lock that nobody opens.
+    stores = [torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+              for _ in sys.argv[1:]]
+    for number, tell in enumerate(ports):
+        os.write(tell, str(stores[number // 2].port).encode())
+    found = {}
+    for case, pid, read in rows:
+        with open(read) as errors:
+            said = errors.read()
+        found.setdefault(case, []).append((os.waitpid(pid, 0)[1], said))
+    print(json.dumps(found))
+"""
+"""End of a program that forks two ranks for each argument, which call `run(rank, argument)`.
+
+It prints their exit codes and errors, by argument.
+"""
+
 
 class Program:
     """A function, found by its name in a module, in a forked process whose output is read here."""

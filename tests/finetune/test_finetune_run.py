@@ -39,6 +39,12 @@ from tests.serve.model_folders import with_scales
 Example = tuple[Path, Path]
 
 
+def save_llama(folder: Path, vocabulary: int, layers: int) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
+    config = LlamaConfig(vocab_size=vocabulary, num_hidden_layers=layers, **sizes)
+    LlamaForCausalLM(config).save_pretrained(folder)
+
+
 def _at_least(config: FinetuneConfig) -> FinetuneConfig:
     """The same run under the least limit that works."""
     # The size of chunks is chosen again under a limit: the least may be less then.
@@ -277,15 +283,7 @@ def test_an_adapter_of_another_model_is_refused(tmp_path: Path, example: Example
     with pytest.raises(GulliverError, match="trained on another model"):
         finetune(other)
     (adapter / "gulliver.json").unlink()  # of somebody else's adapter only shapes tell
-    config_of = LlamaConfig(
-        vocab_size=261,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=256,
-    )
-    LlamaForCausalLM(config_of).save_pretrained(model)
+    save_llama(model, 261, 2)
     with pytest.raises(GulliverError, match=r"--model: .*lora_A.weight is \(2, 64\)"):
         finetune(other)
     assert not other.out.exists()
@@ -324,15 +322,7 @@ def test_a_tokenizer_of_more_tokens_than_the_model_has_is_refused(
     tmp_path: Path, example: Example, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, data = make_example(tmp_path / "example", rows=20)
-    config_of = LlamaConfig(
-        vocab_size=200,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        max_position_embeddings=256,
-    )
-    LlamaForCausalLM(config_of).save_pretrained(model)
+    save_llama(model, 200, 1)
     monkeypatch.setattr("gulliver.finetune.base.Base.load", lambda *_: pytest.fail("weights"))
     with pytest.raises(
         GulliverError, match="has 200 embeddings, but its tokenizer produces token 2"

@@ -305,6 +305,23 @@ def test_a_buffer_that_shrinks_gives_its_pages_back_at_once():
     gauge.close()
 
 
+def errors_of_use(manager: Manager, objects: list[ManagedTensor], steps: int) -> int:
+    """Uses objects of `filled`, again after errors; checks contents, counts errors."""
+    raised = 0
+    for _ in range(steps):
+        for n, managed in enumerate(objects):
+            for _ in range(8):
+                try:
+                    tensor = manager.use(managed, write=True)
+                    break
+                except IoError:
+                    raised += 1
+            assert torch.equal(tensor, torch.full((1024,), float(n)))
+            manager.done(managed)
+        manager.end_step()
+    return raised
+
+
 @pytest.mark.parametrize("call", ["write", "read"])
 def test_disk_error_is_raised_at_next_use_without_loss(tmp_path: Path, call):
     for times in (1, 3):
@@ -314,19 +331,7 @@ def test_disk_error_is_raised_at_next_use_without_loss(tmp_path: Path, call):
         for managed in objects:
             manager.view(managed)
         engine.inject(call, errno=errno.EIO, times=times)
-        told = 0
-        for _ in range(2):
-            for n, managed in enumerate(objects):
-                for _ in range(8):
-                    try:
-                        tensor = manager.use(managed, write=True)
-                        break
-                    except IoError:
-                        told += 1
-                assert torch.equal(tensor, torch.full((1024,), float(n)))
-                manager.done(managed)
-            manager.end_step()
-        assert 1 <= told <= times
+        assert 1 <= errors_of_use(manager, objects, steps=2) <= times
         assert manager.held <= manager.budget
         manager.close()
         engine.close()

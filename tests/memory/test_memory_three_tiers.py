@@ -16,14 +16,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gulliver.errors import GulliverError
-from gulliver.io import IoError, default_engine
+from gulliver.io import default_engine
 from gulliver.memory.buffers import GRADIENTS, KINDS, PARAMETERS
 from gulliver.memory.host import HostDiskStore
 from gulliver.memory.manager import Manager
 from gulliver.memory.stores import RESIDENT, DiskStore, Residency
 from gulliver.solve import Event
 from gulliver.solve.replacement import Action, MiddleReplacement, Replacement
-from tests.memory.test_memory_manager import OPERATIONS, PAGE, SIZES, Twin, filled
+from tests.memory.test_memory_manager import OPERATIONS, PAGE, SIZES, Twin, errors_of_use, filled
 from tests.memory.test_memory_stores import LateCopier
 from tests.solve.moves import Moved, count_moves
 
@@ -219,19 +219,7 @@ def test_disk_error_is_raised_without_loss(tmp_path: Path, call) -> None:
         manager = Manager(3 * PAGE, "cpu", store)
         objects = filled(manager, 12)
         engine.inject(call, errno=errno.EIO, times=times)
-        told = 0
-        for _ in range(3):
-            for n, managed in enumerate(objects):
-                for _ in range(8):
-                    try:
-                        tensor = manager.use(managed, write=True)
-                        break
-                    except IoError:
-                        told += 1
-                assert torch.equal(tensor, torch.full((1024,), float(n)))
-                manager.done(managed)
-            manager.end_step()
-        assert 1 <= told <= times
+        assert 1 <= errors_of_use(manager, objects, steps=3) <= times
         manager.close()
         engine.close()
 

@@ -7,10 +7,9 @@ import os
 
 import pytest
 
-from tests.programs import run_program, text
+from tests.programs import TWO_RANKS, run_program, text
 
 PROGRAM = """
-import json, os, sys
 import torch
 from torch import nn
 from gulliver.booster import Booster, LowLevelZeroPlugin
@@ -63,36 +62,6 @@ def run(rank, case):
     if case != "read, end":
         for _ in range(3):
             train(booster, model, optimizer)
-
-if __name__ == "__main__":
-    # Ranks of all cases are forked from here, so that torch is imported once.
-    rows = []
-    for number, case in enumerate(sys.argv[1:]):
-        store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        for rank in range(2):
-            read, write = os.pipe()
-            pid = os.fork()
-            if pid == 0:
-                os.dup2(write, 2)
-                os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
-                               "MASTER_PORT": str(store.port), "LOCAL_RANK": str(rank),
-                               "TORCHELASTIC_USE_AGENT_STORE": "True"}
-                try:
-                    run(rank, case)
-                except BaseException as error:
-                    sys.last_type, sys.last_value = type(error), error
-                    print(f"{type(error).__name__}: {error}", file=sys.stderr)
-                import atexit
-                atexit._run_exitfuncs()
-                os._exit(0)
-            os.close(write)
-            rows.append((case, rank, pid, read, store))
-    found = {}
-    for case, rank, pid, read, _ in rows:
-        with open(read) as errors:
-            text = errors.read()
-        found.setdefault(case, []).append((os.waitpid(pid, 0)[1], text))
-    print(json.dumps(found))
 """
 
 DIFFERENT = {
@@ -113,7 +82,7 @@ DIFFERENT = {
 
 @pytest.mark.deadline(200)
 def test_ranks_that_use_a_sharded_model_differently_end_with_one_line() -> None:
-    done = run_program(text, PROGRAM, *DIFFERENT, "read, end", "right", timeout=90)
+    done = run_program(text, PROGRAM + TWO_RANKS, *DIFFERENT, "read, end", "right", timeout=90)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     for case, words in DIFFERENT.items():

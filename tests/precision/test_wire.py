@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any
 
@@ -19,7 +20,7 @@ from gulliver.precision.wire import error_bound, nonfinite_blocks, wire_format
 from gulliver.precision.wire.formats import NAMES, packed_bytes
 from gulliver.precision.wire.packing import pack, unpack
 from tests.pool import Pool
-from tests.programs import run_program, text
+from tests.programs import TWO_RANKS, run_program, text
 
 PACKED = [name for name in NAMES if name != "identity"]
 SIZES = (0, 1, 2, 255, 256, 257, 1000, 70_001)
@@ -296,7 +297,7 @@ def test_odd_shapes_and_non_finite_values_are_packed(pool: Pool, name: str) -> N
 
 
 DISAGREE = """
-import os, sys, torch
+import torch
 from gulliver.comm import all_gather, all_reduce, guard, init_world
 from gulliver.comm.groups import RankGroup
 from gulliver.comm.messages import exchange
@@ -313,49 +314,16 @@ def run(rank, case):
             all_reduce(tensor, wire=wire)
         else:
             exchange(RankGroup((0, 1), rank), [tensor] * 2, [100_000] * 2, wire)
-
-if __name__ == "__main__":
-    found, stores = [], []
-    for case in sys.argv[1:]:
-        told = []
-        for rank in range(2):
-            read, write = os.pipe()
-            ask, tell = os.pipe()
-            if os.fork() == 0:
-                os.dup2(write, 2)
-                os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
-                               "MASTER_PORT": os.read(ask, 9).decode(), "LOCAL_RANK": str(rank),
-                               "TORCHELASTIC_USE_AGENT_STORE": "True"}
-                try:
-                    run(rank, case)
-                except BaseException as error:
-                    sys.last_type, sys.last_value = type(error), error
-                    print(f"{type(error).__name__}: {error}", file=sys.stderr)
-                import atexit
-                atexit._run_exitfuncs()
-                os._exit(0)
-            os.close(write)
-            told.append(tell)
-            found.append((case, read))
-        stores.append(told)
-    # Stores have threads, and what is forked beside a thread may find a lock that nobody opens.
-    for number, told in enumerate(stores):
-        stores[number] = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True,
-                                                    wait_for_workers=False)
-        for tell in told:
-            os.write(tell, str(stores[number].port).encode())
-    for case, read in found:
-        with open(read) as errors:
-            print(case, "|", " ".join(errors.read().split()))
 """
 
 
 @pytest.mark.deadline(100)
 def test_format_mismatch_between_ranks_raises() -> None:
     cases = ["gather, fp8, int8:128", "reduce, fp8, identity", "exchange, fp8, identity"]
-    done = run_program(text, DISAGREE, *cases, timeout=60)
+    done = run_program(text, DISAGREE + TWO_RANKS, *cases, timeout=60)
     assert done.returncode == 0, done.stderr
-    lines = done.stdout.strip().splitlines()
+    found = json.loads(done.stdout)
+    lines = [" ".join(said.split()) for case in cases for _, said in found[case]]
     assert len(lines) == 6, done.stdout
     for line in lines:
         assert "ranks run different collectives" in line
