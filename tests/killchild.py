@@ -270,7 +270,7 @@ def _run_child(child: Child, state: State) -> NoReturn:
         save_for_ever(child, state)
     except BaseException as error:
         # That the other rank is dead is no failure of this one.
-        named = any(text in str(error) for text in ("did one of them end?", "rank 1 ended"))
+        named = any(text in str(error) for text in ("did one of them exit?", "rank 1 ended"))
         kind = "left alone" if named or _consequence(error) == 2 else "failed"
         tell(child, kind, f"rank {child.rank}: {type(error).__name__}: {error}")
     os._exit(1)

@@ -36,7 +36,7 @@ reduce_scatter_flat: Callable[..., Any] = getattr(
 
 
 def fake_store() -> dist.Store:
-    """Creates a store for the process group "fake"; the import registers that backend."""
+    """Creates a store for a "fake" process group; the import registers that backend."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     return FakeStore()
@@ -57,7 +57,7 @@ def map_ranks(make: Callable[[int], Tensor]) -> Tensor:
 
 @contextmanager
 def threaded_groups() -> Iterator[Callable[[BaseException], None]]:
-    """Runs ranks as threads; a failed rank passes its error to what this yields."""
+    """Makes process groups use threads as ranks; yields the handler for a failed rank's error."""
     from torch._C._distributed_c10d import (
         _set_thread_isolation_mode,  # pyright: ignore[reportAttributeAccessIssue]
     )
@@ -202,7 +202,7 @@ FORWARD_HOOKS = (
 
 @contextmanager
 def private_tables(module: torch.nn.Module, hooks: bool) -> Iterator[None]:
-    """Restores all attributes of a module after the block, which sees its hooks only if `hooks`."""
+    """Restores a module's attributes after the block; disables its hooks inside unless `hooks`."""
     attributes = vars(module)
     before = dict(attributes)
     for name in (*FORWARD_HOOKS, "_backward_hooks", "_backward_pre_hooks"):
@@ -245,7 +245,7 @@ def is_batch_norm(module: torch.nn.Module) -> bool:
 
 
 def order_outputs_hooks(module: torch.nn.Module, last: list[int]) -> None:
-    """Makes the output hooks with the ids `last` run after a module's other ones."""
+    """Makes the output hooks with ids `last` run after the module's other output hooks."""
     hooks = module._forward_hooks
     for key in last:
         if key in hooks:
@@ -359,7 +359,7 @@ def is_gloo(group: dist.ProcessGroup | None, device: torch.device) -> bool:
 
 
 def graph_redistribution() -> AbstractContextManager[Any]:
-    """Lets DTensor search for the cheapest conversion, if torch can (2.12)."""
+    """Lets DTensor search for the cheapest conversion, if torch supports it (2.12)."""
     from torch.distributed.tensor import _redistribute
 
     found = getattr(_redistribute, "use_min_cost_redistribution_plan", None)
@@ -376,7 +376,7 @@ def clear_redistributions() -> None:
 
 @contextmanager
 def meta_devices(count: int) -> Iterator[None]:
-    """Makes DTensor choose all-to-alls on a meta mesh as on nodes with `count` GPUs."""
+    """Makes DTensor choose all-to-alls on a meta mesh as if nodes had `count` GPUs."""
     torch.meta = SimpleNamespace(device_count=lambda: count)  # type: ignore[attr-defined]
     try:
         yield

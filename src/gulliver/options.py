@@ -169,7 +169,7 @@ _CHECKING: ContextVar[bool] = ContextVar("checking", default=True)
 
 
 class Options(metaclass=_RenamingType):
-    """Base of option dataclasses, which are checked against their annotations when constructed.
+    """Base class of option dataclasses, checked against their annotations when constructed.
 
     Values are converted as in a file: integers to floats, text to paths, lists to tuples.
 
@@ -216,7 +216,7 @@ IN_GIBIBYTES = ("PlanData", "PlannerConfig")
 
 
 def renamed_fields(kind: type, hidden: Collection[str] = ()) -> dict[str, str]:
-    """Maps old field names to current ones, except to `hidden` fields."""
+    """Maps old field names to current ones; skips names of fields not in `hidden`."""
     known = field_hints(kind).keys()
     taken = known - set(hidden)
     new = {
@@ -265,7 +265,7 @@ Chosen = TypeVar("Chosen", bound=Options)
 
 
 def part_of(options: Any, kind: type[Chosen]) -> Chosen:
-    """Copies the fields of one options dataclass from another dataclass that has them too."""
+    """Creates a `kind` dataclass from the same fields of another options dataclass."""
     return kind(**{name: getattr(options, name) for name in field_hints(kind)})
 
 
@@ -298,7 +298,7 @@ def check_options(options: Any, prefix: str = "--") -> None:
 
 
 def check_needs(options: Any, needs: Mapping[str, tuple[bool, str]]) -> None:
-    """Rejects options that have no effect, unless they have their defaults."""
+    """Rejects options that would have no effect, unless they have their default values."""
     default = type(options)()
     for path, (met, right) in needs.items():
         value = operator.attrgetter(path)(options)

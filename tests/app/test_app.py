@@ -312,7 +312,7 @@ def test_run_is_found_or_error_lists_candidates(
         run_command(["app", "away"])
     with pytest.raises(GulliverError, match=r"--autoencoder .* needs --model"):
         run_command(["app", "--autoencoder", "a"])
-    with pytest.raises(GulliverError, match="exclude each other"):
+    with pytest.raises(GulliverError, match="cannot be combined"):
         run_command(["app", "run", "--model", "m"])
 
 

@@ -178,7 +178,7 @@ def test_convert_reshards_a_folder(run: Path, tmp_path: Path, command: Command) 
     [
         (("ls", "nowhere"), "nowhere does not exist"),
         (("ls", "run", "--step", 5), "has no complete step 5: it has [10, 20]"),
-        (("verify", "run", "--step", 10, "--all"), "--step and --all exclude each other"),
+        (("verify", "run", "--step", 10, "--all"), "--step and --all cannot be combined"),
         (("verify", "run/step-00000010", "--step", 20), "step-00000010 is step 10, not step 20"),
         (("diff", "run/step-00000010", "run", "--step-a", 20), "is step 10, not step 20"),
         (("diff", "run", "run", "--entry", "modle"), "entry 'modle'"),

@@ -486,7 +486,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "rope": (lambda g: _wired(g, rope_parameters={"rope_type": "dynamic"}), "'dynamic'"),
     "upcast": (lambda g: _wired(g, "gpt2", reorder_and_upcast_attn=True), "reorder_and_upcast"),
-    "dense mask": (lambda g: _call(g, attention_mask=torch.ones(2, 1, 12, 12)), "expected 0 and 1"),
+    "dense mask": (
+        lambda g: _call(g, attention_mask=torch.ones(2, 1, 12, 12)),
+        "expected 0s and 1s",
+    ),
     "cache": (lambda g: _call(g, use_cache=True), "gulliver.LLM"),
     "past": (lambda g: _call(g, past_key_values=()), "past_key_values"),
     "weights": (lambda g: _call(g, output_attentions=True), "output_attentions=True"),

@@ -247,7 +247,7 @@ def refusals(world: World, folder: str) -> None:
         ("parameter .* is on meta", "gulliver", Meta(), {}),
         ("stage 3 has sharded all", "gulliver_zero3", Gan(), {}),
         ("16-mixed.*precision='fp16'", "gulliver", None, scaled),
-        ("exclude each other", GulliverStrategy(precision="bf16"), None, {"precision": "64-true"}),
+        ("cannot be combined", GulliverStrategy(precision="bf16"), None, {"precision": "64-true"}),
         ("'file' is not supported", filed, None, {}),
         ("float32", GulliverStrategy(precision="bf16"), None, {"ckpt_path": plain}),
         ("has 1 optimizers", "gulliver", Gan(), {"ckpt_path": f"{folder}/ours"}),

@@ -389,12 +389,12 @@ def test_insufficient_memory_error_names_what_fits(
     with pytest.raises(GulliverError, match='quantize="int8_dynamic" would fit'):
         load(folder)
     monkeypatch.setattr("gulliver.serve.weights.free_bytes", lambda device: 100_000)
-    with pytest.raises(GulliverError, match="give a context of at most 96"):
+    with pytest.raises(GulliverError, match="use a context of at most 96"):
         LocalRunner(small())
     runner = LocalRunner(small(), context=96)
     assert runner.facts.blocks == 6
     runner.close()
-    with pytest.raises(GulliverError, match="give cache_tokens of at most 192"):
+    with pytest.raises(GulliverError, match="use cache_tokens of at most 192"):
         LocalRunner(small(), cache_tokens=4096)
     with pytest.raises(GulliverError, match="not both"):
         LocalRunner(small(), cache_tokens=64, cache_bytes=1 << 20)

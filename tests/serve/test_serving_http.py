@@ -178,8 +178,8 @@ def test_many_clients_at_once_get_what_each_would_alone(server: Any, llm: LLM) -
 
 REFUSED: dict[str, tuple[dict[str, Any], int, str | None, str]] = {
     "long answer": ({"max_tokens": 999}, 400, "max_tokens", "128: use at most 124"),
-    "empty prompt": ({"prompt": []}, 400, "prompt", "prompt must be a text"),
-    "no prompt": ({"prompt": None}, 400, "prompt", "prompt must be a text"),
+    "empty prompt": ({"prompt": []}, 400, "prompt", "prompt must be a string"),
+    "no prompt": ({"prompt": None}, 400, "prompt", "prompt must be a string"),
     "strange token": ({"prompt": [380]}, 400, "prompt", "token 380 is not in the vocabulary"),
     "slip": ({"temprature": 1}, 400, "temprature", "did you mean 'temperature'"),
     "inner slip": (
@@ -194,7 +194,7 @@ REFUSED: dict[str, tuple[dict[str, Any], int, str | None, str]] = {
     "answers": ({"prompt": ["a"] * 100, "n": 3}, 400, "prompt", "request 300"),
     "text for number": ({"top_p": "0.5"}, 400, "top_p", "top_p: input should be a valid number"),
     "seed": ({"seed": 2**70}, 400, "seed", "a 64-bit integer"),
-    "stop": ({"stop": ""}, 400, "stop", "texts must have 1 to"),
+    "stop": ({"stop": ""}, 400, "stop", "strings must have 1 to"),
     "stream options": ({"stream_options": {}}, 400, "stream_options", "needs stream=true"),
 }
 CHATS: dict[str, tuple[dict[str, Any], int, str | None, str]] = {

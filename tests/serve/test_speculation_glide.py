@@ -394,7 +394,7 @@ def test_drafts_of_other_targets_are_refused(tmp_path: Path) -> None:
         load_draft(tmp_path / "draft")
     runner = LocalRunner(tiny("gpt2"), cache_tokens=64)
     wrong = GlideConfig(**{**draft.config.__dict__, "glimpses": (7,)})
-    with pytest.raises(GulliverError, match="looks at layer 7, with heads of 16, and this model"):
+    with pytest.raises(GulliverError, match="attends to layer 7, with heads of 16, and this model"):
         Engine(runner, drafter=Speculator(GlideDraft(Glide(wrong))))
     wrong = GlideConfig(**{**draft.config.__dict__, "vocabulary": 66})
     with pytest.raises(GulliverError, match="vocabulary of 66 tokens and the model one of 67"):

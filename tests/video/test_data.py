@@ -320,7 +320,7 @@ def test_parquet_tables_are_read_as_well(folder: Path) -> None:
     [
         ("absent.csv", None, "does not exist"),
         ("a.csv", "file,text\nx,y\n", "no column 'path'"),
-        ("a.csv", "path,text\nnone.mp4,y\n", "no row that can be used, such as none.mp4"),
+        ("a.csv", "path,text\nnone.mp4,y\n", "no row that can be used; e.g., none.mp4"),
         ("a.csv", "path,text\n\na.mp4,a ball, moving\n", "a.csv, line 3: the row has 3 fields"),
         ("a.csv", "path,text,text\na.mp4,a,b\n", "a.csv has two columns 'text'"),
         ("a.csv", 'path,text\na.mp4,"a ball\nb.mp4,y\n', "line 2: unexpected end .* left open"),

@@ -438,7 +438,7 @@ def test_the_command_line_makes_a_file_and_says_what_it_found(
         main([str(argument) for argument in [*arguments, "--run", "out/demo/run"]])
     assert both.value.code
     refusal = capsys.readouterr()
-    assert "exclude each other" in (refusal.out + refusal.err).replace("\n", " ")
+    assert "cannot be combined" in (refusal.out + refusal.err).replace("\n", " ")
     assert ended.value.code == 0, shown.err
     assert read_frames(tmp_path / "clip.gif").shape[1] == 17
     assert "STDiT3 of Open-Sora 1.3" in (shown.out + shown.err).replace("\n", " ")

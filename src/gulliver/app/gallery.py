@@ -106,7 +106,7 @@ class Gallery:
         raise GulliverError(f"{Path(name).name} is no longer in {self.folder}")
 
     def _read(self, path: Path) -> Iterator[Entry]:
-        """Reads the clip of a JSON file; yields nothing if either is invalid."""
+        """Yields a JSON file's clip; nothing if the JSON is invalid or the clip is missing."""
         clip = path.with_suffix(".mp4")
         try:
             facts = json.loads(path.read_text(encoding="utf-8"))

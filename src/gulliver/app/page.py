@@ -188,7 +188,7 @@ PICTURES: dict[str, Any] = {
 
 
 def _make_tab(parts: Parts) -> tuple[list[Any], Any]:
-    """Builds the prompt tab; returns its fields and the event of a finished clip."""
+    """Builds the prompt tab; returns its fields and the event for a finished clip."""
     with gr.Row():
         with gr.Column():
             fields = _fields(parts)
@@ -325,7 +325,7 @@ def _plain(number: Any) -> Any:
 
 
 def _asked(parts: Parts, values: list[Any], user: str) -> Iterator[tuple[Any, ...]]:
-    """Requests a clip; yields status, frames, clip and facts to show."""
+    """Requests a clip; yields status, frames, clip and details to show."""
     try:
         settings = _settings(values)
     except GulliverError as error:

@@ -1,6 +1,6 @@
 """The sampling process: receives jobs through a pipe and sends events back.
 
-It holds the model, so that a device fault or an out-of-memory kill does not end the page.
+It holds the model, so that a device fault or an out-of-memory kill does not crash the page.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ def check_meta(
 
 
 def lend_shapes(model: nn.Module, device: torch.device) -> list[nn.Module]:
-    """Replaces meta parameters by expanded NaNs on a device, which take no memory."""
+    """Replaces meta parameters with expanded NaNs on a device, which take no memory."""
     # Parameters stay the same objects, so that an optimizer keeps them. Modules are listed before
     # any parameter moves: as in torch, each module that shares a parameter initializes it.
     found = [m for m in model.modules() if any(p.is_meta for p in m.parameters(recurse=False))]
@@ -213,7 +213,7 @@ def check_choices(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer
     if half != "none" and plan.precision.autocast != "none":
         raise GulliverError(
             f"Booster(mixed_precision={plan.precision.autocast!r}) and "
-            f"{plan.plugin}(precision={half!r}) exclude each other: the first keeps float32 "
+            f"{plan.plugin}(precision={half!r}) cannot be combined: the first keeps float32 "
             "parameters and computes in 16 bits, and the second also stores parameters in 16 bits"
         )
     if plan.zero is None:

@@ -176,7 +176,7 @@ def auto_engine(
 
     Raises:
         GulliverError: no plan fits the memory (the error names the smallest sufficient amount);
-            `cluster` has another number of ranks; or none of the grids found can run (the error
+            `cluster` has the wrong number of ranks; or none of the grids found can run (the error
             gives the reasons).
     """
     world = init_world()

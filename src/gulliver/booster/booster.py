@@ -375,7 +375,7 @@ class Booster(CheckpointIO):
 
         Raises:
             GulliverError: the batch cannot be split; ranks of one model have different batches.
-            StopIteration: there is no further batch.
+            StopIteration: there are no more batches.
         """
         if model not in self._optimizers:
             raise GulliverError("execute_pipeline only supports models that this booster boosted")

@@ -95,7 +95,7 @@ class LimitedManager(Manager):
         super().remove(managed)
 
     def use(self, managed: ManagedTensor, write: bool = False, fresh: bool = False) -> Tensor:
-        """Loads an object to the device; lowers the budget first if memory is scarce."""
+        """Loads an object onto the device; lowers the budget first if memory is scarce."""
         if self.controller is not None:
             self.controller.check(managed.name)
         try:

@@ -84,7 +84,7 @@ class ZeroOptions(Options):
     def refuse_tuning(self) -> None:
         if self.chunk_mb == "again":
             raise GulliverError(
-                "chunk_mb='again' tunes chunks in the first steps of LowLevelZeroPlugin without a "
+                "chunk_mb='again' (tuning in the first steps) needs LowLevelZeroPlugin without a "
                 "memory_limit; use 'auto' or a number of MiB"
             )
 
@@ -194,7 +194,7 @@ class Fp8Options(Options):
 
     Attributes:
         use_fp8: True, a scaling (``tensorwise``, ``rowwise``) or a `gulliver.plan.Fp8Plan`; only
-            layers that are predicted to be faster compute in FP8.
+            layers that are predicted to be faster in FP8 use it.
         fp8_emulation: emulate FP8 numerics on hardware without FP8 units; slow, for experiments.
     """
 

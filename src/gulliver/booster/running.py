@@ -51,7 +51,7 @@ def run_whole(
     optimizer: BoostedOptimizer | None,
     return_outputs: bool,
 ) -> dict[str, Any]:
-    """Runs forward, and backward with an optimizer, like `Booster.execute_pipeline`."""
+    """Runs forward, and backward if there is an optimizer, like `Booster.execute_pipeline`."""
     with torch.set_grad_enabled(optimizer is not None):
         outputs = call(model, batch)
         wanted = optimizer is not None or criterion is not None

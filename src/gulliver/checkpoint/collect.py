@@ -196,7 +196,7 @@ def _content(value: Any) -> Any:
 
 
 def kind_of(value: Any) -> dict[str, Any] | None:
-    """Describes an optimizer or scheduler, whose state does not name its class; else None."""
+    """Describes an optimizer or scheduler, whose state does not name its class; otherwise None."""
     if isinstance(value, LRScheduler):
         return {"kind": type(value).__name__}
     if not isinstance(value, torch.optim.Optimizer):

@@ -124,7 +124,7 @@ class CheckpointFolder:
         return by_age((step, self.path(step)) for step in self._numbers())
 
     def next_order(self) -> int:
-        """Returns the order of the next saved step; see [Note: the newest step]."""
+        """Returns the next step's position in saving order; see [Note: the newest step]."""
         orders = (order_in(self.path(step)) for step in self._numbers())
         return 1 + max((order for order in orders if order), default=0)
 
@@ -208,7 +208,7 @@ class CheckpointFolder:
         return [step for step in self._ages() if step in complete][: -self.keep]
 
     def needs(self) -> str:
-        """Describes the required disk space in steps, for error messages."""
+        """Describes the disk space that `keep` requires, in steps, for error messages."""
         return f"keep={self.keep} needs room for {self.keep + 1} steps" if self.keep else ""
 
 

@@ -509,7 +509,7 @@ def _origin(leaf: Leaf) -> tuple[int, Region | None]:
 
 
 def _fits(leaf: Leaf, info: TensorInfo) -> bool:
-    """Whether a leaf and the file have equal bytes, so that no conversion is needed."""
+    """Whether a leaf can hold the file's bytes as they are, so that no conversion is needed."""
     if not _is_plain(leaf):
         return False
     value = values_of(leaf)

@@ -227,7 +227,7 @@ def write_untied(
     aliases: Mapping[str, str] | None = None,
     names: Mapping[str, str] | None = None,
 ) -> Path:
-    """Writes a Hugging Face folder; tied weights go under one name, `aliases` has the others."""
+    """Writes a Hugging Face folder with one name per tied weight; `aliases` has the others."""
     refuse_existing(folder)
     if not max_shard_bytes > 0:
         raise GulliverError(f"max_shard_bytes={max_shard_bytes} is too small: use 1 or more")

@@ -476,7 +476,7 @@ class Loaded:
 
     Attributes:
         step: number of the step.
-        values: values by entry, except of objects that load their own state.
+        values: values by entry, except for objects that load their own state.
         mismatches: mismatched names and shapes by entry; empty if all matched.
         absent: requested entries that are not in the checkpoint.
     """

@@ -167,7 +167,7 @@ def _report_file(partial: Path, rank: int) -> Path:
 def _check_there(partial: Path) -> None:
     """Rejects a missing folder; writing a file would otherwise recreate it."""
     if not partial.is_dir():
-        raise GulliverError(f"{partial} vanished while it was written")
+        raise GulliverError(f"{partial} disappeared while being written")
 
 
 def _awaited(partial: Path, rank: int, save_id: str, silence_s: float) -> dict[str, Any]:

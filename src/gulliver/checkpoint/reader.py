@@ -226,7 +226,7 @@ class Verifier:
             raise
 
     def _check_header_pages(self, file: str) -> None:
-        """Verifies a header's first page, which contains most headers completely."""
+        """Verifies the first page of a header; most headers fit in one page."""
         for _ in self.pages(file, [0]):
             pass
 

@@ -1,6 +1,6 @@
 """Saves steps asynchronously.
 
-`agree_on_save` contains the agreement between ranks, which depends only on their statuses.
+`agree_on_save` implements the agreement between ranks, which depends only on their statuses.
 """
 
 from __future__ import annotations
@@ -327,7 +327,7 @@ class AsyncCheckpointer:
             return gather_objects(mine, self._ranks.process_group)
         except RuntimeError as error:
             raise failure or GulliverError(
-                f"the ranks that save {self.folder.root} cannot agree; did one of them end? "
+                f"the ranks that save {self.folder.root} cannot agree; did one of them exit? "
                 f"({error})"
             ) from error
 

@@ -192,7 +192,7 @@ class FileWeights(Weights):
         if lost:
             raise GulliverError(
                 f"{index.parent / places[lost[0]]} has no tensor {lost[0]!r}, though {index.name} "
-                f"lists it{f', as of {len(lost) - 1} more' if lost[1:] else ''}: download the "
+                f"lists it{f', and {len(lost) - 1} more' if lost[1:] else ''}: download the "
                 "files again"
             )
 

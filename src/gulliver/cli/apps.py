@@ -37,7 +37,7 @@ def app_command(config: AppConfig) -> int:
         config.refuse_parts()
         source = Source(run=find_run(config.run))
     elif config.run is not None:
-        raise UsageError(f"run {config.run} and --model {config.model} exclude each other")
+        raise UsageError(f"run {config.run} and --model {config.model} cannot be combined")
     else:
         parts = config.autoencoder, config.text_encoder, config.clip
         source = Source(None, config.model, *parts, keep=config.keep)

@@ -192,7 +192,7 @@ def verify_all(options: Verify) -> int:
     """Prints damaged files and the read speed; the exit code is 1 if anything is damaged."""
     path = options.folder
     if options.all and options.step is not None:
-        raise UsageError("--step and --all exclude each other: omit one of them")
+        raise UsageError("--step and --all cannot be combined: omit one of them")
     if not is_step_or_run(path):
         with open_weights(path, step=options.step) as weights:
             if options.json:

@@ -110,7 +110,7 @@ class Dedup(OfTable):
 
 @dataclass(frozen=True)
 class Caption(OfTable):
-    """Writes captions, by a command that prints a sentence or by an image-captioning model."""
+    """Writes captions with a command that prints a sentence, or with an image-captioning model."""
 
     command: str | None = None
     """Program and arguments; {path} is replaced by the clip's path, which is otherwise appended."""

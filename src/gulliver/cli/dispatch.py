@@ -310,7 +310,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _leave(code: int) -> None:
-    """Exits; a rank first leaves its world, because the others would wait for it."""
+    """Exits; a rank first leaves its world, because the others would otherwise wait for it."""
     if code == 0 and "RANK" in os.environ:
         from gulliver.comm.world import shutdown
 

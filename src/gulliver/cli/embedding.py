@@ -1,6 +1,6 @@
 """``gulliver embedding plan``: predicts the cost of tables on the ranks of a cluster.
 
-Nothing here imports torch at its top: ``--help`` reads this module.
+Torch is not imported at the top level here: ``--help`` reads this module.
 """
 
 from __future__ import annotations

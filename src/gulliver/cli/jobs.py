@@ -318,7 +318,7 @@ def simulate_jobs(config: Simulate) -> int:
     from gulliver.schedule.traces import write_trace
 
     if config.at is not None and config.why is None:
-        raise UsageError("--at sets the time of an explanation; name a job with --why JOB")
+        raise UsageError("--at only applies with --why; name a job with --why JOB")
     if config.why is not None and (config.compare or config.json or config.html):
         raise UsageError("--why explains one job: omit --compare, --json and --html")
     if config.policy not in POLICIES:

@@ -74,7 +74,7 @@ def answer_of(options: Search, progress: Callable[[str], None] = lambda part: No
         grid = found.best[0].grid
         if grid.offload or options.inference:
             raise UsageError(
-                "--weak-scaling simulates training without off-load; omit it with --inference, or "
+                "--weak-scaling simulates training without offload; omit it with --inference, or "
                 "use more ranks or a smaller batch"
             )
         scaling = tuple(weak_scaling(scorer_of(found, samples), grid))

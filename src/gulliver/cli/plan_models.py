@@ -308,7 +308,7 @@ def trained_part(subject: Subject, options: Search) -> torch.optim.Optimizer | N
     model = subject.model
     if options.inference:
         if options.lora:
-            raise UsageError("--lora needs training, which --inference excludes; omit one of them")
+            raise UsageError("--lora needs training, but --inference is set; omit one of them")
         model.eval().requires_grad_(False)
         return None
     if options.lora:

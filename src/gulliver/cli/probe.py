@@ -252,7 +252,7 @@ def _with_collectives(
 def _with_host_rate(
     axes: tuple[Axis, ...], order: tuple[int, ...] | None, device: torch.device, progress: Progress
 ) -> tuple[Axis, ...]:
-    """Measures how fast ranks read each other's memory: all of them, or those of the last axis."""
+    """Measures how fast ranks (all, or else those of the last axis) read each other's memory."""
     inner = make_axes({axis.name: axis.size for axis in axes}, order).rank_group(axes[-1].name)
     for found, group in ((axes, None), (axes[-1:], inner.process_group)):
         if device.type != "cpu" or any(gather_objects(open_host_team(group))):

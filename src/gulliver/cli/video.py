@@ -91,7 +91,7 @@ def _read(
     """Reads and checks prompts, requests, the clip to extend, and ranks."""
     if config.model is not None and _asked(config, arguments, "run"):
         raise UsageError(
-            f"--run {config.run} and --model {config.model} exclude each other: omit one of them"
+            f"--run {config.run} and --model {config.model} cannot be combined: omit one of them"
         )
     prompts = _prompts(config)
     # The autoencoder and patch sizes of all public models divide 16.
@@ -185,7 +185,7 @@ def _requests(
         raise UsageError("--condition-frames needs --extend or --loops")
     if clip is not None and config.image is not None:
         raise UsageError(
-            "--image and --extend exclude each other: the first sets a first frame, the second "
+            "--image and --extend cannot be combined: the first sets a first frame, the second "
             "continues a clip"
         )
     condition, given = config.condition_frames, None
@@ -222,7 +222,7 @@ def _request(config: GenerateConfig, request: Request, read: Callable[..., Any])
     paths = prompt.references or config.reference
     strategy = prompt.mask_strategy or config.mask_strategy
     if config.extend is not None and (paths or strategy or config.condition_edit):
-        raise UsageError("--extend excludes --reference, --mask-strategy and --condition-edit")
+        raise UsageError("omit --reference, --mask-strategy and --condition-edit with --extend")
     references = tuple(map(read, paths))
     request = replace(request, prompt=prompt.text, references=references, mask_strategy=strategy)
     check_request(request, config)
@@ -275,7 +275,7 @@ def _extended(
     request: Request,
     counts: Counts,
 ) -> Any:
-    """Continues a clip by the loops of a request; adds the calls to `counts`."""
+    """Extends a clip once per loop of a request; adds the model calls to `counts`."""
     overlap = config.condition_frames or CONDITION_FRAMES
     for loop, sentence in enumerate(loop_prompts(request.prompt, request.loops)):
         seed, negative = loop_seed(request.seed, loop), request.negative_prompt

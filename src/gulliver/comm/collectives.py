@@ -230,7 +230,7 @@ def all_gather(
     wire: WireFormat = IDENTITY,
     add: bool = False,
 ) -> Handle:
-    """Concatenates the inputs of all ranks in `output`.
+    """Concatenates the inputs of all ranks into `output`.
 
     Args:
         output: flat tensor, as large as all inputs together; may contain this rank's input in its
@@ -499,7 +499,7 @@ def choose_axes(
         size: expected number of ranks; None for the cluster's.
 
     Raises:
-        GulliverError: the cluster has another number of ranks.
+        GulliverError: the cluster has a different number of ranks.
     """
     if size is not None and cluster.size != size:
         raise GulliverError(

@@ -153,7 +153,7 @@ def lasting_group(rank_group: RankGroup) -> dist.ProcessGroup:
 
 
 def host_rank_group(group: dist.ProcessGroup | None, use: str) -> RankGroup:
-    """Returns the ranks with a gloo group, as NCCL cannot send host memory (collective)."""
+    """Returns a gloo group of the same ranks, as NCCL cannot send host memory (collective)."""
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return ALONE
     found = rank_group_of(group)

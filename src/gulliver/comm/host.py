@@ -145,7 +145,7 @@ class HostTeam:
         return [self._gather(flat, part, tag, follows=True)]
 
     def drain(self, until: float) -> bool:
-        """Waits for all operations in flight, up to a deadline; returns whether they ended."""
+        """Waits for all operations in flight, up to a deadline; returns whether they finished."""
         number = self._read[-1][0] if self._read else None
         try:
             return number is None or self.native.wait(number, max(0.0, until - time.monotonic()))

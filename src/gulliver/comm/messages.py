@@ -165,7 +165,7 @@ def operations(
     check_wire(wire)
     if wire.name != "identity":
         raise GulliverError(
-            f"operations cannot be packed as {wire}: post the bytes of PackedTensors"
+            f"point-to-point operations cannot be packed as {wire}: send the bytes of PackedTensors"
         )
     outgoing = list(outgoing)
     count_sent(sum(tensor.nbytes for _, tensor in outgoing))

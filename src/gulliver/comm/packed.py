@@ -233,7 +233,7 @@ def _added_up(
 def check_packed(op: str, wire: WireFormat) -> None:
     if op not in ("sum", "mean"):
         raise GulliverError(
-            f"a reduction by {op!r} cannot be packed as {wire}: use sum or mean, or wire identity"
+            f"a reduction by {op!r} cannot be packed as {wire}: use sum or mean, or do not pack"
         )
 
 

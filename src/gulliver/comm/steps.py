@@ -139,7 +139,7 @@ def drive(steps: Steps) -> None:
 
 
 def drain(until: float) -> bool:
-    """Waits for all collectives in flight, up to a deadline; returns whether they ended."""
+    """Waits for all collectives in flight, up to a deadline; returns whether they finished."""
     every = [e._done.wait(max(0.0, until - time.monotonic())) for e in list(_under_way)]
     return all(every)
 

@@ -278,7 +278,7 @@ class Watchdog:
         self._thread.start()
 
     def stop(self, failure: str | None = None) -> None:
-        """Publishes this rank's regular exit, so that others do not report it as lost."""
+        """Publishes this rank's normal exit, so that others do not report it as lost."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()

@@ -346,7 +346,7 @@ class BucketConfig:
         return f"no bucket takes {frames} frames of {height}x{width}"
 
     def possible(self, frames: int, height: int, width: int, interval: int = 1) -> list[Bucket]:
-        """Lists the buckets that a clip may be assigned to, in the order of attempts."""
+        """Lists the buckets that a clip may be assigned to, in the order they are tried."""
         fitting = [
             rule
             for rule in self.rules
@@ -399,7 +399,7 @@ def _rules(values: Any, where: str) -> Iterator[BucketRule]:
             continue  # such as _delete_, which is for tools that read public configurations
         size = resolution(str(name))
         if not isinstance(lengths, Mapping) or not lengths:
-            raise GulliverError(f"{where}: {name} needs lengths, such as {EXAMPLE}")
+            raise GulliverError(f"{where}: {name} needs frame counts, such as {EXAMPLE}")
         for frames, given in lengths.items():
             rule = _rule(size, frames, given, f"{where}: {name}: {frames}")
             kept |= rule.keep > 0
@@ -428,7 +428,7 @@ def _rule(size: Resolution, frames: Any, given: Any, where: str) -> BucketRule:
             f"{where}: the probability is {chance!r}, but must be {SHARE}, or a pair of those"
         )
     if length == 1 and pair[1] is not None:
-        raise GulliverError(f"{where}: a still needs a single probability, not {chance!r}")
+        raise GulliverError(f"{where}: an image needs a single probability, not {chance!r}")
     keep, look = pair
     if not keep and batch_size in (None, 0):
         # Public configurations exclude videos from a resolution like this; the rule still counts.

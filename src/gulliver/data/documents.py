@@ -64,7 +64,7 @@ def pack_documents(documents: Sequence[Any], least: int = 1) -> dict[str, Tensor
 
     Raises:
         GulliverError: there are no texts, a text is empty, ids are not integers, labels have
-            another shape, tokens are masked, or a field cannot be packed.
+            a different shape, tokens are masked, or a field cannot be packed.
     """
     rows: dict[str, list[Tensor]] = {"input_ids": [], "labels": [], "position_ids": []}
     for document in documents:

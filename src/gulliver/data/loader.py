@@ -41,7 +41,7 @@ _OPEN: weakref.WeakSet[Feed] = weakref.WeakSet()
 
 
 class Inline:
-    """Creates batches in the calling thread, `ahead` batches early."""
+    """Creates batches in the calling thread, `ahead` batches in advance."""
 
     def __init__(
         self, batches: Iterator[Any], move: Callable[[Any], MovedBatch], ahead: int
@@ -70,7 +70,7 @@ class Inline:
 
 
 class Feed:
-    """Moves batches from torch's workers in a thread, at most `ahead` batches early."""
+    """Moves batches from torch's workers in a thread, at most `ahead` batches in advance."""
 
     # The thread only refers to its channel, so that this object can be collected.
 
@@ -93,7 +93,7 @@ class Feed:
         return entry
 
     def close(self) -> None:
-        """Requests the thread to end after the batch that it waits for."""
+        """Asks the thread to end after the batch that it is waiting for."""
         self._channel.close()
 
     def join(self, timeout_s: float | None = None) -> None:
@@ -284,7 +284,7 @@ class DataLoader(torch_data.DataLoader):
         self._is_iterable = isinstance(dataset, torch_data.IterableDataset)
         self._threaded = threaded and not self.num_workers
         if self._threaded and self._is_iterable:
-            raise GulliverError("a stream is read in order: use map-style datasets if threaded")
+            raise GulliverError("threaded=True needs a map-style dataset, not an iterable one")
         self._stateful = self._find_stateful()
         self._inner, self._work = self._make_inner()
         stream = copy_stream(self.device, ahead)
@@ -379,8 +379,8 @@ class DataLoader(torch_data.DataLoader):
         """Makes the next iteration continue from a state.
 
         Raises:
-            GulliverError: the state belongs to other data, or another batch size, seed or number of
-                ranks; or to another rank, if a `generator` determines the order.
+            GulliverError: the state was saved with different data, batch size, seed or number of
+                ranks; or on another rank, if a `generator` determines the order.
         """
         check_content(state)
         batches = None if self._is_iterable else length_of(self._index_source)

@@ -136,7 +136,7 @@ class ResumableSampler(ABC):
         """Continues from a state, on any number of ranks.
 
         Raises:
-            GulliverError: the state belongs to other data, batch sizes or another seed, or is
+            GulliverError: the state was saved with different data, batch sizes or seed, or is
                 invalid.
         """
         self.check_state(state)

@@ -96,7 +96,7 @@ class ClipTable:
             if progress is not None:
                 progress(number + 1, len(records))
         if not self.rows:
-            first = f", such as {self.skipped[0][0]} ({self.skipped[0][1]})" if self.skipped else ""
+            first = f"; e.g., {self.skipped[0][0]} ({self.skipped[0][1]})" if self.skipped else ""
             raise GulliverError(f"{table} has no row that can be used{first}")
         self._deal_rows()
 

@@ -15,7 +15,7 @@ _HOST = torch.device("cpu")
 
 
 def map_leaves(batch: Any, visit: Callable[[Any], Any]) -> Any:
-    """Rebuilds a batch, replacing every leaf by the result of `visit`."""
+    """Rebuilds a batch, replacing every leaf with the result of `visit`."""
     # A leaf is a tensor, an object with a method ``pin_memory`` (which knows its own tensors best),
     # or anything that is no container. Containers keep their type where it can be built again; a
     # sequence or mapping that cannot becomes a list or dict. Leaves are visited in their order.
@@ -76,7 +76,7 @@ class CopyStream(Protocol):
     """Copies tensors to a device."""
 
     def send(self, leaves: list[Any]) -> tuple[list[Any], CopyEvent]:
-        """Starts copies; the event occurs once the sources may be reused."""
+        """Starts copies; the event completes once the sources may be reused."""
         ...
 
     def receive(self, leaves: list[Any], event: CopyEvent) -> None:
@@ -116,7 +116,7 @@ class CudaCopyStream:
 
 
 class MovedBatch(NamedTuple):
-    """A batch that is being copied, and the event that ends the copy."""
+    """A batch that is being copied, and the event that marks the end of the copy."""
 
     batch: Any
     leaves: list[Any]

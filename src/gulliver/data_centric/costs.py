@@ -74,7 +74,7 @@ def total(budget: Budget, ranks: int) -> float:
 
 
 def check_key(budget: Budget, tokens: int, least: float) -> float:
-    """Returns how much of a budget a sample needs at least, in tokens or seconds."""
+    """Returns the minimum budget that a sample needs, in tokens or seconds."""
     return least if isinstance(budget, Seconds) else float(tokens)
 
 
@@ -122,7 +122,7 @@ def alone(costs: Costs) -> Costs:
 
 
 def efficient_batch(costs: Costs, shape: Hashable, pac: bool) -> int:
-    """Smallest micro-batch within 2 % of the best time per sample."""
+    """Smallest micro-batch within 2% of the best time per sample."""
     # Uses the smallest group that fits a sample, for any number of ranks, because the samples of a
     # step must not depend on that number.
     costs = alone(costs)

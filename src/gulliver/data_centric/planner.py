@@ -385,7 +385,7 @@ class DataCentricPlanner:
         """Continues from a state, on any number of ranks.
 
         Raises:
-            GulliverError: the state belongs to other data, another seed or another model, or is
+            GulliverError: the state was saved with different data, seed or model, or is
                 invalid.
         """
         check_state(state, self.costs.identity, self._stream.digest)

@@ -71,7 +71,7 @@ class DataCentricPlugin(HybridParallelPlugin):
         if sequence_parallelism_mode not in MODES:
             raise GulliverError(
                 f"sequence_parallelism_mode={sequence_parallelism_mode!r} has no separate sequence "
-                "axis, which changing groups need: "
+                "axis, which is required for changing groups: "
                 f"{nearest(str(sequence_parallelism_mode), MODES)}"
             )
         for name in options:

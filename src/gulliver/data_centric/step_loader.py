@@ -244,7 +244,7 @@ class DataCentricLoader:
         """Continues after the step of a saved state, on any number of ranks.
 
         Raises:
-            GulliverError: the state belongs to other data, another seed or another model.
+            GulliverError: the state was saved with different data, seed or model.
         """
         self.planner.load_state_dict(state)
         self._given = self._first = None

@@ -286,7 +286,7 @@ class TrainingStep:
 
 
 def _ends_alike(plan: StepPlan, rank: int) -> bool:
-    """Whether no rank in the last working group of `rank` has work in a later phase."""
+    """Whether `rank`'s last group with work is the last one with work for all its ranks."""
     working = [[group for group in phase if group.micro_batches] for phase in plan.phases]
     for number in reversed(range(len(working))):
         mine = next((group for group in working[number] if rank in group.ranks), None)

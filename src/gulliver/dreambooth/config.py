@@ -177,7 +177,7 @@ class DreamboothConfig(Options):
 
     @property
     def still_steps(self) -> int:
-        """Number of steps on still images, before clips are made of them."""
+        """Number of steps on still images, before clips are made from them."""
         return self.motion_after or max(1, self.steps // 3)
 
     def filled(self, prompt: str) -> str:

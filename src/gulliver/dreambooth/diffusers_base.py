@@ -87,7 +87,7 @@ def _metadata(base: DiffusersBase, adapters: Mapping[str, Mapping[str, object]])
 
 
 def _rows(base: DiffusersBase, learnt: TrainedParts) -> dict[str, str]:
-    """Returns the tensor name of the new token embeddings by text encoder, in their order."""
+    """Maps each text encoder, in order, to the tensor name of its new token embeddings."""
     found = [name for name in learnt.tensors if name.endswith(ROWS)]
     by_encoder = {name.split(".")[1]: name for name in found}
     return {e: by_encoder[e] for e in base.kind.encoders if e in by_encoder}
@@ -503,7 +503,7 @@ def _class(library: str, name: str) -> Any:
     found = getattr(known.get(library), name, None)
     if found is None:
         raise GulliverError(
-            f"the base model has a {name} of {library}, which is not installed or not supported"
+            f"the base model has a {name} from {library}, which is not installed or not supported"
         )
     return found
 
@@ -518,7 +518,7 @@ def _diffusers() -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silences progress bars and advice of diffusers and transformers."""
+    """Silences the progress bars and warnings of diffusers and transformers."""
     import diffusers.utils.logging as one
     import transformers.utils.logging as other
 

@@ -1,7 +1,7 @@
 """Training noise as defined by a scheduler's configuration, and the supported pipelines.
 
 Three objectives, as in diffusers' training scripts: with a beta schedule the network predicts the
-noise (``epsilon``) or the velocity (``v_prediction``); with a flow it predicts noise minus image.
+noise (``epsilon``) or the velocity (``v_prediction``); with flow matching, noise minus image.
 """
 
 from __future__ import annotations

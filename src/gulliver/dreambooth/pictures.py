@@ -127,7 +127,7 @@ def cropped(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
 
 
 def grid(pictures: Sequence[np.ndarray], columns: int) -> np.ndarray:
-    """Arranges images in a grid; clips are shown by their middle frames."""
+    """Arranges images, and the middle frames of clips, in a grid."""
     stills = [one[len(one) // 2] if one.ndim == 4 else one for one in pictures]
     height, width = (max(one.shape[axis] for one in stills) for axis in (0, 1))
     rows = -(-len(stills) // columns)

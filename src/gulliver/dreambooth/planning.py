@@ -88,7 +88,7 @@ def plan_run(config: DreamboothConfig, plugin: Plugin, base: Any, ranks: int) ->
 
 
 def with_first_use(work: Work) -> Work:
-    """Adds the first-use allocations of libraries to the work of a step."""
+    """Adds the first-use allocations of libraries to the predicted memory of a step."""
     # A small model would otherwise fit its limit in the plan and exceed it because of them.
     peaks = {
         name: peak + FIRST_USE

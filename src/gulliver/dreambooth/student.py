@@ -105,7 +105,7 @@ class SubjectModel(nn.Module):
         weights: Sequence[float] = (),
         job: Callable[[], Any] | None = None,
     ) -> Any:
-        """Computes losses of samples; calls `job` instead, in the boosted forward, if given."""
+        """Computes losses of samples, or calls `job` if given, to run it in the boosted forward."""
         if job is not None:
             return job()
         assert latents is not None, "samples are given"

@@ -1,7 +1,7 @@
-"""A run of `gulliver train` as DreamBooth base model: digits, or fine-tuned published weights.
+"""A run of `gulliver train` as a DreamBooth base: a digits model or fine-tuned published weights.
 
 Images train only the spatial half of the transformer. Motion is in the temporal blocks, which see
-only one frame of a still: adapters there would learn noise, and unlearn motion. Clips and stills
+a still as a single frame: adapters there would learn noise and forget motion. Clips and stills
 share one tensor, see `_padded`.
 """
 

@@ -262,7 +262,7 @@ class RecordStore:
         return self._row_of_slot.index_select(0, slots).long()
 
     def slots_in_use(self, rows: Tensor) -> Tensor:
-        """Returns the slots in use by batches that are waiting for a step."""
+        """Returns the slots of rows used by batches that are waiting for a step."""
         known, slots = self._waiting[0]
         if len(self._waiting) > 1:
             known, order = torch.cat([rows for rows, _ in self._waiting]).sort()

@@ -89,7 +89,7 @@ def asks_routers(model: nn.Module, given: Mapping[str, Any]) -> bool:
 
 
 def router_loss(model: Any, logits: tuple[Tensor, ...], mask: Tensor | None) -> Tensor:
-    """Computes the load-balancing loss of a mixture of experts, with its class's function."""
+    """Computes the load-balancing loss of a mixture of experts, using transformers' function."""
     name = "load_balancing_loss_func"
     modules = (sys.modules[kind.__module__] for kind in type(model).__mro__)
     function = next(f for m in modules if (f := getattr(m, name, None)) is not None)

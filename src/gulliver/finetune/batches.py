@@ -159,7 +159,7 @@ def make_batches(
         ranks: number of data-parallel ranks.
         shuffle: whether to reshuffle each epoch; otherwise the longest sequences come first.
         multiple: number that must divide the length of every batch.
-        padding: padding token; it is never trained or attended to.
+        padding: padding token; it is never trained on or attended to.
 
     Returns:
         A loader that resumes from its state at the next step, with any `ranks` and `accumulate`.

@@ -142,7 +142,7 @@ class Example:
 
     Attributes:
         ids: tokens, ``[T]``.
-        answer: whether each token is trained, ``[T]``; always False for the first.
+        answer: whether each token is trained on, ``[T]``; always False for the first.
         source: file and line of its origin.
     """
 
@@ -155,7 +155,7 @@ class Example:
 
     @property
     def learnt(self) -> int:
-        """Number of trained tokens."""
+        """Number of tokens to train on."""
         return int(self.answer.sum())
 
 
@@ -304,7 +304,7 @@ def split(ids: Sequence[int], learnt: Array, length: int, source: str) -> list[E
 
     Args:
         ids: tokens, ``[T]``.
-        learnt: whether each token is trained, ``[T]``.
+        learnt: whether each token is trained on, ``[T]``.
         length: maximum window length, 2 or more.
         source: file and line.
     """

@@ -48,7 +48,7 @@ class StepShape:
     length: int
 
     def per_micro(self, places: int, accumulate: int) -> int:
-        """Maximum number of rows that a rank computes together."""
+        """Maximum number of rows in a rank's micro-batch."""
         return math.ceil(self.rows / (places * accumulate))
 
 
@@ -201,7 +201,7 @@ def _plugins(config: FinetuneConfig, precision: str, ranks: int) -> Iterator[Plu
 
 
 def _room(config: FinetuneConfig, ranks: int) -> int | None:
-    """Memory in bytes for timing blocks; None if ranks share the machine."""
+    """Bytes of memory available for timing blocks; None if ranks share the machine."""
     if ranks > 1:
         return None
     whole = memory_bytes("cuda" if torch.cuda.is_available() else "cpu")
@@ -354,7 +354,7 @@ def complete(
 
 
 def _rate(method: str, parameters: int) -> tuple[float, str]:
-    """Peak learning rate by method, falling with the square root of the size; also why."""
+    """Peak learning rate by method, falling with the square root of the size, and the reason."""
     full = min(LR_MOST, LR_FULL * math.sqrt(FULL_SIZE / parameters))
     size = f"{parameters / 1e9:.2g} B" if parameters >= 1e8 else f"{parameters / 1e6:.2g} M"
     why = f"{LR_FULL:g} at 7 B, scaled by the square root of the size, for {size} parameters"

@@ -68,7 +68,7 @@ class FinetuneStep:
 
     @torch.no_grad()
     def judge(self, batches: Iterator[Mapping[str, Any]]) -> float:
-        """Returns the mean loss over all trained tokens of all ranks; called on every rank."""
+        """Returns the mean loss over all labeled tokens of all ranks; called on every rank."""
         total = torch.zeros(2, dtype=torch.float64, device=self.world.device)
         with self.evaluating():
             for batch in batches:
@@ -142,7 +142,7 @@ class FinetuneStep:
         return done["loss"].double() * (1 / self.places if optimizer is not None else 1)
 
     def _with_enough_rows(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Pads a batch so that each pipeline micro-batch has a row; added rows are not trained.
+        """Pads a batch so that each pipeline micro-batch has a row; the loss ignores added rows.
 
         Added rows repeat the first row, so that they do not affect the others.
         """

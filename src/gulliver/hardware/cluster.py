@@ -37,7 +37,7 @@ class Curve:
 
     def __post_init__(self) -> None:
         if not self.sizes or len(self.sizes) != len(self.seconds):
-            raise GulliverError("a curve needs at least one size, and as many seconds as sizes")
+            raise GulliverError("a curve needs at least one size, and one time per size")
         if any(a >= b for a, b in itertools.pairwise(self.sizes)):
             raise GulliverError("the sizes of a curve must be in ascending order")
 
@@ -233,7 +233,7 @@ class Disk:
     folder: str = ""
 
     def has(self, folder: Path | str) -> bool:
-        """Whether a folder is in the measured file system, as far as this can be determined."""
+        """Whether a folder is on the measured file system, as far as this can be determined."""
         try:
             return os.stat(self.folder).st_dev == os.stat(folder).st_dev
         except OSError:
@@ -480,5 +480,5 @@ def _rate(value: str, unit: str) -> float:
     known = ("b", "B") if unit == "b" else ("F", "")
     if found is None or not number > 0 or found[3] not in known:
         right = "400Gb (bits), 50GB (bytes)" if unit == "b" else "990T"
-        raise GulliverError(f"--what-if {value!r} is not a rate; use {right} or a factor, x1.5")
+        raise GulliverError(f"--what-if {value!r} is not a rate; use {right} or a factor (x1.5)")
     return number * PREFIXES[found[2]] / (8 if found[3] == "b" else 1)

@@ -49,7 +49,7 @@ def probe_links(progress: Progress = lambda _: None) -> dict[Pair, Link]:
     """Measures the link of every pair of ranks (collective; the same result on all ranks)."""
     if not dist.is_initialized() or dist.get_world_size() < 2:
         raise GulliverError(
-            "links need several ranks; run torchrun --nproc-per-node 2 -m gulliver probe"
+            "measuring links needs several ranks; run torchrun --nproc-per-node 2 -m gulliver probe"
         )
     rank, size = dist.get_rank(), dist.get_world_size()
     mine: dict[Pair, dict[int, list[float]]] = {}
@@ -182,7 +182,7 @@ def proposed_axes(
 
 
 def with_collectives(link: Link, along: Sequence[Along]) -> Link:
-    """Adds measured collectives to a link, and the seconds of each further message of a rank."""
+    """Adds measured collectives to a link, and a rank's seconds per additional message."""
     found = [
         (one.collectives[name].seconds[0] - link.alpha_s) / (one.ranks - 2)
         for one in along
@@ -199,7 +199,7 @@ def link_device() -> torch.device:
 
 
 def _computing(device: torch.device) -> Callable[[], object]:
-    """Creates a compute load of a few milliseconds, which ranks run at different times."""
+    """Returns a function that keeps the device busy for a few milliseconds."""
     a, b, out = (torch.ones(BUSY_SIDE, BUSY_SIDE, device=device) for _ in range(3))
 
     def run() -> None:

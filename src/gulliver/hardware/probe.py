@@ -201,7 +201,7 @@ def fingerprint(world_size: int) -> str:
 
 
 def kept_seconds(facts: dict[str, Any], measure: Callable[[], Seconds], count: int = 2) -> Seconds:
-    """Returns stored seconds for the same facts, so resumed runs plan alike; else measures them."""
+    """Returns stored seconds for these facts, to make plans reproducible, or measures them."""
     path = _seconds_folder() / f"{digest({**machine_facts(), **facts})}.json"
     try:
         kept: Any = tuple(float(seconds) for seconds in json.loads(path.read_text("utf-8")))
@@ -287,7 +287,7 @@ def named_cluster(text: str, ranks: int | None = None) -> Cluster:
     if name not in SHORT:
         known = ["here", *SHORT, *described_names()]
         raise GulliverError(
-            f"unknown cluster {text!r} (name, x and a count, as in h100x64, or a .yaml file): "
+            f"unknown cluster {text!r} (use NAMExCOUNT, such as h100x64, or a .yaml file): "
             f"{nearest(name, known)}"
         )
     size = int(count) if count else ranks or 1

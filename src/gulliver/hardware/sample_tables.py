@@ -71,7 +71,7 @@ class TableCosts:
             changes: fields that are not in the file.
 
         Raises:
-            GulliverError: the file has another format, or its lengths contradict its seconds.
+            GulliverError: the file has the wrong format, or its lengths contradict its seconds.
         """
         try:
             values = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -107,7 +107,7 @@ class TableCosts:
         lost: float = 0.05,
         allowed: Sequence[int] = (1,),
     ) -> TableCosts:
-        """Creates a table from functions of shapes, for loops without measured costs.
+        """Creates a table from functions of shapes, for training without measured costs.
 
         Args:
             shapes: shapes that occur.

@@ -176,7 +176,7 @@ class SampleCosts:
 
     @property
     def alone(self) -> SampleCosts:
-        """Costs without tensor parallelism, by which the samples of a step are chosen."""
+        """Costs without tensor parallelism, used to choose the samples of a step."""
         return replace(self, tensor=1)
 
     @property

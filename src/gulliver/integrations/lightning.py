@@ -275,7 +275,7 @@ class GulliverStrategy(DDPStrategy):
             yield
 
     def _clip_shards(self) -> None:
-        """Replaces Lightning's clipping by clipping of the sharded gradients."""
+        """Replaces Lightning's clipping with clipping of the sharded gradients."""
         clips = {
             "clip_grad_by_norm": lambda o, limit: o.clip_grad_by_norm(float(limit)),
             "clip_grad_by_value": lambda o, limit: o.clip_grad_by_value(float(limit)),
@@ -414,8 +414,8 @@ class GulliverStrategy(DDPStrategy):
         ours = getattr(self._plugin, "precision", None)
         if ours is not None and precision != "32-true":
             raise GulliverError(
-                f"Trainer(precision={precision!r}) and precision={ours!r} of the strategy exclude "
-                "each other; set one of them"
+                f"Trainer(precision={precision!r}) and precision={ours!r} of the strategy cannot "
+                "be combined; set one of them"
             )
 
 
@@ -457,14 +457,14 @@ def choose_plugin(
         return LowLevelZeroPlugin(1 if stage is None else stage, **options)
     if stage not in (None, 3):
         raise GulliverError(
-            f"stage={stage} and a memory limit exclude each other; a limit needs stage 3"
+            f"stage={stage} and a memory limit cannot be combined; a limit needs stage 3"
         )
     return GeminiPlugin(memory_limit, **options)
 
 
 def _check_plugin(plugin: Plugin, rest: list[str]) -> None:
     if rest:
-        raise GulliverError(f"plugin= and {rest[0]}= exclude each other; pass the latter to plugin")
+        raise GulliverError(f"plugin= and {rest[0]}= cannot be combined; pass the latter to plugin")
     if isinstance(plugin, HybridParallelPlugin) or not isinstance(
         plugin, TorchDDPPlugin | LowLevelZeroPlugin | GeminiPlugin
     ):
@@ -517,7 +517,7 @@ def forbid_moves(module: nn.Module, strategy: str, why: str = DURING) -> None:
 
 
 def shutdown_alone(size: int) -> None:
-    """Shuts down a world of one rank left by another run of this process."""
+    """Shuts down a one-rank world left over from another run in this process."""
     if size == 1:
         shutdown()
 

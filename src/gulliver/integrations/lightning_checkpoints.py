@@ -27,7 +27,7 @@ from gulliver.parallel.optimizer import BoostedOptimizer
 # every other entry is read from and written to the actual group, which learning rate schedulers
 # modify as well.
 class SteppedOptimizer(torch.optim.Optimizer):
-    """Wraps a boosted optimizer: shows the module's own parameters; `step` updates their shards."""
+    """Wraps a boosted optimizer: exposes the module's parameters; `step` updates their shards."""
 
     def __init__(self, boosted: BoostedOptimizer, members: list[list[nn.Parameter]]) -> None:
         # Deliberately without super().__init__: groups and state are the boosted optimizer's.

@@ -290,7 +290,7 @@ def _save_pretrained(model: Any, *args: Any, **kwargs: Any) -> Any:
 
 @contextmanager
 def _states_from(model: nn.Module, state: Mapping[str, Any]) -> Iterator[None]:
-    """Lets modules return gathered tensors from ``state_dict()``."""
+    """Makes modules return gathered tensors from ``state_dict()``."""
     # peft asks the modules of ``modules_to_save`` for the names of their entries on the writing
     # rank only, but reading parameters is a collective operation.
     parts = [(name, part) for name, part in model.named_modules() if name]

@@ -55,7 +55,7 @@ def check_push(name: str | None) -> None:
 
 
 def push(folder: Path, name: str) -> str:
-    """Uploads a folder to a repository, created private if needed; returns the address."""
+    """Uploads a folder to a repository, created as private if missing; returns the URL."""
     check_push(name)
     with _errors(f"{folder} is written, and cannot be pushed to {name}"):
         from huggingface_hub import HfApi

@@ -98,7 +98,7 @@ class NativeFile(File):
 
 
 class NativeEngine(Engine):
-    """I/O engine with C++ threads; `nice` lowers the priority of those that copy (Linux)."""
+    """I/O engine with C++ threads; `nice` lowers the priority of copying threads (Linux)."""
 
     def __init__(
         self,

@@ -3,7 +3,7 @@
 A request waits in one of two heaps, for a page or for the disk. The thread that frees a page
 immediately fills it for the first waiting request; `writers` threads make the system calls. One
 condition guards all shared state and is notified of every change. All I/O uses the page cache, and
-staged requests get pages before calls of `acquire` do.
+staged requests get pages before calls to `acquire` do.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ def print_json(values: Mapping[str, Any]) -> None:
 
 @contextmanager
 def working(what: str) -> Iterator[Callable[[str], None]]:
-    """Shows on standard error what a command computes for over two seconds; yields an updater."""
+    """Shows on standard error what a slow command is doing (after 2 s); yields an updater."""
     now, ended, begun = [what], threading.Event(), time.monotonic()
 
     def show() -> None:

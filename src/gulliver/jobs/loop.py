@@ -63,7 +63,7 @@ class LoopOptions(Options):
         clip: maximum gradient norm; None or 0 disables clipping.
         frozen: whether checkpoints include frozen parameters.
         use_async: whether checkpoints are written while training continues.
-        rate_option: name of the option that the error of a diverged run suggests to lower.
+        rate_option: name of the option that a diverged run's error suggests lowering.
         report_to: names of the experiment trackers.
     """
 
@@ -232,7 +232,7 @@ class TrainingLoop(ABC):
         return wishes > 0
 
     def _add_up(self, shares: Mapping[str, Tensor | float]) -> tuple[dict[str, float], float]:
-        """Sums a step's metrics, and the number of ranks to stop, over all ranks."""
+        """Reduces a step's metrics, and counts stop requests, over all ranks."""
         # One message for everything: the request to stop is sent with the loss.
         values = [*(float(share) for share in shares.values()), float(self.stop.wanted)]
         totals = torch.tensor(values, dtype=torch.float64, device=self.world.device)

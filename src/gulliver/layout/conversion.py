@@ -120,7 +120,7 @@ def plan_conversion(
         room: maximum bytes of inputs and outputs of a step on a rank; None for no limit.
 
     Raises:
-        GulliverError: layouts do not match the tensor or the mesh, the cluster has another number
+        GulliverError: layouts do not match the tensor or the mesh, the cluster has the wrong number
             of ranks, or `room` is too small (the error names the minimum).
     """
     for name, layout in (("before", before), ("after", after)):

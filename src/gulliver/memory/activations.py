@@ -325,7 +325,7 @@ class ActivationOffload:
         return forget
 
     def _take(self, nbytes: int) -> ManagedTensor:
-        """Returns the oldest free tensor of this size: the order is the same in every step."""
+        """Returns the oldest free tensor of this size, for the same order in every step."""
         free = self._free.setdefault(nbytes, [])
         if free:
             return heapq.heappop(free)[1]

@@ -286,7 +286,7 @@ FEW_WAITS, MANY_WAITS = 0.1, 0.25
 # first alarm, or steps that wait, end this permanently.
 @dataclass(frozen=True)
 class Change:
-    """A change of a budget."""
+    """A change to a budget."""
 
     step: int
     at: str
@@ -520,7 +520,7 @@ class BudgetController:
         )
 
     def explain(self) -> str:
-        """Describes each change of the budget in a line."""
+        """Describes each budget change on its own line."""
         return "\n".join(map(str, self.rule.changes))
 
     def close(self) -> None:

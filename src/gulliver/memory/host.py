@@ -424,7 +424,7 @@ class HostDiskStore(Middle):
         self._disk.advance()
 
     def send(self, read: StagedRead) -> None:
-        """Waits for the disk, then starts the copy to the device; keeps disk errors in `read`."""
+        """Waits for the disk, then starts the copy to the device; stores disk errors in `read`."""
         if self._reads.get(read.key) is not read:
             return
         del self._reads[read.key]

@@ -93,7 +93,7 @@ class ManagedGradients(ChunkGradients):
 
     @cached_property
     def _whole(self) -> ManagedTensor:
-        """Full gradients, if their memory differs from the gradient shard's."""
+        """Full gradients, used unless they share the gradient shard's memory."""
         name = f"gradients of this rank from {self.layout.slots[0].name}"
         return self._manager.add(name, GRADIENTS, self.layout.size, self.dtype, brief=True)
 

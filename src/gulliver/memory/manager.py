@@ -86,7 +86,7 @@ class Manager:
         return self._traffic.held
 
     def release_with(self, release_idle: Callable[[], None]) -> None:
-        """Sets a callback that, when memory is short, releases uses that can be restarted."""
+        """Sets a callback that, when memory is short, releases tensors that can be reloaded."""
         self.release_idle = release_idle
 
     # Objects
@@ -333,7 +333,7 @@ class Manager:
             yield
 
     def _tell(self) -> None:
-        """Raises errors of background writes, unless the tensors now fit into memory."""
+        """Raises errors from background writes, unless the tensors now fit in memory."""
         for managed in self._traffic.unwritten():
             if self._core.restore(managed.number):
                 self._traffic.keep(managed)

@@ -131,7 +131,7 @@ _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class PendingParameter(nn.Parameter):
-    """A parameter whose values are not ready; operations go to its handler."""
+    """A parameter whose values are not ready; operations are dispatched to its handler."""
 
     def __new__(cls, data: Any = None, requires_grad: bool = True) -> Any:
         # A copy of a pending parameter has its values, and is not pending.

@@ -155,10 +155,10 @@ def activation_peak(
         args: positional arguments of the model; tensors may be on meta.
         kwargs: keyword arguments of the model.
         criterion: function that returns the loss of the output; None for the output's ``loss``, or
-            else the cross entropy of its floating-point tensors, the common loss that needs most
+            else the cross-entropy of its float tensors, the common loss that needs the most
             memory.
         autocast: autocast dtype; None disables autocast.
-        hooks: run the modules' hooks; must be False if they move chunks.
+        hooks: whether to run the modules' hooks; must be False if they move chunks.
         prepare: function called with the model before it runs; its changes to modules are undone.
         offloaded: paths of modules whose activations are offloaded, and therefore not counted.
 

@@ -295,7 +295,7 @@ class Traffic:
             self._finish(self._leaving[0])
 
     def _is_released_soon(self) -> bool:
-        """Whether references to memory may end soon, such as a sending thread's."""
+        """Whether references to memory, such as a sending thread's, end soon; polls for it."""
         # Such a thread drops its tensor shortly after the message has arrived, without
         # notification. So this polls for as long as a slow message may take.
         due = time.monotonic() + PATIENCE_S

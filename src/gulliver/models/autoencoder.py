@@ -1,4 +1,4 @@
-"""A small causal 3-D autoencoder that compresses video 4 x 4 x 4 times.
+"""A small causal 3-D autoencoder that compresses video by 4 x 4 x 4.
 
 The first frame is repeated three times at the start, so that blocks of four frames become one
 latent frame and the first latent frame depends on the first frame only. An image is then a clip of

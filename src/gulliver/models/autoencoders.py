@@ -161,7 +161,7 @@ AUTOENCODERS: dict[str, AutoencoderConfiguration] = {
 
 
 def build_autoencoder(name: str, **overrides: Any) -> nn.Module:
-    """Builds a public autoencoder that is a class of `gulliver.models`."""
+    """Builds a public autoencoder whose class is in `gulliver.models`."""
     if name not in AUTOENCODERS:
         raise GulliverError(f"unknown autoencoder {name!r}: {nearest(name, AUTOENCODERS)}")
     from gulliver import models

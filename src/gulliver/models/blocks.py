@@ -137,7 +137,7 @@ class Mlp(nn.Module):
 
 
 class CaptionEmbedder(nn.Module):
-    """Projects captions to the model's width, and replaces dropped ones by the null caption.
+    """Projects captions to the model's width, and replaces dropped ones with the null caption.
 
     Dropping trains the unconditional model for classifier-free guidance (Ho and Salimans, 2022,
     arXiv 2207.12598).
@@ -290,7 +290,7 @@ class Grid(NamedTuple):
 
 
 class ConditionFrames(NamedTuple):
-    """Given frames, which attend to a different caption from the generated ones."""
+    """Conditioning frames, which attend to a different caption than generated ones."""
 
     # Caption tokens [B, L, C].
     captions: Tensor

@@ -289,7 +289,7 @@ class STDiT3(nn.Module):
             return None, self.rope(grid.frames)
         if len(scales) > 1:
             raise GulliverError(
-                "clips of several sizes cannot share a batch, because rotary codes of rows and "
+                "clips of several sizes cannot share a batch, as rotary embeddings of rows and "
                 "columns have a single scale"
             )
         sizes = (grid.frames, grid.rows, grid.columns)
@@ -332,7 +332,7 @@ def _window(
         )
     if head_size % 6:
         raise GulliverError(
-            "windows have a rotary code of three axes, so the head size must be a multiple of 6, "
+            "windows have a 3-axis rotary embedding, so the head size must be a multiple of 6, "
             f"not {head_size}"
         )
     rows, columns, frames = kernel_size
@@ -424,7 +424,7 @@ class STDiT(nn.Module):
             [B, out_channels, *input_size] in float32 (float64 for a float64 model).
 
         Raises:
-            GulliverError: the clip has another size; shapes do not match; a caption has no tokens.
+            GulliverError: the clip's size is wrong; shapes do not match; a caption has no tokens.
         """
         check_inputs(x, y, mask, None, self.patch_size)
         if tuple(x.shape[2:]) != self.input_size:

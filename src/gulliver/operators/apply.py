@@ -76,7 +76,7 @@ def share_operators(
 def _distribute(
     model: nn.Module, program: Program, mesh: DeviceMesh
 ) -> dict[nn.Parameter, nn.Parameter]:
-    """Replaces parameters by DTensors; returns the new parameter of each old one."""
+    """Replaces parameters with DTensors; returns the new parameter of each old one."""
     known: dict[nn.Parameter, nn.Parameter] = {}
     names = {p: n for n, p in model.named_parameters()}
     whole = (Replicate(),) * mesh.ndim

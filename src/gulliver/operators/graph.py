@@ -180,7 +180,7 @@ def graph_of(trace: Trace, sizes: tuple[int, ...], blocks: Sequence[str]) -> Gra
     trace = with_forks(trace)
     nodes = list(_nodes(trace, blocks))
     if not any(v.flows for v in trace.values):
-        raise GulliverError("no result of the forward has a gradient; unfreeze some parameters")
+        raise GulliverError("nothing in the forward requires gradients; unfreeze some parameters")
     return Graph(trace, nodes, sizes)
 
 
@@ -258,7 +258,7 @@ def _joined_to(
     node_of: dict[int, int],
     leaves: frozenset[str],
 ) -> int | None:
-    """Number of the operator that a call may join; None if it starts a new one."""
+    """Index of the operator that a call may join; None if it starts a new one."""
     values = [trace.values[v] for v in call.takes]
     trained = any(v.trains for v in values)
     makers = {node_of[v.maker] for v in values if v.maker >= 0 and v.trains is trained}

@@ -37,7 +37,7 @@ class Program:
         graph: graph of its operators.
         calls: planned calls.
         parameters: layout in which each parameter is stored, by name.
-        runs: number of the recomputed run that contains each call.
+        runs: index of the recomputed run that contains each call.
         stays: values that are kept even though the call that produces them is recomputed.
     """
 

@@ -274,7 +274,7 @@ class Problem:
         )
 
     def _is_recomputable(self, node: int) -> bool:
-        """Whether all inputs of an operator exist in backward; see [Note: what joins]."""
+        """Whether all inputs of an operator are available in backward; see [Note: what joins]."""
         values = self.graph.trace.values
         reads = (v for v in self.graph.takes(node) if values[v].flows)
         return self.graph.trains(node) and all(v in self.graph.saved for v in reads)
@@ -417,7 +417,7 @@ class Problem:
 
     @cached_property
     def _lives(self) -> list[tuple[int, int, int, int, bool, bool]]:
-        """Maker, last reader, last referrer, largest bytes, saved and trained, for each value."""
+        """Per value: maker, last reader, last referrer, maximum bytes, if saved, if trained."""
         found = []
         trace = self.graph.trace
         for number, value in enumerate(trace.values):

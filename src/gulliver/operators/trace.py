@@ -132,7 +132,7 @@ class Trace:
 
 
 def name_of(func: Any) -> str:
-    """Name of a torch function, without an operator's underscores."""
+    """Name of a torch function; an operator's double underscores are removed."""
     name = getattr(func, "__name__", str(func))
     if name == "__get__":
         return getattr(func.__self__, "__name__", name)

@@ -2,11 +2,11 @@
 
     keep_mask(mix(seed, site), 0.1, [Along.whole(batch), Along(own_positions, length)], device)
 
-Torch's masks depend on how many elements a process draws, so a rank with a shard would get another
+Torch's masks depend on how many elements a process draws, so a rank with a shard gets a different
 mask than a single process. Here the mask is a hash of the element's index in the full activation,
 keyed by seed and site: the finalizer of SplitMix64 (Steele, Lea and Flood, Fast Splittable
 Pseudorandom Number Generators, 2014). Each rank computes its part of the mask without
-communication, also in recomputation.
+communication, including during recomputation.
 
 `booster.hybrid.dropout` determines how a model's activations are sharded.
 """
@@ -38,7 +38,7 @@ class Along:
 
     @classmethod
     def whole(cls, length: int, start: int = 0) -> Along:
-        """Creates an unsharded dim, or for the outermost dim the positions from `start`."""
+        """Creates an unsharded dim; for the outermost dim, its positions may begin at `start`."""
         return cls(torch.arange(start, start + length), start + length)
 
 

@@ -26,7 +26,7 @@ COUNTED_STEPS = 3
 
 
 class StepsTaken:
-    """Statistics of the last steps."""
+    """Statistics of the most recent steps."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -55,7 +55,7 @@ class StepsTaken:
         self.extra_after.append(any(more() for more in self.more))
 
     def sent(self) -> tuple[list[int], bool]:
-        """Returns bytes sent per step, and whether steps with other traffic are left out."""
+        """Returns bytes sent per step, and whether steps with extra traffic are excluded."""
         # Steps with additional traffic are excluded, unless there are no others.
         every = [b - a for a, b in itertools.pairwise(self.sent_at)]
         plain = [sent for sent, more in zip(every, self.extra_after, strict=False) if not more]
@@ -279,7 +279,7 @@ class OptimizerCheckpoint:
         return [[name for name in given if name not in names] for given, names in pairs]
 
     def take_up(self, names: Collection[str]) -> set[str]:
-        """Allocates state of frozen parameters; returns the names without any."""
+        """Allocates state of frozen parameters; returns the names without state."""
         return set(names)
 
     def canonical_names(self, model: nn.Module) -> dict[str, str]:
@@ -325,7 +325,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
         checkpoint: object that saves and loads this optimizer and its model.
         feedback: object with the error feedback of compressed gradients, if not this optimizer.
         names: names by parameter; a parameter tied across stages has the same name on all of them.
-        taken: statistics of the last steps.
+        taken: statistics of the most recent steps.
         spreads_state: whether state is sharded by element; otherwise every rank has all of it.
 
     Args:
@@ -470,7 +470,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def backward_pass(self) -> Iterator[float]:
-        """Context of a backward that a framework calls.
+        """Context for a backward pass that a framework runs.
 
         Yields:
             The factor for the loss: the loss scale for float16, or 1.
@@ -554,7 +554,7 @@ def named_trainables(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict
     strangers = [p for p in stepped if p not in known]
     if strangers:
         raise GulliverError(
-            f"the optimizer steps {len(strangers)} tensors that are not parameters of the model, "
+            f"the optimizer updates {len(strangers)} tensors that are not parameters of the model, "
             f"the first of shape {tuple(strangers[0].shape)}: build it from model.parameters()"
         )
     trainable = {p: name for p, name in known.items() if p in stepped and p.requires_grad}

@@ -116,7 +116,7 @@ class Plan:
 
     @property
     def memory(self) -> MemoryPlan:
-        """Predicted bytes of the rank with the most memory."""
+        """Predicted bytes of the rank that needs the most memory."""
         return self.predicted.bytes
 
     @property

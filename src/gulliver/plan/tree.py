@@ -30,7 +30,7 @@ class Fp8Plan:
     Attributes:
         scaling: granularity of scales: per tensor or per row.
         emulated: whether to emulate the numerics, slowly, without FP8 units.
-        gate: whether to convert only layers predicted to be faster, which are none if emulated.
+        gate: whether to convert only layers predicted to be faster (none if emulated).
         exclude: path patterns of layers to leave unconverted.
         layers: paths of the layers; empty chooses them.
         kept: reason why each other linear layer is not converted, by path; a result.

@@ -87,7 +87,7 @@ def with_fp8(
 
 
 def gate_fp8(found: Selection, device: Device, tokens: int, scaling: str) -> tuple[Selection, str]:
-    """Drops layers predicted to be slower in FP8, and reports the size at which they would gain."""
+    """Drops layers predicted to be slower in FP8, and reports the size from which FP8 is faster."""
 
     def judged(layer: Layer) -> Layer:
         if layer.why_not:
@@ -144,7 +144,7 @@ def _check_sequence(plan: Plan, model: nn.Module) -> None:
     known = family_of(model).sequences
     if plan.mesh.of("sequence") > 1 and not (known and known.causal):
         raise GulliverError(
-            f"use_fp8 excludes sp_size={plan.mesh.of('sequence')}: some linear layers of "
+            f"use_fp8 does not support sp_size={plan.mesh.of('sequence')}: some linear layers of "
             f"{type(model).__name__} are not applied per token, so gradients would be partial; "
             "omit sp_size, or use tp_size or pp_size"
         )

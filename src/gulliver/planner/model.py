@@ -50,7 +50,7 @@ def check_modules(model: nn.Module, sharded: bool) -> None:
 
 
 def check_unstepped(optimizer: torch.optim.Optimizer) -> None:
-    """Rejects an optimizer that has state already, because its dtype would not match the model."""
+    """Rejects an optimizer that already has state, because its dtype would not match the model."""
     if has_stepped(optimizer):
         raise GulliverError(
             "the optimizer has stepped before boost, but precision converts the model; boost it "

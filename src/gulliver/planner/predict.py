@@ -153,7 +153,7 @@ def with_work(resolved: ResolvedPlan, sample: Any) -> Plan:
 
 @contextmanager
 def _as_it_runs(plan: Plan) -> Iterator[None]:
-    """Returns freed memory to the system inside the block, as a run under a memory limit does."""
+    """Returns freed memory to the system in this context, as a run under a memory limit does."""
     freed = FreedMemory() if plan.limited else None
     try:
         yield

@@ -82,7 +82,7 @@ def least_bytes(state: StateBytes, tiers: Tiers) -> int:
 
 @lru_cache(maxsize=KNOWN)
 def state_needs(state: StateBytes, tiers: Tiers) -> tuple[int, int, int]:
-    """Returns the bytes needed at once, the chunk that determines them, and all bytes of state."""
+    """Returns the bytes needed at once, the chunk that determines them, and total state bytes."""
     endless = _endless(state, tiers)
     # A backward that accumulates does not step, nor does one that waits for clipping.
     waiting = replace(tiers, step_in_backward=False)
@@ -156,7 +156,7 @@ def _needs(replay: Replay) -> int:
 
 
 def _again(state: StateBytes) -> int:
-    """Extra bytes that several ranks need if modules run in another order than planned."""
+    """Extra bytes that several ranks need if modules run in a different order than planned."""
     # In that case one chunk is gathered again and stays. Others reuse the memory of gradients in
     # flight, whose reduction is awaited early if memory runs out.
     return max((c.whole + c.shard for c in state.chunks), default=0) if state.parts > 1 else 0

@@ -180,7 +180,7 @@ def plan_tensors(plan: Plan, model: nn.Module) -> TensorPlan | None:
     for path, style in edited.items():
         if styles.get(path) != style:
             where = f"tensor.modules[{path!r}]: {style!r}{lines[path]}"
-            raise GulliverError(f"{where} is impossible; the module would be {styles.get(path)!r}")
+            raise GulliverError(f"{where} cannot be applied; it resolves to {styles.get(path)!r}")
     return found
 
 

@@ -95,7 +95,7 @@ class _Counts:
 
 
 class _Enough(Exception):
-    """Ends a forward pass early."""
+    """Raised to end a forward pass early."""
 
 
 def _called(

@@ -112,7 +112,7 @@ def load_quantized(model: nn.Module, path: Path | str) -> nn.Module:
 
 
 def quantize_like(model: nn.Module, path: Path | str) -> nn.Module:
-    """Replaces a float model's layers by quantized ones on meta, in the modes of a folder."""
+    """Replaces a float model's layers with quantized ones on meta, in the modes of a folder."""
     path = Path(path)
     about = _about(path)
     known = dict(model.named_modules(remove_duplicate=False))
@@ -142,7 +142,7 @@ def _allocate(model: nn.Module) -> None:
 
 
 def refuse_quantized(path: Path | str) -> None:
-    """Raises an error for files of `save_quantized`, where float weights are needed."""
+    """Raises an error for files written by `save_quantized`, where float weights are needed."""
     path = Path(path)
     file = path / FILE if path.is_dir() else path
     if file.suffix == ".safetensors" and file.is_file() and KEY in read_metadata(file):

@@ -61,7 +61,7 @@ class Job:
         least_batch: smallest allowed batch size; None for `batch`.
         most_batch: largest allowed batch size; None for `batch`.
         epoch: samples per epoch; None for a twentieth of `samples`.
-        deadline: time by which it should be done, in seconds; None for none.
+        deadline: time by which it should be done, in seconds; None for no deadline.
         tenant: the user who owns the job, for quotas.
         resize_seconds: seconds lost when its slots change or it resumes after a pause.
         start_seconds: seconds from its first slots to its first step.

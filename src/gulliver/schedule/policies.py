@@ -31,7 +31,7 @@ Share = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 
 
 class SharingRule(NamedTuple):
-    """Determines how a simulated world weighs jobs."""
+    """Determines how a simulated world weights jobs."""
 
     # Power of the remaining seconds; None for the weights of the closed form.
     power: float | None

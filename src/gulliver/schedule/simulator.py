@@ -2,7 +2,7 @@
 
 Rates are constant between events, so the time of the next event (an arrival, an end, or the
 policy's wake-up time) is exact. At each event, the policy decides the allocation until the next
-one. Contention between neighbouring jobs is not modelled.
+one. Contention between neighboring jobs is not modeled.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def on_nodes(
     chosen: Mapping[str, tuple[tuple[int, ...], int]],
     cluster: JobCluster,
 ) -> dict[str, tuple[tuple[int, ...], int]]:
-    """Packs jobs that start or resize onto few nodes; the others keep their placement."""
+    """Places starting and resizing jobs on few nodes; other jobs keep their placement."""
     moving = [s for s in states if len(chosen.get(s.job.name, ((), 0))[0]) not in (0, s.count)]
     names = {state.job.name for state in moving}
     taken = {slot for name, (slots, _) in chosen.items() if name not in names for slot in slots}
@@ -119,7 +119,7 @@ class Result:
         cluster: the cluster.
         policy: name of the policy.
         ends: time at which each job ended, in seconds.
-        segments: slots that jobs held, ordered by begin.
+        segments: slots that jobs held, ordered by start time.
         rounds: decisions with a change or a prediction.
         states: final state of each job.
         events: number of decisions.
@@ -201,7 +201,7 @@ def simulate(
         cluster: slots and quotas.
         policy: scheduling policy; it is reset.
         until: time after which arrivals are ignored, in seconds; present jobs run to their end,
-            which predicts the ends expected at that time.
+            which gives the end times predicted at that time.
 
     Raises:
         GulliverError: the cluster cannot run a job, the policy does not support quotas, or the

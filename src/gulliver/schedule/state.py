@@ -65,7 +65,7 @@ class View(NamedTuple):
     Attributes:
         now: seconds since the trace began.
         cluster: slots and quotas.
-        jobs: present, unfinished jobs, in order of arrival.
+        jobs: unfinished jobs that have arrived, in order of arrival.
         finished: finished jobs.
         limits: maximum slots of each tenant.
         cause: the event, such as "a arrived".
@@ -96,7 +96,7 @@ class Decision:
         wake: time of the next call if no event occurs before.
         why: reasons by job.
         predicted: expected sum of completion times if no job arrives; None if unknown.
-        bound: lower bound of that sum; None if unknown.
+        bound: lower bound on that sum; None if unknown.
     """
 
     allotments: dict[str, Allotment]
@@ -134,7 +134,7 @@ def limits_of(states: Sequence[JobState], cluster: JobCluster, policy: Policy) -
 def placed(
     states: Sequence[JobState], decision: Decision, slots: Sequence[int]
 ) -> dict[str, tuple[tuple[int, ...], int]]:
-    """Assigns slot numbers: a job keeps its slots; further ones are the lowest that are free."""
+    """Assigns slot numbers: a job keeps its slots, and gets the lowest free ones in addition."""
     free, chosen = set(slots), dict[str, tuple[tuple[int, ...], int]]()
     growing = []
     for state in states:

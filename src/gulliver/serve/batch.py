@@ -28,7 +28,7 @@ class Span:
         start: number of tokens whose keys and values are already cached.
         tokens: new tokens: one when decoding, more for a prompt or drafts.
         blocks: the sequence's blocks in order, with room for `start + len(tokens)` tokens.
-        outputs: number of last tokens that need logits; 0 for a prompt chunk.
+        outputs: number of trailing tokens that need logits; 0 for a prompt chunk.
         parents: index of each new token's parent, -1 for the last token in the cache; None for a
             chain. Tokens of a tree attend to the cache and their own path; their position is
             `start` plus their depth. Keys and values are stored in the order of `tokens`, whatever

@@ -245,7 +245,7 @@ def dense_of(model: Any, shape: ModelShape) -> DenseModel:
     """Reads a transformers model; raises `Unfit` if it is not a known dense decoder."""
     config, tensors, rounds = model.config, dict[str, Tensor](), False
     if config.model_type not in FAMILIES:
-        raise Unfit(f"models of type {config.model_type} run their own forward")
+        raise Unfit(f"models of type {config.model_type} have no native decoder")
     for name, module in model.named_modules():
         own = dict(module.named_parameters(name, recurse=False))
         if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
@@ -365,7 +365,7 @@ def read_dense(
 def _converted(
     tensors: dict[str, Tensor], shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Checks names and shapes, and converts floats to a dtype; 4-bit tensors stay."""
+    """Checks names and shapes, and converts floats to a dtype; 4-bit tensors are unchanged."""
     packed = {n.removesuffix("_scale") for n in tensors if n.endswith("weight_scale")}
     sizes = {
         n: (len(t), 2 * t.shape[1]) if n in packed else tuple(t.shape)

@@ -278,7 +278,7 @@ class Engine:
             self._events.append(Event(answer.request, answer.sample, tuple(accepted_tokens), text))
 
     def _keep(self, answer: AnswerState, span: Span, path: Sequence[int]) -> None:
-        """Keeps keys and values of accepted drafts; rejected ones lie beyond the cached length."""
+        """Keeps keys and values of accepted drafts; rejected ones are past the cached length."""
         size = self._pool.size
 
         def slot(place: int) -> int:

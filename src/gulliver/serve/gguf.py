@@ -200,7 +200,7 @@ class GgufFile:
         # A vocabulary has hundreds of thousands: `_unpack` would take twice as long.
         self._at = start + int.from_bytes(self._map[start - 8 : start], "little")
         if self._at > len(self._map):
-            raise struct.error("a text ends after the file")
+            raise struct.error("a string extends past the end of the file")
         return self._map[start : self._at].decode()
 
     def _value(self, kind: int) -> Any:
@@ -396,7 +396,7 @@ class GgufWeights(ModelWeights):
 
 
 def _halves(file: GgufFile, kept: str, value: Tensor) -> Tensor:
-    """Orders rows of queries and keys as transformers, which rotates halves of a head."""
+    """Orders rows of queries and keys as in transformers, which rotates halves of a head."""
     heads = {
         "attn_q": file.get("attention.head_count"),
         "attn_k": file.get("attention.head_count_kv", file.get("attention.head_count")),

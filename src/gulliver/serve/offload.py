@@ -107,13 +107,13 @@ class StreamedWeights:
         if budget < self.least:
             largest = max(units, key=lambda unit: sum(o.nbytes for o in unit.objects))
             raise GulliverError(
-                f"{size_text(max(budget, 0))} of memory are left for weights, but {largest.path} "
+                f"{size_text(max(budget, 0))} of memory is left for weights, but {largest.path} "
                 f"alone takes {size_text(self.least)}: raise memory_limit by "
                 f"{size_text(self.least - budget)}, or use quantize="
             )
         given, most = disk_limit(disk)
         if most is not None and most < self.whole:
-            raise GulliverError(f"disk={str(disk)!r}: the weights take {size_text(self.whole)}")
+            raise GulliverError(f"disk={str(disk)!r} cannot fit {size_text(self.whole)} of weights")
         folder = disk_folder(given)
         self._sizes = [sum(o.nbytes for o in u.objects) for u in units]
         ahead, self._why = look_ahead(self._sizes, budget)
@@ -181,7 +181,7 @@ class StreamedWeights:
         """Assigns part of the memory to weights and the rest to the cache."""
         if nbytes < self.least:
             raise GulliverError(
-                f"{size_text(max(nbytes, 0))} of memory are left for weights besides the KV cache, "
+                f"{size_text(max(nbytes, 0))} of memory is left for weights besides the KV cache, "
                 f"but the largest layer takes {size_text(self.least)}: raise memory_limit by "
                 f"{size_text(self.least - nbytes)}, or use a smaller cache or quantize="
             )

@@ -137,7 +137,7 @@ def _numbers(prompt: Any) -> list[int]:
     except TypeError:
         pass
     said = repr(prompt)[:_SHORT]
-    raise GulliverError(f"{said} is not a prompt: pass a text, or a list of tokens (integers)")
+    raise GulliverError(f"{said} is not a prompt: pass a string, or a list of tokens (integers)")
 
 
 class RequestError(GulliverError):
@@ -184,7 +184,7 @@ def chat_tokens(tokenizer: Any | None, messages: Sequence[dict[str, str]]) -> li
     known = isinstance(messages, Sequence) and all(isinstance(m, Mapping) for m in messages)
     if not known or not all(isinstance(m.get(k), str) for m in messages for k in MESSAGE):
         raise GulliverError(
-            "a conversation must be a list of dictionaries with texts for role and content"
+            "a conversation must be a list of dictionaries with strings for role and content"
         )
     from jinja2 import TemplateError
 

@@ -72,7 +72,7 @@ class SamplingParams:
         # No prefix, because the server reports fields by the names that clients know.
         check_options(self, "")
         if not all(self.stop):
-            raise GulliverError("stop has an empty text: use at least one character")
+            raise GulliverError("stop has an empty string: use at least one character")
 
     @property
     def greedy(self) -> bool:

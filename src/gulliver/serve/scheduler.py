@@ -257,7 +257,7 @@ class Scheduler:
         return Batch(self._tickets - 1, spans, copies, moves)
 
     def _limit(self, parts: int) -> int:
-        """Returns the maximum tokens of a batch: an equal part of the tokens that could run now."""
+        """Returns a batch's maximum tokens: one of `parts` equal shares of the runnable tokens."""
         # Balances tokens, not sequences: a prompt chunk costs as much as many decoding sequences.
         if parts == 1:
             return self.step_tokens

@@ -1,7 +1,7 @@
 """`FileTokenizer`: a ``tokenizer.json`` and a chat template, without transformers.
 
 It supports the calls of transformers' tokenizers that serving needs, with the same results. Folders
-that transformers would read differently are left to it (`read_tokenizer`).
+that transformers would read differently are left to transformers (`read_tokenizer`).
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _environment() -> Any:
 
 
 def is_plain(template: Any) -> bool:
-    """Whether a template is a single one without `generation` tags, which transformers adds."""
+    """Whether a template is a single one without `generation` tags, a transformers extension."""
     if not isinstance(template, str | None):
         return False
     return "generation %}" not in (template or "").replace("-%}", " %}")

@@ -93,7 +93,7 @@ def cache_blocks(
             raise GulliverError(
                 f"{size_text(free)} of memory is free, of which the cache may take half, but keys "
                 f"and values of one sequence of {context} tokens take "
-                f"{size_text(whole * block_bytes)}: give a context of at most {blocks * size}, "
+                f"{size_text(whole * block_bytes)}: use a context of at most {blocks * size}, "
                 "bfloat16, or a quantized model"
             )
     if blocks < 1:
@@ -103,7 +103,7 @@ def cache_blocks(
     if blocks * block_bytes > free:
         raise GulliverError(
             f"a cache of {size_text(blocks * block_bytes)} exceeds the {size_text(free)} of memory "
-            f"that is free: give cache_tokens of at most {free // block_bytes * size}"
+            f"that is free: use cache_tokens of at most {free // block_bytes * size}"
         )
     return blocks
 
@@ -342,7 +342,7 @@ class QuantizedExperts(nn.Module):
 
 
 def quantize_experts(model: nn.Module, mode: str, rank_group: RankGroup = ALONE) -> list[str]:
-    """Replaces the experts of a model on meta by quantized ones, to be filled later."""
+    """Replaces the experts of a model on meta with quantized ones, to be filled later."""
     found = {path: module for path, module in model.named_modules() if is_experts(module)}
     for path, module in found.items():
         made = QuantizedExperts(module, path, mode, rank_group)
@@ -352,7 +352,7 @@ def quantize_experts(model: nn.Module, mode: str, rank_group: RankGroup = ALONE)
 
 
 def settle_experts(model: Any) -> None:
-    """Replaces the implementation of experts with unsupported sizes by a loop."""
+    """Makes experts run in a loop if grouped matmul does not support their sizes."""
     # torch's grouped matmul needs rows of a multiple of 16 bytes.
     for module in model.modules():
         if is_experts(module):
@@ -644,5 +644,5 @@ def check_memory(folder: Path, dtype: str | None, quantize: str | None) -> None:
     fit = [f'dtype="{name}"' if name in DTYPES else f'quantize="{name}"' for name in fit]
     raise GulliverError(
         f"{folder}: {size:,} weights in {mine} take {size_text(needs)}, but {size_text(free)} of "
-        "memory are free: " + (f"{fit[-1]} would fit" if fit else "no supported format would fit")
+        "memory is free: " + (f"{fit[-1]} would fit" if fit else "no supported format would fit")
     )

@@ -198,7 +198,7 @@ def moves_from(
 def _swaps(
     shape: Sequence[int], mesh: Sequence[int], state: Sharding, free: Sequence[int]
 ) -> Iterator[tuple[tuple[int, ...], Sharding]]:
-    """Yields layouts with the same boxes on other ranks, if all boxes have equal size."""
+    """Yields layouts that assign the same boxes to other ranks, if all boxes have equal size."""
     for axis, other in itertools.product(state.terms, free):
         if mesh[other] == mesh[axis]:
             yield (axis, other), _replaced(state, {axis: other})

@@ -170,7 +170,7 @@ class _Problem:
         return self._fill(keep.copy(), np.ones(self.length))
 
     def sweep(self) -> Flags:
-        """Goes around the cycle once, evicting the farthest next use if memory is full."""
+        """Walks the cycle once; where memory is full, evicts the object used farthest ahead."""
         keep = np.ones(len(self.size), dtype=bool)
         usage = self.usage(keep)
         start = int(np.argmax(usage - self.room))
@@ -480,7 +480,7 @@ class Cycle:
     def _margins(
         self, gaps: Sequence[Gap], writes: Sequence[float], room: Sequence[int], margin: int
     ) -> tuple[list[tuple[int, int]], list[int]]:
-        """Returns the widest margins that fit, and the memory left next to them."""
+        """Returns the widest margins that fit, and the memory left after them."""
         used = [0] * self.length
         for key, positions in self._uses.items():
             for position in positions:
@@ -549,7 +549,7 @@ class Cycle:
     def _without(
         self, room: Sequence[int], gaps: Sequence[Gap], edges: Sequence[tuple[int, int]]
     ) -> tuple[list[int], int]:
-        """Returns the memory left next to the margins (at least 0), and its minimum."""
+        """Returns the memory left after the margins (at least 0), and its minimum."""
         free: Ints = np.tile(np.array(room, dtype=np.int64), 2)
         for gap, (lag, lead) in zip(gaps, edges, strict=True):
             if lag + lead >= gap.end - gap.begin:

@@ -13,7 +13,7 @@ backward of operator t need
 
     bytes left by earlier operators + run + saved_t + output_t + working_t
 
-An operator leaves `output` and, if kept, `saved`.
+An operator leaves `output` and, if kept, `saved`. [Note: runs] explains `run`.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from gulliver.solve.cycle import NEVER, Cycle, Event, Span, plan_cycle
 
 
 class InsufficientMemory(GulliverError):
-    """A request does not fit into the tier next to the objects in use."""
+    """A request does not fit into the tier along with the objects in use."""
 
     def __init__(self, text: str, budget: int = 0) -> None:
         super().__init__(text)

@@ -336,7 +336,7 @@ class RowReplacement:
         return sum(array.nbytes for array in arrays) + sketches + duel
 
     def announce(self, rows: NDArray[np.int64], counts: NDArray[np.int64]) -> RowRequest:
-        """Announces the next batch; batches are decided in the same order."""
+        """Announces the next batch; `decide` must be called in the same order."""
         number, self._announced = self._announced, self._announced + 1
         request = RowRequest(rows, counts, number, np.full(len(rows), NEVER, np.int64))
         self._window.append(request)
@@ -356,7 +356,7 @@ class RowReplacement:
         return request
 
     def sudden(self, rows: NDArray[np.int64], counts: NDArray[np.int64]) -> RowRequest:
-        """Creates a request for an unannounced batch, to be decided immediately."""
+        """Creates a request for an unannounced batch, to be passed to `decide` immediately."""
         next_use = np.full(len(rows), NEVER, np.int64)
         for request in reversed(self._window):
             if not len(request.rows):  # a batch of empty bags

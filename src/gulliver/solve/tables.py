@@ -1,6 +1,6 @@
 """Assigns embedding tables to ranks: one option per table, minimizing the slowest rank's time.
 
-Places the longest first (Graham 1969), once with all options and once with the cheapest, then
+Places slow tables first (Graham 1969), once with all options and once with the cheapest, then
 improves by local search: changes one table's option, or swaps those of two. The bound assumes
 divisible work.
 """
@@ -66,7 +66,7 @@ def place_tables(tables: Sequence[Sequence[TableOption]], room: int) -> TableCho
 
 
 def _longest_first(tables: Sequence[Sequence[TableOption]], room: int, least: bool) -> list[int]:
-    """Places the largest tables first; with `least`, each with its cheapest option."""
+    """Places the slowest tables first; with `least`, each with its cheapest option."""
     order = sorted(range(len(tables)), key=lambda t: -min(sum(o.seconds) for o in tables[t]))
     chosen: dict[int, int] = {}
     for table in order:

@@ -114,7 +114,7 @@ class _Simulation:
                     self._join((rank, lane))
 
     def _join(self, first: tuple[int, str]) -> None:
-        """Lets a lane's next message begin if it is the next one of all its ranks."""
+        """Starts a lane's next message if it is the next one on all of its ranks."""
         following = deque([first])
         while following:
             lane = following.popleft()
@@ -155,7 +155,7 @@ def schedule_seconds(
     rank_of: Mapping[int, int],
     link: float = 0.0,
 ) -> Prediction:
-    """Simulates a pipeline schedule, whose messages take `link` seconds and no rank's time."""
+    """Simulates a pipeline schedule, whose messages take `link` seconds but occupy no rank."""
     return simulate([RankProgram(_scheduled(order, times, rank_of, link)) for order in orders])
 
 
@@ -174,7 +174,7 @@ def _scheduled(
 
 
 def output_of(work: Work) -> Work:
-    """Names what others wait for: a backward's input gradients are ready after its first half."""
+    """Returns what others wait for: a backward's input gradients are ready after its first half."""
     kind, stage, micro = work
     return (BACKWARD if kind == INPUTS else kind), stage, micro
 
@@ -183,7 +183,7 @@ def inputs_of(work: Work, stages: int) -> list[Work]:
     """Outputs that an action needs.
 
     A forward needs the forward of the previous stage. A backward (or its half for the inputs) needs
-    its own forward and the backward of the next stage, the half for the weights the other half.
+    its own forward and the next stage's backward. The half for the weights needs the other half.
     """
     kind, stage, micro = work
     if kind == FORWARD:

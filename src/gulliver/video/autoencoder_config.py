@@ -167,7 +167,7 @@ def check_autoencoder_config(config: TrainAutoencoderConfig) -> TrainAutoencoder
     if config.segment_frames and config.share_ranks > 1:
         raise GulliverError(
             f"--segment-frames {config.segment_frames} and --share-ranks {config.share_ranks} "
-            "exclude each other; use one of them"
+            "cannot be combined; use one of them"
         )
     return config
 

@@ -114,8 +114,8 @@ def check_planner(config: Any) -> None:
     planner = config.planner
     if planner.tokens is not None and planner.seconds is not None:
         raise GulliverError(
-            f"--planner.tokens {planner.tokens} and --planner.seconds {planner.seconds:g} exclude "
-            "each other; set only one of them"
+            f"--planner.tokens {planner.tokens} and --planner.seconds {planner.seconds:g} cannot "
+            "be combined; set only one of them"
         )
     if planner.intra and planner.degree is not None:
         raise GulliverError(

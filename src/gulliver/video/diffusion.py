@@ -9,7 +9,7 @@ unconditional velocities:
 With an image scale of 1 the third call cancels and is skipped. *Oscillation* sets a scale to 1 in
 every second step after the first few, which reduces saturation at large scales. *Decay* reduces the
 image scale to 1 (2.0: one step before the end) and ramps it over the frames from 1, so that frames
-near the given first one can move. *Rescale* restores the standard deviation of v2 in part.
+near the given first one can move. *Rescale* partly restores the standard deviation of v2.
 
 Sources: https://arxiv.org/abs/2207.12598 (guidance), https://arxiv.org/abs/2211.09800 (two scales),
 https://arxiv.org/abs/2305.08891 (rescale), Open-Sora 1.3 and 2.0 (oscillation, decay).
@@ -305,7 +305,7 @@ def conditions(
     """Returns the conditioning of each branch: that of the previous one, with overrides."""
     if guidance.branches > 1 and not null:
         raise GulliverError(
-            f"cfg_scale {guidance.text:g} needs null_inputs, the conditioning without caption"
+            f"cfg_scale {guidance.text:g} needs null_inputs, the conditioning without captions"
         )
     changes = [inputs, null or {}, imageless or {}][: guidance.branches]
     return list(accumulate(map(dict, changes), lambda old, new: old | new))

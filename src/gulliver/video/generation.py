@@ -338,7 +338,7 @@ def extend(
         clip: clip [3, T, H, W] in [-1, 1]; scaled and cropped to the bucket's height and width.
         prompt: sentence that describes the continuation.
         bucket: shape of the sampled piece, which begins with the overlap.
-        overlap: number of last frames of the clip that are given (4 k + 1).
+        overlap: number of final frames of the clip that are given (4 k + 1).
         seed: seed of the noise.
         sampling: steps and guidance.
         negative_prompt: negative prompt; empty: no caption.

@@ -203,7 +203,7 @@ class VideoPipeline:
 
     @classmethod
     def of(cls, model: nn.Module, autoencoder: Any, text: TextEncoder, **options: Any) -> Self:
-        """Creates a pipeline of networks in memory; options as for the class."""
+        """Creates a pipeline from networks in memory; options as for the class."""
         check_latents(model, autoencoder)
         check_encoder(text, *text_size(model))
         room = SharedDevice(next(model.parameters()).device, keep=True)
@@ -244,7 +244,7 @@ class VideoPipeline:
             guidance_ranks: number of ranks for the branches with and without caption; 0: 2 if
                 possible.
             guided: whether guidance will be used.
-            show: prints a line on rank 0 about how clips are split.
+            show: function called on rank 0 with a line about how clips are split.
             image_guided: whether image guidance will be used.
             autoencoder: dim of clips that is split for decoding, "auto" for the predicted fastest,
                 or "off" to decode on every rank.
@@ -535,14 +535,14 @@ class VideoModel(VideoPipeline):
         model = open_run(folder, device)
         if not isinstance(model, cls):
             raise GulliverError(
-                f"{folder} is a run of public parts; open it with "
+                f"{folder} is a run with a public model or text encoder; open it with "
                 "gulliver.video.pipeline.open_run, as `gulliver generate` does"
             )
         return model
 
     @property
     def _whole_patches(self) -> bool:
-        """Whether the model only accepts clips without padding, which did not occur in training."""
+        """Whether clips must be whole patches, because padding did not occur in training."""
         return True
 
     def fps_of(self, bucket: Bucket) -> float:

@@ -292,7 +292,7 @@ def _measured(
     extra: float,
     world: World,
 ) -> SampleFit:
-    """Fits this rank's measurements; all ranks measure simultaneously, as they train."""
+    """Fits this rank's measurements; all ranks measure simultaneously, as in training."""
     ordered = sorted(shapes.buckets, key=lambda shape: shape.tokens)
     run = partial(_point, model, shapes, losses, extra, world)
     states = float(STATE_BYTES * sum(p.numel() for p in model.parameters()))

@@ -419,7 +419,7 @@ def _of_transformers(name: str) -> bool:
 
 
 def _check_positions(path: Path, model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raises an error if position codes in the files are for a different clip size."""
+    """Raises an error if position encodings in the files are for a different clip size."""
     for name in ("pos_embed", "pos_embed_temporal"):
         wanted = model.state_dict().get(name)
         if wanted is not None and tuple(wanted.shape) != shapes.get(name):

@@ -331,7 +331,7 @@ class Request:
             or a short form such as ``i2v_head``.
         align: rules begin at multiples of this many latent frames; None: anywhere.
         loops: number of pieces of the clip.
-        condition_frames: number of last frames (4 k + 1) that the next loop begins with.
+        condition_frames: number of final frames (4 k + 1) that the next loop begins with.
         condition_edit: edit ratio of these frames.
     """
 

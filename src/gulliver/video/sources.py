@@ -364,7 +364,7 @@ def make_dataset(
     longest = max(len(words_of(row.text)) for row in table.rows)
     if words is not None and longest > words:
         raise GulliverError(
-            f"the longest caption has {longest} words, but the model reads {words}; add "
+            f"the longest caption has {longest} words, but the model accepts {words}; add "
             f"--model.text-length {longest}"
         )
     return table

@@ -220,14 +220,14 @@ class CachedTextEncoder:
     def of_folder(
         cls, folder: Path | str, fingerprint: str, channels: int, max_length: int
     ) -> Self:
-        """Opens a folder without its encoder."""
+        """Opens a cache folder without an encoder."""
         kept = cls.__new__(cls)
         kept.encoder, kept.folder, kept.fingerprint = None, Path(folder), fingerprint
         kept.channels, kept.max_length = channels, max_length
         return kept
 
     def encode(self, captions: list[str]) -> EncodedText:
-        """Encodes captions, as `TextEncoder.encode`; embeddings on disk are reused."""
+        """Encodes captions like `TextEncoder.encode`; embeddings on disk are reused."""
         files = {caption: self._file(caption) for caption in captions}
         for caption in self.missing(captions):
             if self.encoder is None:
@@ -366,7 +366,7 @@ def words_of(prompt: str) -> list[str]:
 
 
 class WordEncoder:
-    """Encodes each word as a Gaussian vector seeded by its hash, plus a position code.
+    """Encodes each word as a Gaussian vector seeded by its hash, plus a position encoding.
 
     A stand-in for a large text encoder: frozen, the same in every process, no weights to load.
     """
@@ -410,7 +410,7 @@ class WordEncoder:
         return EncodedText(vectors, mask)
 
     def vector(self, word: str) -> Tensor:
-        """Returns the vector of a word ``[channels]``, without its position code."""
+        """Returns the vector of a word ``[channels]``, without its position encoding."""
         if word in self._taught:
             return self._taught[word]
         if word not in self._vectors:

@@ -324,7 +324,7 @@ class Trainer(TrainingLoop):
         return self._losses(batch, slice(None)).sum() * batch.weight
 
     def begin(self) -> bool:
-        """Makes missing samples for the last checkpoint of an interrupted run."""
+        """Generates missing samples for the last checkpoint of an interrupted run."""
         return self.step_number > 0 and not self._show_samples()
 
     def evaluate(self) -> None:

@@ -147,9 +147,7 @@ class ActivationParts:
             # A gate and the features it multiplies, from one layer, have become one product.
             dims[-1] = Along(torch.arange(*runs[0]), self.apart.total // len(runs))  # type: ignore[union-attr]
         else:
-            raise _unknown_part(
-                path, x, f"the {sum(sizes)} features that this rank has of the layer"
-            )
+            raise _unknown_part(path, x, f"this rank's {sum(sizes)} features of the layer")
 
 
 def _cut(path: str, x: Tensor, own: Tensor, length: int) -> Along:
@@ -357,7 +355,7 @@ class PositionDropout:
         self.frames.append(frame)
 
     def leave(self, site: _Site) -> None:
-        """Pops a site's frame when its module ends, also after an exception."""
+        """Pops a site's frame when its module ends, even after an exception."""
         while self.frames and self.frames.pop().site is not site:
             pass
 

@@ -2,7 +2,7 @@
 
 The loss and gathered tensors leave the sharded part of a model with ``gradient="alike"``: all ranks
 of a sequence return and count the same values. [Note: gradients] of sequence parallelism explains
-why this is correct with the optimizer's mean over these ranks.
+why this is correct when the optimizer averages over these ranks.
 """
 
 from __future__ import annotations
@@ -340,7 +340,7 @@ def _padding(batch: CallArguments, count: int, length: int) -> Tensor | None:
     if not isinstance(mask, Tensor) or mask.shape != (count, length):
         shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         raise GulliverError(
-            f"attention_mask {shape}: expected 0 and 1 of shape [{count}, {length}]; describe "
+            f"attention_mask {shape}: expected 0s and 1s of shape [{count}, {length}]; describe "
             "other masks by position_ids that restart, or document_ids"
         )
     return mask.detach().cpu() != 0

@@ -500,7 +500,7 @@ def working_dtype(x: Tensor) -> torch.dtype:
 
 @cache
 def _both(sharded: type[nn.Module], kind: type[nn.Module]) -> Any:
-    """Derives a class named like `kind` from both; from `sharded` alone if it is a `kind`."""
+    """Derives a class named like `kind` from both; from `sharded` alone if it subclasses `kind`."""
     return type(kind.__name__, (sharded, kind) if kind not in sharded.__mro__ else (sharded,), {})
 
 

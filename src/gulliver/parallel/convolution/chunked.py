@@ -1,8 +1,8 @@
 """Sliding windows along a dim, and convolutions computed in chunks.
 
-Along one dim, a convolution, a pooling and a slice have one form: output `o` is computed from the
+Along one dim, convolution, pooling and slicing take the same form: output `o` is computed from the
 `span` positions that begin at ``first + o * stride``. Everything here is integer arithmetic, so
-each rank computes the needs of all ranks without communication.
+each rank computes the inputs that every rank needs, without communication.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Torch functions on a shard: element-wise functions, functions along other dims, and windows."""
+"""Torch functions on a shard: element-wise, along unsharded dims, and over sliding windows."""
 
 from __future__ import annotations
 
@@ -446,7 +446,7 @@ SCORES = 1 << 26
 def frame_causal_attention(
     q: Tensor, k: Tensor, v: Tensor, tokens: int, scale: float | None = None
 ) -> Tensor:
-    """Computes attention in which tokens see their own frame and earlier ones."""
+    """Computes attention in which tokens attend to their own frame and earlier ones."""
     given = q, k, v
     if has_torch_function(given):
         return handle_torch_function(frame_causal_attention, given, q, k, v, tokens, scale)

@@ -1,7 +1,7 @@
 """Middle blocks of diffusers' autoencoders without their dense attention mask.
 
 HunyuanVideo's middle block masks later frames with a dense mask that it builds in every call.
-`without_masks` temporarily replaces its forward by one that calls `frame_causal_attention`; layers,
+`without_masks` temporarily swaps its forward for one that calls `frame_causal_attention`; layers,
 weights and results are the same. Other blocks are unchanged.
 """
 

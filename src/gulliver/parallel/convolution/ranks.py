@@ -4,7 +4,7 @@ Everything uses one primitive: `fetch` sends each rank the interval of positions
 and its adjoint `sum_on_owners` sums gradients on the ranks that own the positions. A halo exchange
 fetches a few more positions, a gather fetches all of them, and a reduce-scatter is the adjoint of a
 gather. Intervals follow from sizes that all ranks know, so no sizes are exchanged. Uneven extents,
-halos longer than the neighbour's shard and empty ranks need no special case.
+halos longer than the neighbor's shard and empty ranks need no special case.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Ranks(PartLayout):
         return self.rows_for(x, window, sizes), sizes
 
     def rows_for(self, x: Sharded, window: SlidingWindow, sizes: Sizes) -> Rows:
-        """Fetches the inputs of this rank's outputs, for given output shard sizes."""
+        """Fetches the inputs needed for this rank's outputs, given output shard sizes."""
         extent, outputs = x.cut.extent, intervals(sizes)
         needs = [window.needs(*o) if o[0] < o[1] else (0, 0) for o in outputs]
         wants = [overlap(need, (0, extent)) for need in needs]
@@ -164,7 +164,7 @@ class Ranks(PartLayout):
         return like(x, local, x.cut.resized(sizes))
 
     def align(self, parts: Sequence[Sharded], key: Key) -> list[Sharded]:
-        """Reshards activations to equal shard sizes; copies a single position to all ranks."""
+        """Reshards activations to equal shard sizes; replicates sharded dims of size one."""
         if len({part.cut.sizes for part in parts}) == 1:
             return list(parts)
         longest = max(part.cut.extent for part in parts)

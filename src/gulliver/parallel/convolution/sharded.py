@@ -1,6 +1,6 @@
 """A tensor subclass that stores one shard of an activation and lets modules run unchanged.
 
-A `Sharded` tensor has the full shape (in a stream: the shape of all frames up to now) and stores
+A `Sharded` tensor has the full shape (in a stream: the shape of all frames so far) and stores
 the elements of one shard along one dim. Torch dispatches its functions to `HANDLERS`; a handler
 computes the function on the shard and fetches missing elements. So a module's own forward runs
 unchanged over several ranks, or over successive segments of time. A function without a

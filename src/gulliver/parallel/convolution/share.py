@@ -7,7 +7,7 @@
     shared.off()
 
 `samples` distributes full clips over the ranks. `height`, `width` and `time` give each rank
-consecutive rows, columns or frames: convolutions fetch the halo from their neighbours, norms merge
+consecutive rows, columns or frames: convolutions fetch the halo from their neighbors, norms merge
 statistics, attention gathers keys and values.
 
 All ranks call the networks with the same input. The output is gathered on all ranks; its gradient

@@ -6,7 +6,7 @@
         ...
 
 The network's own forward runs on one segment of frames at a time. Its input has the shape of all
-frames up to now, but stores only the new ones; every convolution in time keeps its last frames
+frames so far, but stores only the new ones; every convolution in time keeps its last frames
 (`FrameStream.rows`), so each output frame is computed once, from the same frames as in the full
 clip. The first and the last segment are padded like the clip. A downsampling layer keeps leftover
 frames for the next segment.

@@ -568,7 +568,7 @@ class StageRunner:
     def _roots(
         self, kept: _KeptTensors, loss: Tensor | None, gradients: Sequence[Tensor | None]
     ) -> tuple[list[Tensor], list[Tensor] | None, dict[Tensor, Tensor]]:
-        """Returns backward's roots with their gradients, and the gradients of inputs passed on."""
+        """Returns backward's roots with gradients, and gradients of inputs passed on unchanged."""
         # An input that the stage passes on unchanged, such as the encoder's output, is not a root,
         # because autograd has no work for it.
         if self.is_last:

@@ -3,7 +3,7 @@
 | name | source |
 |---|---|
 | gpipe | Huang et al., 2019 (arXiv 1811.06965): all forwards, then all backwards |
-| 1f1b | Narayanan et al., 2021 (arXiv 2006.09503): activations of few micro-batches in memory |
+| 1f1b | Narayanan et al., 2021 (arXiv 2006.09503): activations of a few micro-batches in memory |
 | interleaved | Narayanan et al., 2021 (arXiv 2104.04473): several stages on each rank |
 | zero_bubble, zbv | Qi et al., 2024 (arXiv 2401.10241): gradients of weights fill the bubble |
 | dualpipev | DeepSeek-V3, 2024 (arXiv 2412.19437), folded into a V |

@@ -140,7 +140,7 @@ def _encoder_and_decoder(model: nn.Module, paths: dict[str, nn.Module], known: B
     decoder = None if encoder is None else encoder.replace("encoder.", "decoder.")
     if encoder is None or decoder not in paths:
         raise GulliverError(
-            f"{type(model).__name__} is an encoder and a decoder, but lacks two lists of blocks "
+            f"{type(model).__name__} is an encoder-decoder model, but lacks two lists of blocks "
             f"with known names ({', '.join(known.encoders)}): it does not support pipelines"
         )
     return [encoder, decoder]

@@ -1,6 +1,6 @@
 """Creates a stage of a model, in place: modules of other stages become placeholders.
 
-`make_stage` assigns the full model's modules to stages, equally on every rank, then replaces
+`make_stage` assigns the full model's modules to stages, identically on every rank, then replaces
 modules of other ranks. Kept modules stay the same objects at the same paths, with their parameters;
 placeholders have none. `Stage.tied` lists weights that several stages keep, because they are tied
 or needed everywhere; their gradient is the sum over the copies (`Stage.sum_tied`).

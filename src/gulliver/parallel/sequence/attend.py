@@ -54,7 +54,7 @@ def attention(
     """Computes exact softmax attention for any layout (collective over the sequence).
 
     Without `length`, ranks first compare shapes and masks, which costs small messages and a GPU
-    synchronization. Gradients are taken of the sum of all ranks' losses.
+    synchronization. Gradients are those of the sum of all ranks' losses.
 
     Autocast applies to q, k and v as in torch's own attention.
 

@@ -94,7 +94,7 @@ def precise(dtype: torch.dtype) -> torch.dtype:
 
 
 def readable(tensor: Tensor) -> Tensor:
-    """Makes the last dim contiguous; kernels do not check it."""
+    """Makes the last dim contiguous, which kernels require but do not check."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
@@ -306,7 +306,7 @@ class BlockArguments:
 
 @dataclass(frozen=True)
 class Partial:
-    """Attention over the keys processed up to now."""
+    """Attention over the keys processed so far."""
 
     out: Tensor  # Output ``[batch, heads, queries, value dim]``, in the precise dtype
     lse: Tensor  # Log-sum-exp of the logits, ``[batch, heads, queries]``

@@ -35,7 +35,7 @@ FAR = 1 << 60
 
 
 class Verdict(enum.Enum):
-    """How many query-key pairs of a block are visible."""
+    """Whether all, some or none of a block's query-key pairs are visible."""
 
     NOTHING = 0
     SOMETHING = 1

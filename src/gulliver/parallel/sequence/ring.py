@@ -209,7 +209,7 @@ class _Trip:
     def _inner_turn(
         self, a: int, held: Tensor
     ) -> Generator[Visit | None, Tensor, tuple[Tensor, Messages | None]]:
-        """Returns half the held block's result, and the other ranks' sum in flight."""
+        """Returns the result of half the held block, and the other ranks' sum, still in flight."""
         ring, inner, block = self.ring, self.groups.inner, held
         del held
         following = ring.inwards(a, 0, block)
@@ -234,7 +234,7 @@ class _Trip:
         return total if arriving is None else total.add_(arriving.wait())
 
     def _send_sum(self, rank_group: RankGroup, gathered: Tensor, origin: int) -> Messages:
-        """Sends a block's sum after the block, and receives the next block's sum."""
+        """Sends a block's sum on to the next rank, and receives the next block's sum."""
         incoming = gathered.new_empty(self.gathered_count(origin, self.piece))
         return shift(
             rank_group, gathered, incoming, GATHERED_TAG + self.piece, self.groups.all.wire

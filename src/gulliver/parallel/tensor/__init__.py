@@ -3,7 +3,7 @@
     plan = plan_tensor(model, 4)          # from the model's own plan, its family, or rules=
     apply_tensor(model, plan, line)       # in place; sequence="split_gather" shards activations too
 
-`plan` chooses a style for each module from `styles`; `apply` replaces modules by the `layers`,
+`plan` chooses a style for each module from `styles`; `apply` replaces modules with the `layers`,
 whose communication is in `entry` and `collectives`.
 """
 

@@ -440,7 +440,7 @@ def cut_parameter(
 
 
 def scale_heads(attention: nn.Module, rank_group: RankGroup, groups: int) -> None:
-    """Divides an attention module's head counts by its ranks, because its reshapes use them."""
+    """Divides an attention module's head counts by the group size; its reshapes use them."""
     copied = rank_group.size > groups
     local, of = (
         (1, rank_group.size)

@@ -2,7 +2,7 @@
 
 Units are distributed as evenly as possible, the first ranks getting one more. A unit may have
 several features: an attention head is never split, and with grouped heads, a key-value head and its
-query heads form one unit. Features are not padded, which would change norms, parameter counts and
+query heads form one unit. Features are not padded: padding would change norms, parameter counts and
 checkpoints.
 """
 
@@ -247,7 +247,7 @@ def copy_region(x: Tensor, rank_group: RankGroup, region: Region) -> Tensor:
 
 @uncompiled
 def reduce(x: Tensor, rank_group: RankGroup) -> Tensor:
-    """Sums over the ranks; gradients pass unchanged."""
+    """Sums over the ranks; gradients pass through unchanged."""
     return x if rank_group.size == 1 else _Reduce.apply(x, rank_group)
 
 

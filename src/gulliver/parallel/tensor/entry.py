@@ -199,7 +199,7 @@ class Arrival:
             yield place, piece
 
     def multiply(self, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
-        """Multiplies the gathered input by a weight, piece by piece as they arrive."""
+        """Multiplies the gathered input by a weight, one piece at a time as pieces arrive."""
         if self._ring is None:
             return product(self.data(), weight, bias, transposed)
         cut = self.entry.cut
@@ -411,7 +411,7 @@ def token_of(x: Tensor) -> Tensor:
 
 
 def source_of(x: Tensor) -> Tensor:
-    """Returns the tensor that was entered: this rank's shard, or the full tensor."""
+    """Returns the tensor passed to `enter`: this rank's shard, or the full tensor."""
     return vars(x).get("_piece", x)
 
 

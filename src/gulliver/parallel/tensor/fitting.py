@@ -23,7 +23,7 @@ from gulliver.precision.fp8.conversion import is_transposed
 
 @dataclass(frozen=True)
 class Choices:
-    """The styles chosen up to now, and properties of the model."""
+    """The styles chosen so far, and properties of the model."""
 
     modules: Mapping[str, nn.Module]
     placed: Mapping[str, ShardedModule]  # Path to its sharding

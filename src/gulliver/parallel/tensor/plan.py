@@ -412,7 +412,7 @@ class _Planner:
         return tuple(found)
 
     def _sites(self, placed: dict[str, ShardedModule], stacks: tuple[str, ...]) -> tuple[str, ...]:
-        """Returns parents of column layers, except blocks, whose input is also used elsewhere."""
+        """Returns parents of column layers, but not blocks: their input is also used elsewhere."""
         parents = {
             layer_of(path)[0].rpartition(".")[0]: None
             for path, one in placed.items()

@@ -36,7 +36,7 @@ ELEMENTWISE: dict[str, Callable[[Group], int]] = {
 
 
 def _factors(shape: Shape) -> list[int]:
-    """Returns the elements of Adafactor's second moment: two factors, or one full vector."""
+    """Returns element counts of Adafactor's second moment: two factors, or one full vector."""
     return [prod(shape[:-1]), prod((*shape[:-2], shape[-1]))] if len(shape) > 1 else [prod(shape)]
 
 
@@ -107,7 +107,7 @@ def check_optimizer(
         raise GulliverError(f"ZeRO cannot run {name}: {NEVER[name]}, or {name} without Gulliver")
     if assume_elementwise and assume_per_parameter:
         raise GulliverError(
-            "assume_elementwise=True and assume_per_parameter=True exclude each other: set only one"
+            "assume_elementwise=True and assume_per_parameter=True cannot be combined: set only one"
         )
     if not needs_whole(optimizer, assume_elementwise):
         return

@@ -338,7 +338,7 @@ class Gatherer:
                     sharded.chunk.take_writes()
 
     def _follow_backward(self) -> None:
-        """Notices a backward pass whose hook was not called, as in a pipeline's micro-batch."""
+        """Detects a backward pass whose hook was not called, as in a pipeline's micro-batch."""
         if self.sharded and self._prefetcher.current is Pass.NONE:
             self.enter_backward()
             at_end_of_backward(self.leave_backward)
@@ -440,7 +440,7 @@ class Gatherer:
             self._prefetcher.use(sharded)
 
     def _on_copies(self, func: Callable[..., Any], args: tuple, kwargs: Any) -> Any:
-        """Runs an operation on copies, if the chunks may exceed the memory limit together."""
+        """Runs an operation on copies, if the chunks together may exceed the memory limit."""
         copies: dict[nn.Parameter, Tensor] = {}
 
         def copied(value: Any) -> Any:

@@ -106,7 +106,7 @@ class BufferSync:
         ]
 
     def take_votes(self, votes: Sequence[int]) -> None:
-        """Excludes buffers that any rank wants to keep local."""
+        """Excludes buffers that any rank votes to keep local."""
         self._own = votes
 
     def sync(self) -> None:
@@ -152,7 +152,7 @@ class ZeroOptimizer(BoostedOptimizer):
     After Rajbhandari et al., ZeRO, 2020. 16-bit parameters are trained with float32 master weights.
 
     `backward` moves gradients to the shards; ``parameter.grad`` is then a placeholder that rejects
-    norms and changes, so `torch.nn.utils.clip_grad_norm_` raises instead of being wrong.
+    norms and changes, so `torch.nn.utils.clip_grad_norm_` raises instead of returning a wrong norm.
 
     Args:
         inner: the user's optimizer; its groups are modified.
@@ -246,7 +246,7 @@ class ZeroOptimizer(BoostedOptimizer):
 
     @contextmanager
     def backward_pass(self) -> Iterator[float]:
-        """Context of a backward; when it ends, all reductions have started."""
+        """Context for a backward pass; when it ends, all reductions have started."""
         # ``loss.backward()`` without it is also correct, but then all communication waits for the
         # step.
         scale = 1.0 if self.scaler is None else self.scaler.scale

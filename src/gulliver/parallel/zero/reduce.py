@@ -199,7 +199,7 @@ class GradientReducer:
         scale: float = 1.0,
         on_sent: Callable[[ShardedChunk], None] | None = None,
     ) -> Iterator[None]:
-        """Context of a backward; with `reduce`, all reductions have started when it ends."""
+        """Context for a backward pass; with `reduce`, all reductions have started when it ends."""
         # Otherwise backward only accumulates; the next one with `reduce`, or `vote_and_flush`,
         # sends all gradients. Reduced ones are divided by `scale`, the scale of the loss.
         self.check_stray()

@@ -1,6 +1,6 @@
 """The sharded state of a rank: chunks of a model, this rank's pieces, parameter groups and state.
 
-`ShardedState` splits parameters into chunks, replaces full parameters in the user's optimizer by
+`ShardedState` splits parameters into chunks, replaces full parameters in the user's optimizer with
 this rank's pieces, and owns the `GradientReducer` and the `Gatherer`. Chunks can be re-partitioned;
 see `checkpoint.py`.
 """
@@ -74,7 +74,7 @@ class ShardingOptions(Options):
 
     Attributes:
         chunk_bytes: size of a chunk, in bytes.
-        max_norm: global norm that gradients are clipped to in every step; infinite for none.
+        max_norm: global norm that gradients are clipped to in every step; infinity disables it.
         assume_elementwise: assume that an unknown optimizer is element-wise.
         assume_per_parameter: assume that an unknown optimizer updates each parameter independently,
             as Muon does.

@@ -66,7 +66,7 @@ class InBackward:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Context of a backward that updates chunks once they are reduced (collective)."""
+        """Context for a backward pass that updates chunks once they are reduced (collective)."""
         reducer = self._shards.reducer
         self.check_whole()
         self.refuse("backward was called again")
@@ -267,7 +267,7 @@ class UnevenStep:
         """Runs backward of a loss; with `last`, starts reducing the accumulated gradients."""
         if self.sent:
             raise GulliverError(
-                "backward was called after the step's last one; call it once per micro-batch"
+                "backward was called after the step's last backward; call it once per micro-batch"
             )
         last, scale = last and not self.waits, self._scale
         with guard(), self._reducer.backward(last, scale), self._passes():
@@ -314,7 +314,7 @@ class UnevenStep:
 
 @contextmanager
 def uneven_step(optimizer: ZeroOptimizer) -> Iterator[UnevenStep]:
-    """Context for all passes of a step, of which ranks may run different numbers (collective)."""
+    """Context for a step in which ranks may run different numbers of passes (collective)."""
     check_uneven(optimizer)
     if optimizer.unfinished:  # earlier gradients would also count in this step
         raise GulliverError(optimizer.unfinished)

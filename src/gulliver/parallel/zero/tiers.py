@@ -268,7 +268,7 @@ class PieceStates:
         return _ALWAYS
 
     def making(self, sharded: ShardedChunk) -> AbstractContextManager[None]:
-        """Context of the optimizer's step of a chunk, which may create state."""
+        """Context in which the optimizer steps a chunk and may create state."""
         return _ALWAYS
 
     def hide(self, sharded: ShardedChunk) -> None:

@@ -1,6 +1,6 @@
 """Tunes the chunk size in a job's first steps, by measuring.
 
-Small chunks waste latency, large ones lose overlap. `BucketTuner.stepped`, which runs between
+Small chunks add latency, large ones reduce overlap. `BucketTuner.stepped`, which runs between
 steps, forms chunks in the order in which the first step used the parameters, then times steps with
 a few sizes. The result is cached for this model and cluster.
 """

@@ -1,8 +1,8 @@
 """Values of small tensors, computed alongside their fake tensors.
 
-Positions, masks and token counts control many models: an empty mask is dropped, a caption's length
+Many models read positions, masks and token counts: an empty mask is dropped, a caption's length
 is read. Such tensors are small and computed from the batch and constants, so their real values are
-computed as well and returned when the model asks. Values that depend on parameters are never known.
+computed too and returned if the model reads them. Values that depend on parameters are never known.
 """
 
 from __future__ import annotations

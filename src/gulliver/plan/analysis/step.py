@@ -86,7 +86,7 @@ class Peaks:
         self._above = [self._most_of(moment) for moment in moments]
 
     def most(self, first: int, end: int) -> tuple[int, int]:
-        """Peak bytes from one moment until before another, without and with gradients."""
+        """Peak bytes from one moment until just before another, without and with gradients."""
         part = self._above[first:end]
         return max((p[0] for p in part), default=0), max((p[1] for p in part), default=0)
 
@@ -358,7 +358,7 @@ def analyse(
 ) -> Analysis:
     """Analyzes the FLOPs, bytes and memory of a training step, operator by operator.
 
-    Forward and backward run with fake tensors, so nothing of the model's size is allocated; equal
+    Forward and backward run with fake tensors, so nothing as large as the model is allocated; equal
     blocks are traced once. The model is not changed.
 
     Args:
@@ -399,7 +399,7 @@ class _NotContiguous(Exception):
 
 
 class _Ran:
-    """Remembers the module that was running when a step failed."""
+    """Records the module that was running when a step failed."""
 
     recorder: Recorder | None = None
 

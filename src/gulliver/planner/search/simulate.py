@@ -137,7 +137,7 @@ class _StepProgram(StepReplay):
         return {n: list(range(starts[n], starts[n + 1])) for n in self._numbers[self._rank]}
 
     def _packed(self) -> list[ChunkBytes]:
-        """Packs trained parameters into chunks, and divides the stages by their chunks."""
+        """Packs trained parameters into chunks, and splits each stage into parts by chunk."""
         facts, shared = self._scorer.facts, self._scorer.shared(self._grid.axes)
         assert shared is not None, "only grids with divisible tensors are simulated"
         before, after, _ = shared.ends
@@ -317,7 +317,7 @@ def _legs(collective: str, axes: Axes, count: int) -> list[tuple[int, float]]:
 
 
 def _inside(scorer: Scorer, grid: Grid) -> dict[bool, dict[str, float]]:
-    """Returns seconds per block, by forward and axis, that messages inside a replica take."""
+    """Returns seconds per block of messages inside a replica, by pass (True: forward) and axis."""
     links, found = scorer.links(grid.axes), dict[bool, dict[str, float]]()
     times = grid.micro_batches * max(1, len(scorer.facts.blocks))
     for message in scorer.messages(grid):

@@ -1,7 +1,7 @@
 """Weights as int8 rows and int4 groups, and conversions.
 
 A weight is a matrix ``[outputs, inputs]``. In int8, a scale per row maps its largest magnitude to
-127. In int4, a value v of 0 to 15 stands for ``v * scale + minimum``, with a scale and a minimum in
+127. In int4, a value v of 0 to 15 represents ``v * scale + minimum``, with a scale and a minimum in
 float16 per group of 32 inputs: 5 bits per weight, the layout of llama.cpp's Q4_1. A byte holds two
 values (see `packed_int4`). Source: LLM.int8(), Dettmers et al., 2022 (arXiv 2208.07339).
 

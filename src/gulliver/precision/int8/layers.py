@@ -2,7 +2,7 @@
 
 A layer keeps two buffers, ``weight`` (int8) and ``weight_scale``, and its original bias, so its
 state dict can be saved as usual. The buffers have no gradient, and backward raises an error. Scales
-keep their dtype (float32, in int4 float16) if the model is cast.
+keep their dtype (float32; float16 for int4) if the model is cast.
 """
 
 from __future__ import annotations

@@ -178,7 +178,7 @@ def _native(w: Stored, x: Tensor, bias: Tensor | None, largest: Tensor | None) -
 
 
 def _added(out: Tensor, bias: Tensor | None, added: Tensor | None) -> Tensor:
-    """Adds a bias that is not float32, which the kernels have not added."""
+    """Adds a bias that the kernels did not add because it is not float32."""
     return out if bias is None or added is not None else out + bias
 
 

@@ -1,7 +1,7 @@
 """Wire formats of messages: bf16, and blocks of fp8, int8 or int4 with scales.
 
 wire = wire_format("fp8")                       # or "fp8:128", "int8", ...
-packed = pack(tensor, wire)                     # flat uint8, `packed_bytes` of them
+packed = pack(tensor, wire)                     # flat uint8 of length `packed_bytes`
 same = unpack(packed, wire, tensor.numel())     # within `error_bound` of the tensor
 """
 

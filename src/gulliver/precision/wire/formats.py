@@ -3,11 +3,11 @@
 | name | bits | an element is | error of a cast of normal numbers |
 |---|---|---|---|
 | identity, fp32 | its own | unchanged | none |
-| bf16 | 16 | 8 bits of mantissa, its own range | 0.17 % |
+| bf16 | 16 | 8 bits of mantissa, without a scale | 0.17 % |
 | fp8 | 8 | e4m3 times the block's scale | 2.7 % |
 | fp8_e5m2 | 8 | e5m2 times the block's scale | 5.2 % |
-| int8 | 8 | a multiple of 1/127 of the block's largest | 0.6 % |
-| int4 | 4 | a multiple of 1/7 of the block's largest | 12 % |
+| int8 | 8 | a multiple of 1/127 of the block's largest magnitude | 0.6 % |
+| int4 | 4 | a multiple of 1/7 of the block's largest magnitude | 12 % |
 
 A block is 256 consecutive elements with one float32 scale: 1.6 % of an fp8 block. Its
 largest element becomes the largest number of the format, so nothing overflows.

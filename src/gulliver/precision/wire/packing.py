@@ -277,7 +277,7 @@ class PackRates:
 
 @lru_cache
 def pack_rates(wire: WireFormat, device: str = "cpu") -> PackRates:
-    """Returns how fast a device packs float32, cached or measured in milliseconds."""
+    """Returns how fast a device packs float32: cached, or measured within milliseconds."""
     if wire.name == "identity":
         return PackRates(0.0, 0.0)
     facts = {"what": "packing 1", "wire": str(wire), "device": device}

@@ -396,7 +396,7 @@ class RayNodes(Nodes):
             if address is not None and os.environ.get(AUTH_MODE) != "token":
                 reason += f"; if it requires a token, set {AUTH_MODE}=token and RAY_AUTH_TOKEN_PATH"
             raise GulliverError(
-                f"no Ray cluster at {address or 'this machine'}: {reason}"
+                f"cannot connect to Ray on {address or 'this machine'}: {reason}"
             ) from None
         self.address: str = context.address_info.get("gcs_address") or str(address)
         self.dashboard: str | None = context.dashboard_url or None

@@ -106,8 +106,8 @@ class Submission(Options):
         env: Environment variables, as NAME=VALUE.
         fresh: Start a new interpreter instead of forking one that has imported torch.
         report_within: Seconds without a report after which the job is flagged; it keeps its slots.
-        grace: Seconds that the job has to save and leave.
-        tries: Failures from the same checkpoint after which the job is given up.
+        grace: Seconds allowed for the job to save and leave.
+        tries: Failures from the same checkpoint after which the job is abandoned.
         submitted: Unix time of submission.
     """
 

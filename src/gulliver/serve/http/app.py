@@ -342,7 +342,7 @@ class Routes:
             raise ApiError(408, message, code="too_slow") from None
         except ClientDisconnect:
             # No client reads this error.
-            raise ApiError(499, "the client left") from None
+            raise ApiError(499, "the client disconnected") from None
         return bytes(held)
 
     async def _in_thread(self, function: Callable[..., Answer], *args: Any) -> Answer:

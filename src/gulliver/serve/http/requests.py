@@ -242,7 +242,7 @@ def prompts_of(body: CompletionBody) -> list[str | list[int]]:
     if several and all(_is_token(one) for one in several):
         several = [several]
     if not several or not all(isinstance(one, str) or _are_tokens(one) for one in several):
-        raise wrong("prompt must be a text, a list of tokens, or a list of either", "prompt")
+        raise wrong("prompt must be a string, a list of tokens, or a list of either", "prompt")
     return several
 
 
@@ -276,7 +276,7 @@ def _content(content: Any, where: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise wrong(f"{where} must be a text or a list of parts", where)
+        raise wrong(f"{where} must be a string or a list of parts", where)
     texts = []
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
@@ -348,9 +348,9 @@ _DRAWN = (
 def _stops(given: str | list[str] | None) -> tuple[str, ...]:
     stops = (given,) if isinstance(given, str) else tuple(given or ())
     if len(stops) > STOPS:
-        raise wrong(f"stop has {len(stops)} texts: use at most {STOPS}", "stop")
+        raise wrong(f"stop has {len(stops)} strings: use at most {STOPS}", "stop")
     if not all(0 < len(stop) <= STOP_LENGTH for stop in stops):
-        raise wrong(f"stop: texts must have 1 to {STOP_LENGTH} characters", "stop")
+        raise wrong(f"stop: strings must have 1 to {STOP_LENGTH} characters", "stop")
     return stops
 
 

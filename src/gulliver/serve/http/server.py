@@ -54,7 +54,7 @@ def _protocol(header_seconds: float) -> type[H11Protocol]:
 
 
 class _Uvicorn(uvicorn.Server):
-    """Uvicorn server whose signals start draining."""
+    """Uvicorn server that starts draining on a signal."""
 
     def __init__(self, config: uvicorn.Config, signalled: Callable[[], None]) -> None:
         super().__init__(config)
@@ -161,7 +161,7 @@ class Server:
         self.drain()
 
     def drain(self) -> None:
-        """Starts draining, from any thread; a second call ends immediately."""
+        """Starts draining, from any thread; a second call ends all requests immediately."""
         loop = self._loop
         if loop is not None and not loop.is_closed():
             loop.call_soon_threadsafe(self._drain)

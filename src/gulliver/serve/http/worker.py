@@ -33,7 +33,7 @@ class Gate:
         self.check()
         if self.inside + answers > self.most:
             raise overloaded(
-                f"{self.inside} completions are active, of at most {self.most}: retry later", 1
+                f"{self.inside} completions are active (limit {self.most}): retry later", 1
             )
         self.inside += answers
 

@@ -1,4 +1,4 @@
-"""A rank, started by `controller.py`; its order arrives on standard input."""
+"""A rank, started by `controller.py`; it reads its `RankOrder` from standard input."""
 
 import pickle
 import sys

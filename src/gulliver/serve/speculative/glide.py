@@ -304,7 +304,7 @@ class GlideDraft(ModelDraft):
             if pages is None:
                 raise GulliverError(
                     "this draft attends to the model's keys and values, which are not in this "
-                    "process: serve on one device, or use a small model or a look-up"
+                    "process: serve on one device, or use a small model or a lookup method"
                 )
             check_pages(config.glimpses, config.target_dim, pages)
             self._glimpses = Glimpses(pages, config.glimpses)
@@ -362,10 +362,10 @@ class GlideDraft(ModelDraft):
 
 
 def check_pages(layers: Sequence[int], dim: int, pages: Pages) -> None:
-    """Rejects a target whose keys differ from those in the draft's training."""
+    """Rejects a target without the layers or the head size that the draft was trained for."""
     if max(layers) >= len(pages.keys) or pages.keys[max(layers)].shape[-1] != dim:
         raise GulliverError(
-            f"the draft looks at layer {max(layers)}, with heads of {dim}, and this model has "
+            f"the draft attends to layer {max(layers)}, with heads of {dim}, and this model has "
             f"{len(pages.keys)} layers with heads of {pages.keys[-1].shape[-1]}: use a draft that "
             "was trained for this model"
         )

@@ -1,6 +1,6 @@
 """`Proposal` and `Proposer`: candidate draft tokens with their confidence.
 
-A `Proposer` knows texts or a draft model, but no costs; `Speculator` (`speculator.py`) chooses
+A `Proposer` uses texts or a draft model and ignores costs; `Speculator` (`speculator.py`) chooses
 among its proposals.
 """
 
@@ -86,7 +86,7 @@ class Followers:
         self._after: dict[tuple[int, ...], dict[int, int]] = {}
 
     def read(self, tokens: Sequence[int], begin: int) -> None:
-        """Counts tokens from an index; earlier ones serve only as context."""
+        """Counts tokens from index `begin` on; earlier ones serve only as context."""
         for place in range(max(begin, self.shortest), len(tokens)):
             token = tokens[place]
             front = tuple(tokens[max(0, place - self.longest) : place])

@@ -157,7 +157,7 @@ def measure_draft(
 def _continued(
     engine: Engine, texts: Sequence[Sequence[int]], asked: SamplingParams
 ) -> tuple[float, list[list[int]]]:
-    """Returns the seconds of all tokens except the first of each group of texts, and the tokens."""
+    """Returns the seconds of decoding after each group's first tokens, and the generated tokens."""
     spent, made = 0.0, dict[int, list[int]]()
     group = engine.options.sequences
     for at in range(0, len(texts), group):

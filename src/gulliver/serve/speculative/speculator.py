@@ -198,7 +198,7 @@ class Speculator(Drafter):
     Attributes:
         cost: seconds of forwards.
         stats: counts.
-        choice: choice of the last round considered.
+        choice: `GuessChoice` of the last round in which drafting was on or tried.
         why: why nothing is drafted; empty otherwise.
     """
 
@@ -408,7 +408,7 @@ class Speculator(Drafter):
 
 
 def _level(sequences: int) -> int:
-    """Level of a load; loads of one level take about the same time."""
+    """Load level of a number of sequences; times within a level are similar."""
     return int(math.log2(sequences))
 
 

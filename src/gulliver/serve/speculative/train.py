@@ -49,7 +49,7 @@ def target_frequencies(model: Any) -> list[float]:
     if kind not in HALVES or not found:
         raise GulliverError(
             f"drafts cannot attend to the keys of a {kind} model, only of {', '.join(HALVES)}, "
-            f"{', '.join(UNROTATED)}; for others, use a small model or a look-up"
+            f"{', '.join(UNROTATED)}; for others, use a small model or a lookup method"
         )
     return found[0].tolist()
 
@@ -97,7 +97,7 @@ class _KeptKeys:
 def glimpses_of(
     model: Any, tokens: Tensor, layers: Sequence[int]
 ) -> tuple[list[Tensor], list[Tensor], int]:
-    """Returns the keys and values that serving would cache for texts, and the query heads."""
+    """Returns the keys and values that serving would cache for texts, and the query head count."""
     kept, _ = _read(model, tokens, layers, False)
     return [kept.keys[n] for n in layers], [kept.values[n] for n in layers], kept.heads
 

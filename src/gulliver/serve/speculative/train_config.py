@@ -75,7 +75,7 @@ def check_train_draft(config: TrainDraftConfig) -> None:
             f"{config.layers} --layers of the draft"
         )
     if config.glimpses and config.plain:
-        raise GulliverError("--plain excludes --glimpses: omit one of them")
+        raise GulliverError("--plain and --glimpses cannot be combined: omit one of them")
     if (config.out / "config.json").exists():
         raise GulliverError(
             f"--out {config.out} already has a draft or a model: use another folder"

@@ -36,7 +36,7 @@ def filter_table(table: Table, condition: str) -> Filtered:
         condition: SQL expression; text is in single quotes.
 
     Raises:
-        GulliverError: it is no condition, contains a statement, or names an unknown column.
+        GulliverError: it is not a condition, contains a statement, or names an unknown column.
     """
     import numpy as np
 
@@ -106,7 +106,7 @@ def _numbers(cells: list[str | None]) -> list[float | None] | None:
 
 
 def _texts_of(data: Any, condition: str) -> str:
-    """Names the text columns in a condition, which may be the reason for its failure."""
+    """Lists the text columns in a condition, which may be the reason for its failure."""
     texts = [field.name for field in data.schema if str(field.type) in ("string", "large_string")]
     named = [name for name in texts if re.search(rf"\b{re.escape(name)}\b", condition)]
     if not named:

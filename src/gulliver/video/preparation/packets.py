@@ -73,7 +73,7 @@ class Packets:
         return self.missing > FEW * max(longest, 1 / self.rate if self.rate else 0.04)
 
     def ends_early(self, frames: int, last: float | None) -> str:
-        """Describes packets that were not decoded, as some decoders skip damage silently."""
+        """Describes packets that were not decoded; some decoders silently skip damaged ones."""
         lost = 0.0 if self.codec in HIDING else float(self.packets - frames)
         if self.has_times and last is not None and (usual := _usual(self.times)):
             lost = float(self.times[-1] - last) * usual
@@ -105,7 +105,7 @@ class Packets:
         return last + (number + 1 - len(self.times)) * step
 
     def moments(self, count: int) -> np.ndarray:
-        """Returns midpoints of equal parts of the clip, in seconds (in frames without times)."""
+        """Midpoints of equal parts of the clip, in seconds, or in frames if it has no times."""
         begin, length = 0.0, float(max(1, self.packets or self.stated))
         if self.has_times:
             steps = np.diff(self.times)
@@ -259,7 +259,7 @@ class Samples:
         path: file of the clip.
         pictures: sampled frames, uint8 [N, H, W, 3].
         neighbours: next frame of each picture, or the previous frame at the end; a still is its
-            own neighbour.
+            own neighbor.
         problem: reason why only a part of the clip was read, or None.
     """
 
@@ -279,7 +279,7 @@ class Samples:
 
 
 def take_samples(path: Path, moments: int = MOMENTS, side: int = SIDE) -> Samples:
-    """Decodes a clip up to its last moment."""
+    """Decodes a clip up to its last sampled moment."""
     # If the file is truncated, the last frame is repeated, and `problem` says so.
     packets = read_packets(path)
     wanted = packets.moments(moments)

@@ -112,7 +112,7 @@ def _row(
 
 
 def _files(folder: Path, out: Path) -> tuple[list[Path], Counter[str], list[tuple[str, str]]]:
-    """Finds clips and pictures, counts other suffixes, and lists names unfit for tables."""
+    """Finds clips and pictures, counts other suffixes, and lists unusable paths with reasons."""
     folder, root = folder.absolute(), out.absolute().parent
     clips, others, broken = [], [], []
     paths, again = _walk(folder)

@@ -198,7 +198,7 @@ def _measured(
 
 
 def _fastest_rate(times: np.ndarray, shortest: float) -> Fraction:
-    """Returns the rate of the shortest frame distance, rounded to an integer if it is close."""
+    """Returns the rate of the shortest frame interval, rounded to an integer if it is close."""
     # Rounded distances count as their mean, if each frame is still shown at that rate.
     steps = np.diff(times)
     near = 1 / float(steps[(steps > 0) & (steps < (1 + STEADY) * shortest)].mean())

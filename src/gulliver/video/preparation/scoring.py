@@ -49,7 +49,7 @@ def brightness(samples: Samples) -> float:
 
 
 def motion(samples: Samples) -> float:
-    """Mean difference between consecutive frames, in grey levels; 0 is still, 10 is a lot."""
+    """Mean difference between consecutive frames, in gray levels; 0 is still, 10 is a lot."""
     return float(np.abs(samples.grey_neighbours - samples.grey).mean())
 
 

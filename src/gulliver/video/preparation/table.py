@@ -1,4 +1,4 @@
-"""Tables of clips: Parquet or CSV, with the columns of Open-Sora's tools, held by PyArrow.
+"""Tables of clips: Parquet or CSV, with the columns of Open-Sora's tools, held in PyArrow.
 
 A `Table` is read and written as a whole. Unknown columns are preserved: CSV columns are typed only
 if their text round-trips exactly. Empty cells are null, and so is NaN in numeric columns. Paths of
@@ -62,7 +62,7 @@ class Table:
 
         Raises:
             GulliverError: the file is missing or unreadable, lacks a column `path`, has a duplicate
-                column, or other values in a numeric column.
+                column, or non-numeric values in a numeric column.
         """
         path = Path(path)
         if path.is_dir():
@@ -86,7 +86,7 @@ class Table:
         names: Sequence[str],
         stamp: Stamp | None = None,
     ) -> Table:
-        """Creates a table of rows, which may lack cells; `names` are the columns, in order."""
+        """Creates a table from rows, which may lack cells; `names` are the columns, in order."""
         pa, rows = arrow(), list(rows)
         cells = {name: [row.get(name) for row in rows] for name in names}
         data = {name: pa.array(values, _kind_of(name, values)) for name, values in cells.items()}
@@ -100,7 +100,7 @@ class Table:
         return self.data.num_rows
 
     def require(self, *names: str) -> None:
-        """Raises an error for a missing column, which suggests the most similar one."""
+        """Raises an error for a missing column; it suggests the most similar one."""
         for name in names:
             if name not in self.names:
                 raise GulliverError(
@@ -209,7 +209,7 @@ def broken_path(table: Path) -> Path:
 
 
 def write_broken(table: Path, step: str, broken: Sequence[tuple[str, str]]) -> Path | None:
-    """Lists a step's unusable files next to a table; entries of other steps stay."""
+    """Lists a step's unusable files next to a table; entries of other steps are kept."""
     path = broken_path(table)
     rows = [row for row in read_broken(table) if row[1] != step]
     rows += [(name, step, reason) for name, reason in broken]
@@ -352,7 +352,7 @@ def _typed(path: Path, name: str, column: Any) -> Any:
 
 
 def _round_trips(cast: Any, text: Any) -> bool:
-    """Whether a typed column is written as the original text; nan may be a word, too."""
+    """Whether a typed column round-trips to its text; False if it has nan, which may be a word."""
     pa = arrow()
     finite = pa.types.is_boolean(cast.type) or pa.compute.all(pa.compute.is_finite(cast)).as_py()
     return finite is not False and cast.cast(pa.string()).equals(text)

@@ -60,7 +60,7 @@ def work_on(
     each: Each | None = None,
     within: bool = False,
 ) -> Iterator[list[FileOutcome]]:
-    """Yields a result per file; the with block writes the table, then the journal is deleted."""
+    """Yields a result per file; deletes the journal after the with block has written the table."""
     path = table.with_name(f".{table.name}.{step}.jsonl")
     with nullcontext() if within else held_table(table, step):
         remove_leftovers(path.parent)
@@ -84,7 +84,7 @@ def fill_columns(
 ) -> Iterator[list[tuple[str, str]]]:
     """Fills cells of some rows with results for their files, like `work_on`.
 
-    Yields name and reason of each file with a problem; cells without a new value stay.
+    Yields name and reason of each file with a problem; cells without a new value are kept.
     """
     clips = table.clips()
     with work_on([clips[row] for row in rows], work, out, step, settings, workers) as outcomes:
