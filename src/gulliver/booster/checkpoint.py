@@ -101,7 +101,7 @@ def saved_groups(optimizer: BoostedOptimizer) -> list[dict[str, Any]]:
 def check_groups(
     ours: list[list[str]], frozen: list[list[str]], saved: list[Any], folder: Path
 ) -> None:
-    """Rejects groups whose parameters differ from the saved ones; which are frozen may differ."""
+    """Rejects groups whose parameters differ from the saved ones, whether frozen or not."""
     if len(saved) != len(ours):
         raise GulliverError(
             f"{folder} has {len(saved)} parameter groups, but the optimizer has {len(ours)}"

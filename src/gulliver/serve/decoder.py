@@ -173,7 +173,7 @@ class NativeDecoder:
         return decoder
 
     def _layer(self, number: int) -> tuple[list[list[int]], list[int]]:
-        """Returns a layer's matrices, and its norms: before and after sublayers, and of heads."""
+        """Returns a layer's weight matrices and the norms of its sublayers, queries and keys."""
         front, first = f"model.layers.{number}.", self._model.shape.layers[0]
         attention, mlp = f"{front}self_attn.", f"{front}mlp."
         if f"{attention}qkv_proj.weight" in self._model.tensors:

@@ -488,8 +488,10 @@ def check_request(request: Request, sampling: SamplingConfig) -> None:
         check_pixels(f"reference {number}", clip)
     if request.given is not None:
         check_pixels("the given picture or clip", request.given)
-    if request.align is not None and (request.align < 1 or not rules):
-        raise GulliverError(f"align={request.align} must be at least 1, and needs a mask strategy")
+    if request.align is not None and request.align < 1:
+        raise GulliverError(f"align={request.align} must be at least 1")
+    if request.align is not None and not rules:
+        raise GulliverError(f"align={request.align} has no effect without a mask strategy")
     if request.negative_prompt and guidance.text == 1:
         raise GulliverError(
             f"the negative prompt {request.negative_prompt[:60]!r} has no effect with guidance 1; "

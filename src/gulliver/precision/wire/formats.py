@@ -93,7 +93,7 @@ class WireFormat:
         return self if packed_bytes(count, self) < count * tensor.element_size() else IDENTITY
 
     def ratio(self, itemsize: int = 4) -> float:
-        """Returns the size of many packed elements relative to that of unpacked ones."""
+        """Returns the packed size of a large tensor relative to its unpacked size, at most 1."""
         if self.name not in KINDS:
             return 1.0
         each = self.kind.bits / 8 + (SCALE_BYTES / self.block if self.scaled else 0)

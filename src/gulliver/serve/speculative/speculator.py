@@ -315,7 +315,7 @@ class Speculator(Drafter):
         return 1 + rates.index(max(rates))
 
     def drafting(self, sequences: int, depth: int) -> float:
-        """Average recent seconds of drafting for this many sequences."""
+        """Recent average time of drafting for this many sequences, in seconds."""
         each = float(self._guessing.seconds(sequences))
         return each if self.proposer.free else each * depth
 
