@@ -118,10 +118,6 @@ class Job:
     def largest(self) -> int:
         return self.batch if self.most_batch is None else self.most_batch
 
-    @property
-    def elastic_batch(self) -> bool:
-        return self.smallest < self.largest
-
     @cached_property
     def epoch_samples(self) -> float:
         return self.samples / 20 if self.epoch is None else self.epoch
@@ -178,7 +174,7 @@ def _modes(job: Job, slots: int, node_slots: int, slower: float) -> Modes:
         if node_slots < slots:
             parts = best_parts(scaling, count, node_slots, slots // node_slots, slower)
             scaling = scaling.across(parts, slower)
-        if job.elastic_batch:
+        if job.smallest < job.largest:
             limits = (job.smallest, job.largest)
             batch = best_batch(scaling, count, job.noise, job.batch, *limits)
         batches[count], goodputs[count] = batch, job.goodput(count, batch, scaling)

@@ -8,7 +8,7 @@ from enum import Enum
 from typing import Literal, Protocol, get_args
 
 from gulliver.errors import GulliverError, nearest
-from gulliver.solve.cycle import NEVER, Cycle, Event, Span, plan_cycle
+from gulliver.solve.cycle import NEVER, Cycle, Event, plan_cycle
 
 
 class InsufficientMemory(GulliverError):
@@ -347,7 +347,7 @@ class Replacement:
             return span is None or span.keep
         if event.fresh or not (found.resident or found.stored):
             return True
-        early = not found.resident and not self._leads(position, span)
+        early = not found.resident and position - (span.lead if span else 0) > self._cursor
         if early and self.ahead is not None and self._early + found.nbytes > self.ahead:
             return False
         keep, lead = (span.keep, span.lead) if span else (False, 0)
@@ -362,9 +362,6 @@ class Replacement:
             cycle.slack[claimed] -= found.nbytes
         found.claimed = True
         return True
-
-    def _leads(self, position: int, span: Span | None) -> bool:
-        return position - (span.lead if span else 0) <= self._cursor
 
     def _prefetch(self, key: Hashable, found: _Object, actions: list[Action]) -> bool:
         """Loads an object ahead of its use, replacing objects that are not needed soon."""

@@ -224,7 +224,7 @@ class _Costs:
     def swap_bytes(self) -> float:
         """Mean bytes that a rank sends in one swap."""
         frames, places = self.plan.lay(self.clip.frames), self.plan.lay(self.clip.places)
-        token = self.clip.batch * self.width.channels * self._item()
+        token = self.clip.batch * self.width.channels * self.clip.attention(PLACES, self.width).item
         return resharding_bytes(frames.sizes(), places.sizes(), token)
 
     def swap(self) -> float:
@@ -242,9 +242,6 @@ class _Costs:
 
     def _most(self, cut: int) -> int:
         return max(self.plan.lay(self.clip.size(cut)).sizes())
-
-    def _item(self) -> int:
-        return self.clip.attention(PLACES, self.width).item
 
 
 # One clip of an STDiT on several ranks.
