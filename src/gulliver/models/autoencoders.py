@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
-from gulliver.errors import GulliverError, nearest
+from gulliver.errors import GulliverError, check_known
 from gulliver.models.configurations import make_of_fields
 
 if TYPE_CHECKING:
@@ -156,8 +156,7 @@ AUTOENCODERS: dict[str, AutoencoderConfiguration] = {
 
 def build_autoencoder(name: str, **overrides: Any) -> nn.Module:
     """Builds a public autoencoder that is a class of `gulliver.models`."""
-    if name not in AUTOENCODERS:
-        raise GulliverError(f"unknown autoencoder {name!r}: {nearest(name, AUTOENCODERS)}")
+    check_known("autoencoder", name, AUTOENCODERS)
     from gulliver import models
 
     configuration = AUTOENCODERS[name]

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
-from gulliver.errors import GulliverError, nearest
+from gulliver.errors import GulliverError, check_known, nearest
 from gulliver.options import AT_LEAST_0, AT_LEAST_1, POSITIVE, SHARE, Options, Range
 
 if TYPE_CHECKING:
@@ -393,8 +393,7 @@ def build(name: str, **overrides: Any) -> nn.Module:
     Raises:
         GulliverError: the name or a field is unknown, or a field has an invalid value.
     """
-    if name not in CONFIGURATIONS:
-        raise GulliverError(f"unknown model {name!r}: {nearest(name, CONFIGURATIONS)}")
+    check_known("model", name, CONFIGURATIONS)
     from gulliver import models
 
     configuration = CONFIGURATIONS[name]

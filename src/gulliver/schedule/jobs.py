@@ -276,14 +276,19 @@ def check_trace(jobs: tuple[Job, ...], cluster: JobCluster) -> None:
         if job.name in seen:
             raise GulliverError(f"two jobs are named {job.name!r}; names must be unique")
         seen.add(job.name)
-        if job.slots > cluster.slots:
-            raise GulliverError(
-                f"job {job.name!r} requests {job.slots} slots but the cluster has "
-                f"{cluster.slots}; lower its slots or use a larger cluster"
-            )
-        if cluster.quotas and job.tenant not in cluster.quotas:
-            known = ", ".join(map(repr, cluster.quotas))
-            raise GulliverError(
-                f"job {job.name!r} belongs to tenant {job.tenant!r}, which has no quota; add "
-                f"one (tenants with a quota: {known})"
-            )
+        check_job(job.name, job.tenant, job.slots, cluster.slots, cluster.quotas)
+
+
+def check_job(name: str, tenant: str, slots: int, most: int, quotas: Mapping[str, int]) -> None:
+    """Rejects a job that requests more slots than there are, or whose tenant has no quota."""
+    if slots > most:
+        raise GulliverError(
+            f"job {name!r} requests {slots} slots but the cluster has {most}; "
+            "lower its slots or use a larger cluster"
+        )
+    if quotas and tenant not in quotas:
+        known = ", ".join(map(repr, quotas))
+        raise GulliverError(
+            f"job {name!r} belongs to tenant {tenant!r}, which has no quota; add one "
+            f"(tenants with a quota: {known})"
+        )

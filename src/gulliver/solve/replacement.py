@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Literal, Protocol, get_args
 
-from gulliver.errors import GulliverError, nearest
+from gulliver.errors import GulliverError, check_known
 from gulliver.solve.cycle import NEVER, Cycle, Event, plan_cycle
 
 
@@ -92,8 +92,7 @@ class Replacement:
         ahead: int | None = None,
         policy: Policy = "planned",
     ) -> None:
-        if policy not in get_args(Policy):
-            raise GulliverError(f"unknown policy {policy!r}: {nearest(policy, get_args(Policy))}")
+        check_known("policy", policy, get_args(Policy))
         self.budget, self.backed, self.ahead, self.policy = budget, backed, ahead, policy
         self.minimum = self.pinned = self.lent = self.used = 0
         self.cycle: Cycle | None = None
