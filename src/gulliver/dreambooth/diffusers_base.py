@@ -122,7 +122,8 @@ def _copy(part: Path, target: Path) -> None:
 
 
 def _write_encoder(base: DiffusersBase, folder: Path, learnt: TrainedParts, name: str) -> None:
-    prefix, encoder = f"text.{name}.", base._network(name)
+    prefix = f"text.{name}."
+    encoder: Any = base._network(name)
     values = {
         n.removeprefix(prefix): learnt.tensors[n] for n in learnt.tensors if n.startswith(prefix)
     }
