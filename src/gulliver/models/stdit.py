@@ -57,16 +57,6 @@ from gulliver.models.configurations import (
     config_of,
 )
 
-__all__ = [
-    "STDIT3_SIZES",
-    "ConditionFrames",
-    "FinalLayer",
-    "Grid",
-    "STDiT3",
-    "STDiTBlock",
-    "stdit3",
-]
-
 STDIT3_SIZES: dict[str, dict[str, int]] = {
     "tiny": {"hidden_size": 128, "depth": 3, "num_heads": 4},
     "mini": {"hidden_size": 192, "depth": 4, "num_heads": 6},

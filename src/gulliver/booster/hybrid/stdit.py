@@ -34,8 +34,15 @@ from gulliver.hardware.attention import attention_seconds
 from gulliver.hardware.cluster import Cluster
 from gulliver.hardware.costs import all_to_all_seconds, linear_seconds, resharding_bytes
 from gulliver.hardware.probe import current_cluster
-from gulliver.models.blocks import CaptionEmbedder, Mix
-from gulliver.models.stdit import ConditionFrames, FinalLayer, Grid, STDiT3, STDiTBlock
+from gulliver.models.blocks import (
+    CaptionEmbedder,
+    ConditionFrames,
+    FinalLayer,
+    Grid,
+    Mix,
+    STDiTBlock,
+)
+from gulliver.models.stdit import STDiT3
 from gulliver.parallel.sequence.attend import attention
 from gulliver.parallel.sequence.choice import predict, volume
 from gulliver.parallel.sequence.layout import SequenceGroups, SequencePlan
