@@ -11,53 +11,31 @@ from typing import TYPE_CHECKING
 from gulliver._lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from gulliver.booster import (
-        Booster,
-        GeminiPlugin,
-        HybridParallelPlugin,
-        LowLevelZeroPlugin,
-        Plugin,
-        TorchDDPPlugin,
-        auto_engine,
-        keep_logits,
-        lazy_parameters,
-    )
-    from gulliver.checkpoint import AsyncCheckpointer
-    from gulliver.comm import World, current_world, guard, init_world, launch, shutdown
-    from gulliver.data import DataLoader
-    from gulliver.errors import GulliverError
-    from gulliver.hardware import Cluster, current_cluster
-    from gulliver.plan import Plan
-    from gulliver.precision import replace_module
-    from gulliver.serve import LLM, SamplingParams
+    from gulliver.booster import Booster as Booster
+    from gulliver.booster import GeminiPlugin as GeminiPlugin
+    from gulliver.booster import HybridParallelPlugin as HybridParallelPlugin
+    from gulliver.booster import LowLevelZeroPlugin as LowLevelZeroPlugin
+    from gulliver.booster import Plugin as Plugin
+    from gulliver.booster import TorchDDPPlugin as TorchDDPPlugin
+    from gulliver.booster import auto_engine as auto_engine
+    from gulliver.booster import keep_logits as keep_logits
+    from gulliver.booster import lazy_parameters as lazy_parameters
+    from gulliver.checkpoint import AsyncCheckpointer as AsyncCheckpointer
+    from gulliver.comm import World as World
+    from gulliver.comm import current_world as current_world
+    from gulliver.comm import guard as guard
+    from gulliver.comm import init_world as init_world
+    from gulliver.comm import launch as launch
+    from gulliver.comm import shutdown as shutdown
+    from gulliver.data import DataLoader as DataLoader
+    from gulliver.errors import GulliverError as GulliverError
+    from gulliver.hardware import Cluster as Cluster
+    from gulliver.hardware import current_cluster as current_cluster
+    from gulliver.plan import Plan as Plan
+    from gulliver.precision import replace_module as replace_module
+    from gulliver.serve import LLM as LLM
+    from gulliver.serve import SamplingParams as SamplingParams
 
 __version__ = "0.1.0"
-
-__all__ = [
-    "LLM",
-    "AsyncCheckpointer",
-    "Booster",
-    "Cluster",
-    "DataLoader",
-    "GeminiPlugin",
-    "GulliverError",
-    "HybridParallelPlugin",
-    "LowLevelZeroPlugin",
-    "Plan",
-    "Plugin",
-    "SamplingParams",
-    "TorchDDPPlugin",
-    "World",
-    "auto_engine",
-    "current_cluster",
-    "current_world",
-    "guard",
-    "init_world",
-    "keep_logits",
-    "launch",
-    "lazy_parameters",
-    "replace_module",
-    "shutdown",
-]
 
 __getattr__, __dir__ = lazy_exports(__name__)

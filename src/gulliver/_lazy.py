@@ -17,16 +17,21 @@ def lazy_exports(
     """Returns `__getattr__` and `__dir__` for a package.
 
     Its names are those that the package imports under ``if TYPE_CHECKING:``, which type checkers
-    read too, so each is listed with its module once. If importing a module fails because a package
-    is missing, the error names the optional `extra` that contains it.
+    read too, so each is listed with its module once. Those imported as themselves (``from a import
+    b as b``, which type checkers require too) become ``__all__``, if the package has none; the
+    others are old names. If importing a module fails because a package is missing, the error names
+    the optional `extra` that contains it.
     """
     places: dict[str, tuple[str, str]] = {}
-    source = Path(str(sys.modules[package].__file__)).read_text(encoding="utf-8")
+    module_of_package = sys.modules[package]
+    source = Path(str(module_of_package.__file__)).read_text(encoding="utf-8")
     for block in ast.parse(source).body:
         for statement in block.body if isinstance(block, ast.If) else ():
             if isinstance(statement, ast.ImportFrom):
                 for name in statement.names:
                     places[name.asname or name.name] = str(statement.module), name.name
+    exported = sorted(name for name, (_, defined) in places.items() if name == defined)
+    vars(module_of_package).setdefault("__all__", exported)
 
     def load(name: str) -> Any:
         if name in places:

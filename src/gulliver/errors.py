@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any
@@ -49,6 +49,12 @@ def nearest(name: str, choices: Iterable[str]) -> str:
         return f"did you mean {close[0]!r}?"
     shown = ", ".join(repr(choice) for choice in known[:SHOWN])
     return f"choose from {shown}" + (f" and {len(known) - SHOWN} more" if known[SHOWN:] else "")
+
+
+def check_known(what: str, name: object, choices: Collection[str]) -> None:
+    """Rejects a name that is not among the choices."""
+    if name not in choices:
+        raise GulliverError(f"unknown {what} {name!r}: {nearest(str(name), choices)}")
 
 
 def first_difference(

@@ -34,7 +34,7 @@ from gulliver.hardware import Cluster, described
 from gulliver.hardware.cluster import Axis, Device, Link
 from gulliver.memory import region_of
 from gulliver.models import STDiT3
-from gulliver.models.stdit import STDiTBlock
+from gulliver.models.blocks import STDiTBlock
 from gulliver.parallel.pipeline import Pipeline, cut, make_stage, stack_of, stages_by_rank
 from gulliver.parallel.sequence import SequencePlan, make_groups
 from gulliver.parallel.tensor import apply_tensor, plan_tensor

@@ -15,6 +15,7 @@ from torch import Tensor
 import gulliver
 from gulliver.precision.int8.formats import from_int4, from_int8
 from gulliver.precision.int8.layers import QuantizedLinear
+from gulliver.quantize import save_quantized
 from gulliver.serve import Batch, LocalRunner, Span
 from gulliver.serve.decoder import FAMILIES, Unfit, native_problem, read_dense
 from gulliver.serve.local import DenseRunner
@@ -160,6 +161,17 @@ def test_int8_dynamic_rounds_activations_with_vnni(
     # A value between two bytes may be rounded to either, which changes some rows.
     assert usual(got, want) < 1e-5 < 1e-2 < usual(floats, want)
     assert furthest(got, want) < 0.5 * furthest(floats, want)
+
+
+@pytest.mark.parametrize("embeddings", [False, True])
+def test_folders_of_tied_models_have_the_quantised_weights(
+    tmp_path: Path, embeddings: bool
+) -> None:
+    model = decoder_model("llama", tie_word_embeddings=True)
+    gulliver.replace_module(model, "int8", embeddings=embeddings)
+    found, _ = load_model(save_quantized(model, tmp_path / "written"), ModelOptions())
+    ids = torch.arange(9)[None]
+    assert furthest([found(ids).logits], [model(ids).logits]) < 1e-5
 
 
 @pytest.mark.parametrize("change", ["float64", "hook", "gpt2", "sizes", "option"])

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING
 from gulliver._lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from gulliver.app.server import Page
-
-__all__ = ["Page"]
+    from gulliver.app.server import Page as Page
 
 __getattr__, __dir__ = lazy_exports(__name__)

@@ -5,21 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from gulliver.booster.hybrid.mesh import size_axes
 from gulliver.booster.hybrid.steps import SHORT
 from gulliver.booster.plugin_options import (
-    CommunicationOptions,
-    Fp8Options,
     GridOptions,
     HybridOptions,
     LimitOptions,
     PipelineOptions,
     ZeroOptions,
     refuse_unused,
-    sort_options,
 )
 from gulliver.booster.plugins import Plugin
 from gulliver.comm.world import current_world
@@ -95,10 +92,8 @@ class HybridParallelPlugin(Plugin):
             "max_norm": max_norm,
             "memory_limit": memory_limit,
         }
-        formats = (Fp8Options, CommunicationOptions)
-        groups = sort_options(type(self), (*kinds, *formats), given | options)
-        self.grid, self.pipeline, self.hybrid, self.zero, limits = groups[:5]
-        self.fp8, self.wires = groups[5].plan(), groups[6].wires()
+        groups = self._sort(kinds, given | options)
+        self.grid, self.pipeline, self.hybrid, self.zero, limits = groups
         self.precision, self.max_norm = self.zero.precision, self.zero.max_norm
         self.tp_size, self.pp_size, self.mode = tp_size, pp_size, sequence_parallelism_mode
         # Users of Colossal-AI set sp_size to the tensor axis' size in the modes that use this axis.
@@ -199,11 +194,7 @@ class HybridParallelPlugin(Plugin):
         )
 
     def for_model(
-        self,
-        plan: Plan,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
-        cluster: Cluster | None,
+        self, plan: Plan, model: nn.Module, optimizer: Optimizer | None, cluster: Cluster | None
     ) -> Plan:
         """Chooses the sequence mode and recomputed blocks; under a memory limit also the chunks."""
         family = family_of(model)

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
+from torch.optim import Optimizer
 from torch.utils.data import Dataset, DistributedSampler
 
 from gulliver.booster.apply import apply_plan, check_choices
@@ -35,7 +36,7 @@ from gulliver.errors import GulliverError
 from gulliver.hardware.cluster import Cluster
 from gulliver.hardware.costs import zero_collectives
 from gulliver.hardware.probe import current_cluster
-from gulliver.options import checked
+from gulliver.options import Options, checked
 from gulliver.parallel.optimizer import BoostedOptimizer, named_trainables
 from gulliver.plan.checks import check_plan
 from gulliver.plan.plan import Plan
@@ -55,6 +56,13 @@ class Plugin(ABC):
     takes: tuple[str, ...] = ()
     """Device types that parameters may be on, in addition to the rank's own."""
 
+    def _sort(self, kinds: Sequence[type[Options]], given: Mapping[str, Any]) -> list[Any]:
+        """Sorts options into an instance of each of `kinds`, and stores the number formats."""
+        formats = (Fp8Options, CommunicationOptions)
+        *groups, fp8, communication = sort_options(type(self), (*kinds, *formats), given)
+        self.fp8, self.wires = fp8.plan(), communication.wires()
+        return groups
+
     @abstractmethod
     def choices(self, ranks: int, precision: str = "none") -> Plan:
         """Returns the plan's choices that do not depend on the model.
@@ -68,11 +76,7 @@ class Plugin(ABC):
         """
 
     def for_model(
-        self,
-        plan: Plan,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
-        cluster: Cluster | None,
+        self, plan: Plan, model: nn.Module, optimizer: Optimizer | None, cluster: Cluster | None
     ) -> Plan:
         """Adds the choices that depend on the model."""
         return plan
@@ -80,7 +84,7 @@ class Plugin(ABC):
     def make_plan(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizer: Optimizer | None = None,
         cluster: Cluster | None = None,
         sample: Any = None,
         precision: str = "none",
@@ -126,9 +130,7 @@ class Plugin(ABC):
         # Ranks measure different times, but need the same plan.
         return broadcast_object(plan) if current_world().size == ranks > 1 else plan
 
-    def check(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, precision: str
-    ) -> Plan:
+    def check(self, model: nn.Module, optimizer: Optimizer | None, precision: str) -> Plan:
         """Returns the choices for a model; rejects unsupported models before anything is changed.
 
         Raises:
@@ -143,7 +145,7 @@ class Plugin(ABC):
     def configure(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
+        optimizer: Optimizer | None,
         world: World,
         choices: Plan,
     ) -> tuple[nn.Module, BoostedOptimizer, Plan]:
@@ -238,8 +240,7 @@ class TorchDDPPlugin(Plugin):
         verbose: bool = True,
         **options: Any,
     ) -> None:
-        groups = sort_options(type(self), (Fp8Options, CommunicationOptions), options)
-        self.fp8, self.wires = groups[0].plan(), groups[1].wires()
+        self._sort((), options)
         self.find_unused_parameters = find_unused_parameters
         self.bucket_cap_mb, self.static_graph, self.verbose = bucket_cap_mb, static_graph, verbose
 
@@ -300,10 +301,7 @@ class LowLevelZeroPlugin(Plugin):
             "activations": activations,
             "step_in_backward": step_in_backward,
         }
-        formats = (Fp8Options, CommunicationOptions)
-        groups = sort_options(type(self), (*kinds, *formats), given | options)
-        self.zero, limits, self.steps, self.links = groups[:4]
-        self.fp8, self.wires = groups[4].plan(), groups[5].wires()
+        self.zero, limits, self.steps, self.links = self._sort(kinds, given | options)
         self.precision, self.max_norm = self.zero.precision, self.zero.max_norm
         self.step_in_backward = self.steps.step_in_backward
         self.broadcast_buffers = self.steps.broadcast_buffers
@@ -350,11 +348,7 @@ class LowLevelZeroPlugin(Plugin):
         )
 
     def for_model(
-        self,
-        plan: Plan,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
-        cluster: Cluster | None,
+        self, plan: Plan, model: nn.Module, optimizer: Optimizer | None, cluster: Cluster | None
     ) -> Plan:
         """Chooses the torus if ``axes="auto"`` and, under a memory limit, the chunks."""
         links = cluster or self.links.cluster
@@ -433,10 +427,7 @@ class GeminiPlugin(Plugin):
             "activations": activations,
         }
         kinds = (ZeroOptions, LimitOptions, StepOptions, PlacementOptions)
-        formats = (Fp8Options, CommunicationOptions)
-        groups = sort_options(type(self), (*kinds, *formats), given | options)
-        self.zero, limits, steps, placement = groups[:4]
-        self.fp8, self.wires = groups[4].plan(), groups[5].wires()
+        self.zero, limits, steps, placement = self._sort(kinds, given | options)
         # Chunk sizes are planned: steps of the tuner could exceed the limit.
         self.zero.refuse_tuning()
         self.memory = MemoryTiers(
@@ -467,11 +458,7 @@ class GeminiPlugin(Plugin):
         )
 
     def for_model(
-        self,
-        plan: Plan,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
-        cluster: Cluster | None,
+        self, plan: Plan, model: nn.Module, optimizer: Optimizer | None, cluster: Cluster | None
     ) -> Plan:
         """Chooses the chunk size, if not given, and the recomputed blocks."""
         return plan_tiers(plan, model, optimizer, cluster, self.zero.chunk_mb == "auto")
@@ -508,11 +495,7 @@ class PlanPlugin(Plugin):
         return self.plan
 
     def for_model(
-        self,
-        plan: Plan,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
-        cluster: Cluster | None,
+        self, plan: Plan, model: nn.Module, optimizer: Optimizer | None, cluster: Cluster | None
     ) -> Plan:
         """Chooses the treatment of activations under a limit, if the plan leaves it open."""
         return plan_tiers(plan, model, optimizer, cluster, chosen=False) if plan.limited else plan

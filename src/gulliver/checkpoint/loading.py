@@ -255,7 +255,7 @@ def plan(
         _check_kind(reader, entry, value)
         content = join_state(reader.whole(stored, names_in(skeleton)), skeleton)
         _check_scheduler(reader, entry, value, content)
-        filling.finish = lambda: _give(value, content)
+        filling.finish = lambda: value.load_state_dict(content)
     elif prefix and _is_flat(value):
         _match_names(filling, _leaves_of(entry, value), prefix)
         filling.finish = lambda: value
@@ -263,10 +263,6 @@ def plan(
         _plan_tree(filling, entry, value, skeleton)
     filling.check(strict)
     return filling
-
-
-def _give(value: Any, content: Any) -> None:
-    value.load_state_dict(content)
 
 
 def _check_kind(reader: StepReader, entry: str, value: Any) -> None:

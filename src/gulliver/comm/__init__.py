@@ -5,42 +5,23 @@ from typing import TYPE_CHECKING
 from gulliver._lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from gulliver.comm.collectives import (
-        Handle,
-        all_gather,
-        all_reduce,
-        barrier,
-        broadcast,
-        choose_axes,
-        gather_objects,
-        group_rank,
-        reduce_scatter,
-    )
-    from gulliver.comm.launcher import launch
-    from gulliver.comm.torus import Torus, make_axes
-    from gulliver.comm.watchdog import guard
-    from gulliver.comm.world import World, current_world, init_world, shutdown
-    from gulliver.precision.wire.formats import IDENTITY
-
-__all__ = [
-    "IDENTITY",
-    "Handle",
-    "Torus",
-    "World",
-    "all_gather",
-    "all_reduce",
-    "barrier",
-    "broadcast",
-    "choose_axes",
-    "current_world",
-    "gather_objects",
-    "group_rank",
-    "guard",
-    "init_world",
-    "launch",
-    "make_axes",
-    "reduce_scatter",
-    "shutdown",
-]
+    from gulliver.comm.collectives import Handle as Handle
+    from gulliver.comm.collectives import all_gather as all_gather
+    from gulliver.comm.collectives import all_reduce as all_reduce
+    from gulliver.comm.collectives import barrier as barrier
+    from gulliver.comm.collectives import broadcast as broadcast
+    from gulliver.comm.collectives import choose_axes as choose_axes
+    from gulliver.comm.collectives import gather_objects as gather_objects
+    from gulliver.comm.collectives import group_rank as group_rank
+    from gulliver.comm.collectives import reduce_scatter as reduce_scatter
+    from gulliver.comm.launcher import launch as launch
+    from gulliver.comm.torus import Torus as Torus
+    from gulliver.comm.torus import make_axes as make_axes
+    from gulliver.comm.watchdog import guard as guard
+    from gulliver.comm.world import World as World
+    from gulliver.comm.world import current_world as current_world
+    from gulliver.comm.world import init_world as init_world
+    from gulliver.comm.world import shutdown as shutdown
+    from gulliver.precision.wire.formats import IDENTITY as IDENTITY
 
 __getattr__, __dir__ = lazy_exports(__name__)

@@ -42,7 +42,7 @@ from gulliver.comm.torus import (
     run_chained,
 )
 from gulliver.comm.watchdog import ANY, Purpose, count_sent, flight_recorder
-from gulliver.errors import GulliverError, nearest
+from gulliver.errors import GulliverError, check_known
 from gulliver.hardware.cluster import Cluster
 from gulliver.hardware.costs import RING_BYTES, host_seconds, torus_links, torus_seconds
 from gulliver.precision.wire.formats import IDENTITY, WireFormat
@@ -369,8 +369,7 @@ def _mean(tensor: Tensor, op: Op, size: int) -> Callable[[], Any] | None:
 
 
 def _check(tensor: Tensor, op: str) -> None:
-    if op not in REDUCTIONS:
-        raise GulliverError(f"unknown reduction {op!r}: {nearest(op, REDUCTIONS)}")
+    check_known("reduction", op, REDUCTIONS)
     if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
         raise GulliverError(f"the mean of {tensor.dtype} is not defined: reduce with 'sum'")
     if not tensor.is_contiguous():

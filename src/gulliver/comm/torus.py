@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from gulliver._compat import all_gather_flat, reduce_scatter_flat
 from gulliver.comm.groups import ALONE, RankGroup, lasting_group, shared_rank_group
 from gulliver.comm.watchdog import count_sent
-from gulliver.errors import GulliverError, nearest
+from gulliver.errors import GulliverError, check_known
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,8 +79,7 @@ class Axes:
 
     def _check(self, names: Sequence[str]) -> None:
         for name in names:
-            if name not in self.sizes:
-                raise GulliverError(f"unknown axis {name!r}: {nearest(name, self.sizes)}")
+            check_known("axis", name, self.sizes)
         if list(names) != [name for name in self.sizes if name in names]:
             raise GulliverError(
                 f"axes {', '.join(names)} must be named once, outer to inner, as in "

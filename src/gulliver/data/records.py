@@ -17,7 +17,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from gulliver.errors import GulliverError, missing_extra, nearest
+from gulliver.errors import GulliverError, check_known, missing_extra
 from gulliver.io.files import named_errors
 from gulliver.options import Range
 
@@ -251,12 +251,12 @@ COLUMNS = {"1.2": ("aes", "flow", "cmotion"), "1.3": ("aes", "flow", "cmotion")}
 
 def with_scores(text: str, values: Values, style: str) -> str:
     """Adds a clip's scores to its caption, unless it contains them already."""
-    _check_style(style)
+    check_known("style of scores", style, STYLES)
     return STYLES[style](text, values)
 
 
 def check_scores(table: object, records: Sequence[Values], style: str) -> None:
-    _check_style(style)
+    check_known("style of scores", style, STYLES)
     columns = COLUMNS.get(style, ())
     if not columns or any(_is_set(row.get(column)) for row in records for column in columns):
         return
@@ -265,8 +265,3 @@ def check_scores(table: object, records: Sequence[Values], style: str) -> None:
         f"style {style} needs scores in the columns {', '.join(columns)}, but no row of {table} "
         f"has one (columns with values: {', '.join(phrases) or 'none'})"
     )
-
-
-def _check_style(style: str) -> None:
-    if style not in STYLES:
-        raise GulliverError(f"unknown style of scores {style!r}: {nearest(style, STYLES)}")

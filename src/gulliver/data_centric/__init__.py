@@ -5,21 +5,14 @@ from typing import TYPE_CHECKING
 from gulliver._lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from gulliver.data_centric.costs import Samples, Seconds, Tokens
-    from gulliver.data_centric.planner import DataCentricOptions, DataCentricPlanner
-    from gulliver.data_centric.plugin import DataCentricPlugin
-    from gulliver.data_centric.step_loader import DataCentricLoader, LoadedBatch, TrainingStep
-
-__all__ = [
-    "DataCentricLoader",
-    "DataCentricOptions",
-    "DataCentricPlanner",
-    "DataCentricPlugin",
-    "LoadedBatch",
-    "Samples",
-    "Seconds",
-    "Tokens",
-    "TrainingStep",
-]
+    from gulliver.data_centric.costs import Samples as Samples
+    from gulliver.data_centric.costs import Seconds as Seconds
+    from gulliver.data_centric.costs import Tokens as Tokens
+    from gulliver.data_centric.planner import DataCentricOptions as DataCentricOptions
+    from gulliver.data_centric.planner import DataCentricPlanner as DataCentricPlanner
+    from gulliver.data_centric.plugin import DataCentricPlugin as DataCentricPlugin
+    from gulliver.data_centric.step_loader import DataCentricLoader as DataCentricLoader
+    from gulliver.data_centric.step_loader import LoadedBatch as LoadedBatch
+    from gulliver.data_centric.step_loader import TrainingStep as TrainingStep
 
 __getattr__, __dir__ = lazy_exports(__name__)

@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from gulliver.errors import GulliverError, nearest
+from gulliver.errors import GulliverError, check_known
 from gulliver.hardware.batch_costs import BatchCosts
 from gulliver.hardware.sample_tables import TableCosts
 from gulliver.options import positive_number, whole_number
@@ -181,10 +181,7 @@ def draw_shapes(
     costs: TableCosts, distribution: Distribution, count: int, seed: int = 0
 ) -> list[str]:
     """Draws shapes: videos by Zipf's law over cost or evenly, and two images per video."""
-    if distribution not in DISTRIBUTIONS:
-        raise GulliverError(
-            f"unknown distribution {distribution!r}: {nearest(distribution, DISTRIBUTIONS)}"
-        )
+    check_known("distribution", distribution, DISTRIBUTIONS)
     images = sorted((s for s in costs.seconds if s.endswith("/1")), key=lambda s: _cost(costs, s))
     videos = sorted(costs.seconds.keys() - set(images), key=lambda s: (_cost(costs, s), s))
     draw = np.random.Generator(np.random.Philox(key=seed))

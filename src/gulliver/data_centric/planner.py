@@ -248,7 +248,7 @@ class DataCentricPlanner:
 
     def _fill(self, window: SampleWindow) -> None:
         """Draws windows until the queue contains a complete step."""
-        while not window.is_over and not self._has_step:
+        while not window.is_over and self._queue.weight < total(self.budget, self.ranks):
             indices, shapes = window.draw(self.window)
             self._queue.drawn += len(indices)
             for index, shape in zip(indices.tolist(), shapes, strict=True):
@@ -267,10 +267,6 @@ class DataCentricPlanner:
             )
             names = [shapes[place] for place in order.tolist()]
             self._queue.extend(indices[order], names, np.array([weights[name] for name in names]))
-
-    @property
-    def _has_step(self) -> bool:
-        return self._queue.weight >= total(self.budget, self.ranks)
 
     def _time_of(self, shape: Shape) -> float:
         return self._solver.rank_seconds(shape) if isinstance(self.budget, Seconds) else 0.0

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from gulliver.booster.hybrid_plugin import HybridParallelPlugin
 from gulliver.errors import GulliverError, nearest
@@ -123,11 +123,7 @@ class DataCentricPlugin(HybridParallelPlugin):
         return replace(whole, ulysses=fits[-1], inner=self.sp_size // fits[-1])
 
     def for_model(
-        self,
-        plan: Plan,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
-        cluster: Cluster | None,
+        self, plan: Plan, model: nn.Module, optimizer: Optimizer | None, cluster: Cluster | None
     ) -> Plan:
         """Shards sequences if the model's attention supports it; otherwise uses only ZeRO."""
         ranks, alone = plan.mesh.size // self.inside, _why_alone(model)

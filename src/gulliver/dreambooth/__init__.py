@@ -8,12 +8,10 @@ from typing import TYPE_CHECKING
 from gulliver._lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from gulliver.dreambooth.base import TrainedParts
     from gulliver.dreambooth.base import TrainedParts as Learnt  # noqa: F401
-    from gulliver.dreambooth.config import DreamboothConfig
-    from gulliver.dreambooth.trainer import dreambooth
-    from gulliver.jobs.loop import Outcome
-
-__all__ = ["DreamboothConfig", "Outcome", "TrainedParts", "dreambooth"]
+    from gulliver.dreambooth.base import TrainedParts as TrainedParts
+    from gulliver.dreambooth.config import DreamboothConfig as DreamboothConfig
+    from gulliver.dreambooth.trainer import dreambooth as dreambooth
+    from gulliver.jobs.loop import Outcome as Outcome
 
 __getattr__, __dir__ = lazy_exports(__name__)

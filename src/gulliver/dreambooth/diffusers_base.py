@@ -122,7 +122,8 @@ def _copy(part: Path, target: Path) -> None:
 
 
 def _write_encoder(base: DiffusersBase, folder: Path, learnt: TrainedParts, name: str) -> None:
-    prefix, encoder = f"text.{name}.", base.read_encoder(name)
+    prefix = f"text.{name}."
+    encoder: Any = base._network(name)
     values = {
         n.removeprefix(prefix): learnt.tensors[n] for n in learnt.tensors if n.startswith(prefix)
     }
@@ -318,9 +319,6 @@ class DiffusersBase:
             for tokenizer, encoder in zip(self.tokenizers.values(), encoders, strict=True)
         ]
         return handles[0]
-
-    def read_encoder(self, name: str) -> Any:
-        return self._network(name)
 
     def unused(self) -> tuple[str, ...]:
         """Returns name prefixes of parameters in `text` that no loss depends on."""

@@ -9,21 +9,14 @@ from typing import TYPE_CHECKING
 from gulliver._lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from gulliver.embedding.bag import CachedEmbeddingBag, EmbeddingCacheOptions, LookAhead
-    from gulliver.embedding.optimizers import RowState, RowWiseAdagrad
-    from gulliver.embedding.planning import TablesJob, TablesPlan, plan_tables
-    from gulliver.embedding.sharded import ShardedEmbeddingBag
-
-__all__ = [
-    "CachedEmbeddingBag",
-    "EmbeddingCacheOptions",
-    "LookAhead",
-    "RowState",
-    "RowWiseAdagrad",
-    "ShardedEmbeddingBag",
-    "TablesJob",
-    "TablesPlan",
-    "plan_tables",
-]
+    from gulliver.embedding.bag import CachedEmbeddingBag as CachedEmbeddingBag
+    from gulliver.embedding.bag import EmbeddingCacheOptions as EmbeddingCacheOptions
+    from gulliver.embedding.bag import LookAhead as LookAhead
+    from gulliver.embedding.optimizers import RowState as RowState
+    from gulliver.embedding.optimizers import RowWiseAdagrad as RowWiseAdagrad
+    from gulliver.embedding.planning import TablesJob as TablesJob
+    from gulliver.embedding.planning import TablesPlan as TablesPlan
+    from gulliver.embedding.planning import plan_tables as plan_tables
+    from gulliver.embedding.sharded import ShardedEmbeddingBag as ShardedEmbeddingBag
 
 __getattr__, __dir__ = lazy_exports(__name__)

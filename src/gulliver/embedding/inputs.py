@@ -6,13 +6,13 @@ Ids are checked per table before anything is modified. `Bags` contains the argum
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from gulliver.errors import GulliverError, nearest
+from gulliver.errors import GulliverError, check_known
 
 Given = Tensor | Mapping[str, Tensor]
 
@@ -133,6 +133,15 @@ def _checked_offsets(where: str, offsets: Tensor, count: int, last: bool) -> Ten
     return offsets[:-1] if last else offsets
 
 
+def check_lengths(tables: Sequence[Table], parts: Sequence[Bags]) -> None:
+    for table, part in zip(tables, parts, strict=True):
+        if len(part) != len(parts[0]):
+            raise GulliverError(
+                f"table {table.name!r} has {len(part)} bags, but table {tables[0].name!r} has "
+                f"{len(parts[0])}; every table needs one bag per sample"
+            )
+
+
 def several_tables(
     tables: list[Table],
     ids: Given,
@@ -149,8 +158,7 @@ def several_tables(
                 "ids are a dict by table name, so offsets and per_sample_weights must also be dicts"
             )
         for name in given:
-            if name not in names:
-                raise GulliverError(f"unknown table {name!r}: {nearest(str(name), names)}")
+            check_known("table", name, names)
     missing = [name for name in names if name not in ids]
     if missing:
         raise GulliverError(
@@ -163,12 +171,8 @@ def several_tables(
             for given in (offsets, weights)
         )
         parts.append(one_table(table, ids[table.name], *of_table, last))  # type: ignore[arg-type]
-    for table, part in zip(tables, parts, strict=True):
-        if len(part) != len(parts[0]):
-            raise GulliverError(
-                f"table {table.name!r} has {len(part)} bags, but table {names[0]!r} has "
-                f"{len(parts[0])}; every table needs one bag per sample"
-            )
+    check_lengths(tables, parts)
+    for part in parts:
         if (part.weights is None) != (parts[0].weights is None):
             raise GulliverError(
                 "per_sample_weights are missing for some tables; pass them for all tables, or "

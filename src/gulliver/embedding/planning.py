@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gulliver.embedding.inputs import Table
-from gulliver.errors import GulliverError, nearest
+from gulliver.errors import GulliverError, check_known, nearest
 from gulliver.hardware.cluster import Cluster
 from gulliver.hardware.operators import LookupLoad, lookup_seconds
 from gulliver.solve.rows import index_bytes
@@ -275,8 +275,7 @@ def plan_tables(job: TablesJob, cluster: Cluster) -> TablesPlan:
 
 
 def _check(job: TablesJob) -> None:
-    if job.optimizer not in STATE:
-        raise GulliverError(f"unknown optimizer {job.optimizer!r}: {nearest(job.optimizer, STATE)}")
+    check_known("optimizer", job.optimizer, STATE)
     if not job.tables:
         raise GulliverError(
             "there are no tables to plan; pass at least one with its number of rows"

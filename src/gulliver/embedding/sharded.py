@@ -21,7 +21,7 @@ from gulliver.comm.collectives import gather_objects
 from gulliver.comm.groups import RankGroup
 from gulliver.comm.messages import exchange, gather_integers
 from gulliver.embedding.bag import CachedEmbeddingBag, Mode, device_of, make_tables
-from gulliver.embedding.inputs import Bags, Given, Table, one_table
+from gulliver.embedding.inputs import Bags, Given, Table, check_lengths, one_table
 from gulliver.embedding.lookup import BagExchange, Lookup, Pool
 from gulliver.embedding.optimizers import RowWiseAdagrad
 from gulliver.embedding.planning import FirstRows, TablePlacement, share
@@ -386,12 +386,7 @@ class ShardedEmbeddingBag(nn.Module):
             )
             for table in self.tables
         ]
-        for table, bags in zip(self.tables, found, strict=True):
-            if len(bags) != len(found[0]):
-                raise GulliverError(
-                    f"table {table.name!r} has {len(bags)} bags, but table {self.tables[0].name!r} "
-                    f"has {len(found[0])}; every table needs one bag per sample"
-                )
+        check_lengths(self.tables, found)
         return found
 
     def _announced(

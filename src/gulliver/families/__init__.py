@@ -11,9 +11,12 @@ from typing import TYPE_CHECKING
 from gulliver._lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from gulliver.families.lookup import family_of, register
-    from gulliver.families.record import SHARED_BY_TENSOR, Blocks, Family, Sequences, Tensors
-
-__all__ = ["SHARED_BY_TENSOR", "Blocks", "Family", "Sequences", "Tensors", "family_of", "register"]
+    from gulliver.families.lookup import family_of as family_of
+    from gulliver.families.lookup import register as register
+    from gulliver.families.record import SHARED_BY_TENSOR as SHARED_BY_TENSOR
+    from gulliver.families.record import Blocks as Blocks
+    from gulliver.families.record import Family as Family
+    from gulliver.families.record import Sequences as Sequences
+    from gulliver.families.record import Tensors as Tensors
 
 __getattr__, __dir__ = lazy_exports(__name__)

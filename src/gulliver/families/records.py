@@ -6,7 +6,9 @@ hidden state.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
@@ -19,6 +21,13 @@ from gulliver.families.record import (
     Sequences,
     Tensors,
 )
+
+
+def _tensors(patterns: Mapping[str, str], **options: Any) -> Tensors:
+    """Creates the rules from the patterns of each style, which are separated by spaces."""
+    rules = {name: style for style, names in patterns.items() for name in names.split()}
+    return Tensors(rules, **options)
+
 
 # Llama, Mistral and Qwen2: decoders with rotary positions and their own tensor plan.
 #
@@ -88,13 +97,11 @@ MIXTRAL = Family(
 # DeepSeek-V3: latent attention; its own plan does not shard the projections by heads.
 DEEPSEEK = Family(
     "deepseek_v3",
-    tensors=Tensors(
+    tensors=_tensors(
         {
-            "q_b_proj": "column by heads",
-            "kv_b_proj": "column by heads",
-            "kv_a_proj_with_mqa": "latent",
-            "self_attn.q_proj": "column by heads",
-            "self_attn.o_proj": "row by heads",
+            "column by heads": "q_b_proj kv_b_proj self_attn.q_proj",
+            "row by heads": "self_attn.o_proj",
+            "latent": "kv_a_proj_with_mqa",
         },
         rest=True,
         own=True,
@@ -106,20 +113,17 @@ DEEPSEEK = Family(
 # GPT-2: fused queries, keys and values, and weights of shape ``[inputs, outputs]``.
 GPT2 = Family(
     "gpt2",
-    tensors=Tensors(
+    tensors=_tensors(
         {
-            "attn.c_attn": "q; k; v by heads",
-            "attn.c_proj": "row by heads",
-            "crossattention.q_attn": "column by heads",
-            "crossattention.c_attn": "k; v by heads",
-            "crossattention.c_proj": "row by heads",
-            "mlp.c_fc": "column",
-            "mlp.c_proj": "row",
-            "wte": "vocabulary",
-            "wpe": "replicate",
-            "lm_head": "head",
-            "score": "replicate",
-            "classifier": "replicate",
+            "q; k; v by heads": "attn.c_attn",
+            "k; v by heads": "crossattention.c_attn",
+            "column by heads": "crossattention.q_attn",
+            "row by heads": "attn.c_proj crossattention.c_proj",
+            "column": "mlp.c_fc",
+            "row": "mlp.c_proj",
+            "vocabulary": "wte",
+            "head": "lm_head",
+            "replicate": "wpe score classifier",
         }
     ),
     blocks=Blocks(),
@@ -134,8 +138,8 @@ GPT2 = Family(
 
 
 # OPT: positions are computed from the padding mask, and two modules run after the blocks.
-SEPARATE = {f"{name}_proj": "column by heads" for name in ("q", "k", "v")}
-FC = {"fc1": "column", "fc2": "row"}
+SEPARATE = {"column by heads": "q_proj k_proj v_proj"}
+FC = {"column": "fc1", "row": "fc2"}
 
 
 def _counted(mask: Tensor) -> Tensor:
@@ -145,18 +149,14 @@ def _counted(mask: Tensor) -> Tensor:
 
 OPT = Family(
     "opt",
-    tensors=Tensors(
+    tensors=_tensors(
         {
             **SEPARATE,
             **FC,
-            "out_proj": "row by heads",
-            "embed_tokens": "vocabulary",
-            "embed_positions": "replicate",
-            "project_in": "replicate",
-            "project_out": "replicate",
-            "lm_head": "head",
-            "score": "replicate",
-            "qa_outputs": "replicate",
+            "row by heads": "out_proj",
+            "vocabulary": "embed_tokens",
+            "head": "lm_head",
+            "replicate": "embed_positions project_in project_out score qa_outputs",
         }
     ),
     blocks=Blocks(after=("final_layer_norm", "project_out")),
@@ -174,17 +174,16 @@ BIASED = "its attention adds a bias to the scores, which ring attention does not
 
 BLOOM = Family(
     "bloom",
-    tensors=Tensors(
+    tensors=_tensors(
         {
             # Each head's q, k and v are adjacent, so heads are sharded as in a single projection.
-            "self_attention.query_key_value": "column by heads",
-            "self_attention.dense": "row by heads",
-            "mlp.dense_h_to_4h": "column",
-            "mlp.dense_4h_to_h": "row",
-            "word_embeddings": "vocabulary",
-            "lm_head": "head",
-            "score": "replicate",
-            "classifier": "replicate",
+            "column by heads": "self_attention.query_key_value",
+            "row by heads": "self_attention.dense",
+            "column": "mlp.dense_h_to_4h",
+            "row": "mlp.dense_4h_to_h",
+            "vocabulary": "word_embeddings",
+            "head": "lm_head",
+            "replicate": "score classifier",
         },
         sliced={"self_attention": ("alibi",)},
     ),
@@ -196,24 +195,16 @@ BLOOM = Family(
 # BERT: an encoder with bidirectional attention.
 BERT = Family(
     "bert",
-    tensors=Tensors(
+    tensors=_tensors(
         {
-            "self.query": "column by heads",
-            "self.key": "column by heads",
-            "self.value": "column by heads",
-            "attention.output.dense": "row by heads",
-            "crossattention.output.dense": "row by heads",
-            "intermediate.dense": "column",
-            "output.dense": "row",
-            "word_embeddings": "vocabulary",
-            "position_embeddings": "replicate",
-            "token_type_embeddings": "replicate",
-            "pooler.dense": "replicate",
-            "transform.dense": "replicate",
-            "predictions.decoder": "head",
-            "seq_relationship": "replicate",
-            "classifier": "replicate",
-            "qa_outputs": "replicate",
+            "column by heads": "self.query self.key self.value",
+            "row by heads": "attention.output.dense crossattention.output.dense",
+            "column": "intermediate.dense",
+            "row": "output.dense",
+            "vocabulary": "word_embeddings",
+            "head": "predictions.decoder",
+            "replicate": "position_embeddings token_type_embeddings pooler.dense transform.dense "
+            "seq_relationship classifier qa_outputs",
         }
     ),
     blocks=Blocks(),
@@ -228,23 +219,16 @@ BERT = Family(
 # T5: an encoder and a decoder, whose first blocks compute a bias for all others.
 T5 = Family(
     "t5",
-    tensors=Tensors(
+    tensors=_tensors(
         {
-            **{
-                f"{attention}.{name}": "column by heads"
-                for attention in ("SelfAttention", "EncDecAttention")
-                for name in "qkv"
-            },
-            "SelfAttention.o": "row by heads",
-            "EncDecAttention.o": "row by heads",
-            "relative_attention_bias": "embedding by heads",
-            "DenseReluDense.wi": "column",
-            "DenseReluDense.wi_0": "column",
-            "DenseReluDense.wi_1": "column",
-            "DenseReluDense.wo": "row",
-            "shared": "vocabulary",
-            "embed_tokens": "vocabulary",
-            "lm_head": "head",
+            "column by heads": "SelfAttention.q SelfAttention.k SelfAttention.v "
+            "EncDecAttention.q EncDecAttention.k EncDecAttention.v",
+            "row by heads": "SelfAttention.o EncDecAttention.o",
+            "embedding by heads": "relative_attention_bias",
+            "column": "DenseReluDense.wi DenseReluDense.wi_0 DenseReluDense.wi_1",
+            "row": "DenseReluDense.wo",
+            "vocabulary": "shared embed_tokens",
+            "head": "lm_head",
         }
     ),
     blocks=Blocks(
@@ -259,16 +243,14 @@ T5 = Family(
 # Whisper: an audio encoder with convolutional tokens, and a text decoder.
 WHISPER = Family(
     "whisper",
-    tensors=Tensors(
+    tensors=_tensors(
         {
             **SEPARATE,
             **FC,
-            "out_proj": "row by heads",
-            "conv1": "replicate",
-            "conv2": "replicate",
-            "embed_positions": "replicate",
-            "embed_tokens": "vocabulary",
-            "proj_out": "head",
+            "row by heads": "out_proj",
+            "vocabulary": "embed_tokens",
+            "head": "proj_out",
+            "replicate": "conv1 conv2 embed_positions",
         }
     ),
     blocks=Blocks(lists=("encoder.layers", "decoder.layers")),
@@ -281,16 +263,13 @@ WHISPER = Family(
 # ViT: a separate module creates tokens from patches of a picture.
 VIT = Family(
     "vit",
-    tensors=Tensors(
+    tensors=_tensors(
         {
             **SEPARATE,
-            "attention.o_proj": "row by heads",
-            "mlp.fc1": "column",
-            "mlp.fc2": "row",
-            "embeddings": "replicate",
-            "projection": "replicate",
-            "pooler.dense": "replicate",
-            "classifier": "replicate",
+            "row by heads": "attention.o_proj",
+            "column": "mlp.fc1",
+            "row": "mlp.fc2",
+            "replicate": "embeddings projection pooler.dense classifier",
         }
     ),
     blocks=Blocks(),
@@ -308,31 +287,19 @@ VIT = Family(
 STDIT3 = Family(
     "STDiT3",
     classes=("STDiT3",),
-    tensors=Tensors(
+    tensors=_tensors(
         {
-            "attn.qkv": "q; k; v by heads",
-            "attn.q_norm": "summed",
-            "attn.k_norm": "summed",
-            "attn.proj": "row by heads",
-            "cross_attn.q_linear": "column by heads",
-            "cross_attn.kv_linear": "k; v by heads",
-            "cross_attn.proj": "row by heads",
-            "mlp.fc1": "column",
-            "mlp.fc2": "row",
+            "q; k; v by heads": "attn.qkv",
+            "k; v by heads": "cross_attn.kv_linear",
+            "column by heads": "cross_attn.q_linear",
+            "row by heads": "attn.proj cross_attn.proj",
+            "summed": "attn.q_norm attn.k_norm",
+            "column": "mlp.fc1",
+            "row": "mlp.fc2",
             # Modules that do not process tokens are small and replicated.
-            "x_embedder.proj": "replicate",
-            "x_embedder_cond.proj": "replicate",
-            "x_embedder_cond_mask.proj": "replicate",
-            "t_embedder.mlp.*": "replicate",
-            "fps_embedder.mlp.*": "replicate",
-            "t_block.*": "replicate",
-            "y_proj.fc1": "replicate",
-            "y_proj.fc2": "replicate",
-            "rope": "replicate",
-            "spatial_blocks.*": "replicate",
-            "temporal_blocks.*": "replicate",
-            "final_layer": "replicate",
-            "final_layer.linear": "replicate",
+            "replicate": "x_embedder.proj x_embedder_cond.proj x_embedder_cond_mask.proj "
+            "t_embedder.mlp.* fps_embedder.mlp.* t_block.* y_proj.fc1 y_proj.fc2 rope "
+            "spatial_blocks.* temporal_blocks.* final_layer final_layer.linear",
         }
     ),
     blocks=Blocks(

@@ -20,7 +20,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Self
 
-from gulliver.errors import GulliverError, nearest
+from gulliver.errors import GulliverError, check_known, nearest
 from gulliver.io.files import named_errors, to_yaml, write_text
 from gulliver.options import byte_size
 
@@ -393,8 +393,7 @@ def described(name: str) -> Cluster:
     Raises:
         GulliverError: the name is unknown.
     """
-    if name not in described_names():
-        raise GulliverError(f"unknown cluster {name!r}: {nearest(name, described_names())}")
+    check_known("cluster", name, described_names())
     file = resources.files("gulliver.hardware") / "described" / f"{name}.yaml"
     return Cluster.from_yaml(file.read_text(encoding="utf-8"), name)
 

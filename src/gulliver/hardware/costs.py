@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal, get_args
 
-from gulliver.errors import GulliverError, nearest
+from gulliver.errors import GulliverError, check_known
 from gulliver.hardware.cluster import Cluster, Device, Link
 
 Axes = Sequence[tuple[int, Link]]
@@ -251,10 +251,7 @@ def _one_axis(collective: Collective, size: int, link: Link, count: float) -> fl
 
 
 def _check_collective(collective: str) -> None:
-    if collective not in get_args(Collective):
-        raise GulliverError(
-            f"unknown collective {collective!r}: {nearest(collective, get_args(Collective))}"
-        )
+    check_known("collective", collective, get_args(Collective))
 
 
 _SECONDS = {

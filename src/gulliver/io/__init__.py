@@ -5,10 +5,11 @@ from typing import TYPE_CHECKING
 from gulliver._lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from gulliver.io.engine import Engine, IoError, Page
-    from gulliver.io.files import atomic_file, write_text
-    from gulliver.io.native import default_engine
-
-__all__ = ["Engine", "IoError", "Page", "atomic_file", "default_engine", "write_text"]
+    from gulliver.io.engine import Engine as Engine
+    from gulliver.io.engine import IoError as IoError
+    from gulliver.io.engine import Page as Page
+    from gulliver.io.files import atomic_file as atomic_file
+    from gulliver.io.files import write_text as write_text
+    from gulliver.io.native import default_engine as default_engine
 
 __getattr__, __dir__ = lazy_exports(__name__)

@@ -18,7 +18,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from gulliver.errors import GulliverError, nearest
+from gulliver.errors import GulliverError, check_known
 
 BLOCK = 4096
 """Alignment of pages and direct I/O, in bytes."""
@@ -441,8 +441,7 @@ class Engine(ABC):
             short: maximum number of bytes to transfer, instead of an error.
             times: number of consecutive calls that fail.
         """
-        if call not in CALLS:
-            raise GulliverError(f"unknown call {call!r}: {nearest(call, CALLS)}")
+        check_known("call", call, CALLS)
         if nth < 1 or times < 1:
             raise GulliverError("nth and times must be at least 1")
         self._inject(call, nth, errno, short, times)

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 from gulliver._lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from gulliver.jobs.loop import Outcome
-
-__all__ = ["Outcome"]
+    from gulliver.jobs.loop import Outcome as Outcome
 
 __getattr__, __dir__ = lazy_exports(__name__)

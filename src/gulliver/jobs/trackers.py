@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from gulliver.checkpoint.files import read_json, write_json
-from gulliver.errors import GulliverError, missing_extra, nearest
+from gulliver.errors import check_known, missing_extra
 from gulliver.jobs.display import Scalars, tensorboard
 from gulliver.options import Tracker
 
@@ -89,8 +89,7 @@ class Several:
 def check_trackers(names: Sequence[str]) -> None:
     """Rejects unknown trackers, and trackers whose package is missing."""
     for name in names:
-        if name not in get_args(Tracker):
-            raise GulliverError(f"unknown tracker {name!r}: {nearest(name, get_args(Tracker))}")
+        check_known("tracker", name, get_args(Tracker))
         if name in WRITERS and find_spec(name) is None:
             raise missing_extra(f"--report-to {name} needs the package {name}", "trackers")
 

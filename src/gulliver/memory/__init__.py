@@ -9,17 +9,10 @@ from typing import TYPE_CHECKING
 from gulliver._lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from gulliver.memory.activations import offload_activations
-    from gulliver.memory.budget import BudgetController, Footprint
-    from gulliver.memory.parts import region_of
-    from gulliver.memory.symbolic import activation_peak
-
-__all__ = [
-    "BudgetController",
-    "Footprint",
-    "activation_peak",
-    "offload_activations",
-    "region_of",
-]
+    from gulliver.memory.activations import offload_activations as offload_activations
+    from gulliver.memory.budget import BudgetController as BudgetController
+    from gulliver.memory.budget import Footprint as Footprint
+    from gulliver.memory.parts import region_of as region_of
+    from gulliver.memory.symbolic import activation_peak as activation_peak
 
 __getattr__, __dir__ = lazy_exports(__name__)

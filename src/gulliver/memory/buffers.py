@@ -192,20 +192,13 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class ShardPiece:
+class ShardPiece(Slot):
     """A rank's part of a tensor: elements ``start:start + numel`` of the rank's shard.
 
     `offset` is the position of its first element in the flattened tensor.
     """
 
-    name: str
-    start: int
     offset: int
-    numel: int
-
-    @property
-    def end(self) -> int:
-        return self.start + self.numel
 
 
 @dataclass(frozen=True)
@@ -250,7 +243,7 @@ class ChunkLayout:
         for slot in self.slots:
             start, end = max(slot.start, low), min(slot.end, high)
             if start < end:
-                found.append(ShardPiece(slot.name, start - low, start - slot.start, end - start))
+                found.append(ShardPiece(slot.name, start - low, end - start, start - slot.start))
         return found
 
 

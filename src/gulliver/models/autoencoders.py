@@ -12,10 +12,10 @@ into such chunks.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
-from gulliver.errors import GulliverError, nearest
+from gulliver.errors import GulliverError, check_known
 from gulliver.models.configurations import make_of_fields
 
 if TYPE_CHECKING:
@@ -75,38 +75,32 @@ class AutoencoderConfiguration:
         return self.kind.startswith("AutoencoderKL")
 
 
+SD = AutoencoderConfiguration(
+    "Open-Sora 1.0, 1.1",
+    "FrameAutoencoder",
+    (1, 8, 8),
+    4,
+    (16, 512, 512),
+    note="each frame separately",
+)
+
 AUTOENCODERS: dict[str, AutoencoderConfiguration] = {
-    "SD-VAE": AutoencoderConfiguration(
-        "Open-Sora 1.0, 1.1",
-        "FrameAutoencoder",
-        (1, 8, 8),
-        4,
-        (16, 512, 512),
-        note="each frame separately",
+    "SD-VAE": SD,
+    "SDXL-VAE": replace(
+        SD, release="SDXL, PixArt", clip=(1, 1024, 1024), fields={"scaling_factor": 0.13025}
     ),
-    "SDXL-VAE": AutoencoderConfiguration(
-        "SDXL, PixArt",
-        "FrameAutoencoder",
-        (1, 8, 8),
-        4,
-        (1, 1024, 1024),
-        {"scaling_factor": 0.13025},
-        note="each frame separately",
-    ),
-    "FLUX-VAE": AutoencoderConfiguration(
-        "FLUX.1",
-        "FrameAutoencoder",
-        (1, 8, 8),
-        16,
-        (1, 768, 768),
-        {
+    "FLUX-VAE": replace(
+        SD,
+        release="FLUX.1",
+        latent_channels=16,
+        clip=(1, 768, 768),
+        fields={
             "latent_channels": 16,
             "use_quant_conv": False,
             "use_post_quant_conv": False,
             "scaling_factor": 0.3611,
             "shift_factor": 0.1159,
         },
-        note="each frame separately",
     ),
     "OpenSora-VAE-v1.2": AutoencoderConfiguration(
         "Open-Sora 1.2",
@@ -162,8 +156,7 @@ AUTOENCODERS: dict[str, AutoencoderConfiguration] = {
 
 def build_autoencoder(name: str, **overrides: Any) -> nn.Module:
     """Builds a public autoencoder whose class is in `gulliver.models`."""
-    if name not in AUTOENCODERS:
-        raise GulliverError(f"unknown autoencoder {name!r}: {nearest(name, AUTOENCODERS)}")
+    check_known("autoencoder", name, AUTOENCODERS)
     from gulliver import models
 
     configuration = AUTOENCODERS[name]

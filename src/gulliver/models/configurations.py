@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
-from gulliver.errors import GulliverError, nearest
+from gulliver.errors import GulliverError, check_known, nearest
 from gulliver.options import AT_LEAST_0, AT_LEAST_1, POSITIVE, SHARE, Options, Range
 
 if TYPE_CHECKING:
@@ -302,100 +302,83 @@ IMAGE = {"image_conditioning": True, "kernel_size": (8, 8, -1), "use_spatial_rop
 V1_3 = {"in_channels": 16, **IMAGE}
 MODERN = {"fused_qkv": False, "use_liger_rope": True, "cond_embed": True}
 GIVEN = ("frames at noise 0 (x_mask)",)
+WITH_CLIP = (T5, "clip-vit-large-patch14")
+
+OPEN_SORA_1_0 = Configuration(
+    "Open-Sora 1.0",
+    "STDiT",
+    {**XL, "input_size": (16, 32, 32), "space_scale": 0.5},
+    (1, 8, 8),
+    (16, 256, 256),
+    note="fixed clip size; positions are buffers of the weights",
+)
+OPEN_SORA_1_1 = Configuration(
+    "Open-Sora 1.1",
+    "STDiT2",
+    XL,
+    (1, 8, 8),
+    (16, 240, 426),
+    conditions=GIVEN,
+    note="conditioned on height, width, aspect ratio, number of frames and fps",
+)
+OPEN_SORA_1_2 = Configuration(
+    "Open-Sora 1.2",
+    "STDiT3",
+    XL,
+    (4, 8, 8),
+    (51, 240, 426),
+    chunk=17,
+    conditions=GIVEN,
+    note="conditioned on fps; alternating spatial and temporal blocks",
+)
+OPEN_SORA_1_3 = Configuration(
+    "Open-Sora 1.3",
+    "STDiT3",
+    {**XL, **V1_3},
+    (4, 8, 8),
+    (113, 360, 640),
+    conditions=(*GIVEN, "latents of given frames (cond)"),
+    note="temporal blocks attend in windows of 8 x 8 x all frames",
+)
+OPEN_SORA_2_0 = Configuration(
+    "Open-Sora 2.0",
+    "MMDiT",
+    MODERN,
+    (4, 8, 8),
+    (129, 192, 336),
+    text=WITH_CLIP,
+    conditions=("mask and latents of given frames (cond)",),
+    note="19 double and 38 single blocks; latents of HunyuanVideo's autoencoder",
+)
+FLUX_1 = Configuration(
+    "FLUX.1",
+    "MMDiT",
+    {"guidance_embed": True},
+    (1, 8, 8),
+    (1, 768, 768),
+    text=WITH_CLIP,
+    note="the picture model that 2.0 starts from and takes first frames from",
+)
 
 CONFIGURATIONS: dict[str, Configuration] = {
-    "STDiT-XL/2": Configuration(
-        "Open-Sora 1.0",
-        "STDiT",
-        {**XL, "input_size": (16, 32, 32), "space_scale": 0.5},
-        (1, 8, 8),
-        (16, 256, 256),
-        note="fixed clip size; positions are buffers of the weights",
+    "STDiT-XL/2": OPEN_SORA_1_0,
+    "STDiT-XL/2-512": replace(
+        OPEN_SORA_1_0, fields={**XL, "input_size": (16, 64, 64)}, clip=(16, 512, 512)
     ),
-    "STDiT-XL/2-512": Configuration(
-        "Open-Sora 1.0",
-        "STDiT",
-        {**XL, "input_size": (16, 64, 64)},
-        (1, 8, 8),
-        (16, 512, 512),
-        note="fixed clip size; positions are buffers of the weights",
-    ),
-    "STDiT2-XL/2": Configuration(
-        "Open-Sora 1.1",
-        "STDiT2",
-        XL,
-        (1, 8, 8),
-        (16, 240, 426),
-        conditions=GIVEN,
-        note="conditioned on height, width, aspect ratio, number of frames and fps",
-    ),
-    "STDiT3-XL/2": Configuration(
-        "Open-Sora 1.2",
-        "STDiT3",
-        XL,
-        (4, 8, 8),
-        (51, 240, 426),
-        chunk=17,
-        conditions=GIVEN,
-        note="conditioned on fps; alternating spatial and temporal blocks",
-    ),
-    "STDiT3-3B/2": Configuration(
-        "Open-Sora 1.2",
-        "STDiT3",
-        THREE_B,
-        (4, 8, 8),
-        (51, 240, 426),
-        chunk=17,
-        conditions=GIVEN,
-        note="conditioned on fps; alternating spatial and temporal blocks",
-    ),
-    "STDiT3-XL/2-v1.3": Configuration(
-        "Open-Sora 1.3",
-        "STDiT3",
-        {**XL, **V1_3},
-        (4, 8, 8),
-        (113, 360, 640),
-        conditions=(*GIVEN, "latents of given frames (cond)"),
-        note="temporal blocks attend in windows of 8 x 8 x all frames",
-    ),
-    "STDiT3-3B/2-v1.3": Configuration(
-        "Open-Sora 1.3",
-        "STDiT3",
-        {**THREE_B, **V1_3},
-        (4, 8, 8),
-        (113, 360, 640),
-        conditions=(*GIVEN, "latents of given frames (cond)"),
-        note="temporal blocks attend in windows of 8 x 8 x all frames",
-    ),
-    "MMDiT-11B": Configuration(
-        "Open-Sora 2.0",
-        "MMDiT",
-        MODERN,
-        (4, 8, 8),
-        (129, 192, 336),
-        text=(T5, "clip-vit-large-patch14"),
-        conditions=("mask and latents of given frames (cond)",),
-        note="19 double and 38 single blocks; latents of HunyuanVideo's autoencoder",
-    ),
-    "MMDiT-11B-DC": Configuration(
-        "Open-Sora 2.0",
-        "MMDiT",
-        {**MODERN, "in_channels": 128, "patch_size": 1},
-        (4, 32, 32),
-        (128, 768, 768),
-        text=(T5, "clip-vit-large-patch14"),
-        conditions=("mask and latents of given frames (cond)",),
+    "STDiT2-XL/2": OPEN_SORA_1_1,
+    "STDiT3-XL/2": OPEN_SORA_1_2,
+    "STDiT3-3B/2": replace(OPEN_SORA_1_2, fields=THREE_B),
+    "STDiT3-XL/2-v1.3": OPEN_SORA_1_3,
+    "STDiT3-3B/2-v1.3": replace(OPEN_SORA_1_3, fields={**THREE_B, **V1_3}),
+    "MMDiT-11B": OPEN_SORA_2_0,
+    "MMDiT-11B-DC": replace(
+        OPEN_SORA_2_0,
+        fields={**MODERN, "in_channels": 128, "patch_size": 1},
+        compression=(4, 32, 32),
+        clip=(128, 768, 768),
         note="the same, on latents of the deep-compression autoencoder",
     ),
-    "FLUX.1-dev": Configuration(
-        "FLUX.1",
-        "MMDiT",
-        {"guidance_embed": True},
-        (1, 8, 8),
-        (1, 768, 768),
-        text=(T5, "clip-vit-large-patch14"),
-        note="the picture model that 2.0 starts from and takes first frames from",
-    ),
+    "FLUX.1-dev": FLUX_1,
 }
 """Public models by name."""
 
@@ -410,8 +393,7 @@ def build(name: str, **overrides: Any) -> nn.Module:
     Raises:
         GulliverError: the name or a field is unknown, or a field has an invalid value.
     """
-    if name not in CONFIGURATIONS:
-        raise GulliverError(f"unknown model {name!r}: {nearest(name, CONFIGURATIONS)}")
+    check_known("model", name, CONFIGURATIONS)
     from gulliver import models
 
     configuration = CONFIGURATIONS[name]

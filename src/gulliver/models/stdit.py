@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gulliver.errors import GulliverError, nearest
+from gulliver.errors import GulliverError, check_known
 from gulliver.models.blocks import (
     CaptionEmbedder,
     ConditionFrames,
@@ -57,16 +57,6 @@ from gulliver.models.configurations import (
     config_of,
 )
 
-__all__ = [
-    "STDIT3_SIZES",
-    "ConditionFrames",
-    "FinalLayer",
-    "Grid",
-    "STDiT3",
-    "STDiTBlock",
-    "stdit3",
-]
-
 STDIT3_SIZES: dict[str, dict[str, int]] = {
     "tiny": {"hidden_size": 128, "depth": 3, "num_heads": 4},
     "mini": {"hidden_size": 192, "depth": 4, "num_heads": 6},
@@ -93,8 +83,7 @@ def stdit3(size: str, **overrides: Any) -> STDiT3:
     Raises:
         GulliverError: the size or a field is unknown.
     """
-    if size not in STDIT3_SIZES:
-        raise GulliverError(f"unknown model size {size!r}: {nearest(size, STDIT3_SIZES)}")
+    check_known("model size", size, STDIT3_SIZES)
     return STDiT3(**{**STDIT3_SIZES[size], **overrides})
 
 

@@ -5,9 +5,7 @@ from typing import TYPE_CHECKING
 from gulliver._lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from gulliver.parallel.optimizer import BoostedOptimizer
-    from gulliver.parallel.zero.optimizer import ZeroOptimizer
-
-__all__ = ["BoostedOptimizer", "ZeroOptimizer"]
+    from gulliver.parallel.optimizer import BoostedOptimizer as BoostedOptimizer
+    from gulliver.parallel.zero.optimizer import ZeroOptimizer as ZeroOptimizer
 
 __getattr__, __dir__ = lazy_exports(__name__)

@@ -313,7 +313,7 @@ def differences(given: Plan, found: Plan) -> str | None:
     """Describes where results stored in a file differ from computed ones; None if they agree."""
     if not given.lines:
         return None
-    names = [name for name in RESULTS if _says(given, name) and _differ(given, found, name)]
+    names = [name for name in RESULTS if name in given.lines and _differ(given, found, name)]
     if given.pipeline.shares and given.pipeline.shares != found.pipeline.shares:
         names.append("pipeline.shares")
     if given.chunks and given.chunks != found.chunks:
@@ -322,10 +322,6 @@ def differences(given: Plan, found: Plan) -> str | None:
         return None
     told = ", ".join(_lined(given, name) for name in names)
     return f"plan: results depend on the choices and were recomputed: {told}"
-
-
-def _says(plan: Plan, name: str) -> bool:
-    return name in plan.lines
 
 
 def _differ(given: Plan, found: Plan, name: str) -> bool:

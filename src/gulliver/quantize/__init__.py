@@ -12,19 +12,13 @@ from typing import TYPE_CHECKING
 from gulliver._lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from gulliver.quantize.calibrated import replace_calibrated
-    from gulliver.quantize.files import load_quantized, save_quantized, stream_quantized
-    from gulliver.quantize.job import Quantized, load_pipeline, quantize_folder, quantize_pipeline
-
-__all__ = [
-    "Quantized",
-    "load_pipeline",
-    "load_quantized",
-    "quantize_folder",
-    "quantize_pipeline",
-    "replace_calibrated",
-    "save_quantized",
-    "stream_quantized",
-]
+    from gulliver.quantize.calibrated import replace_calibrated as replace_calibrated
+    from gulliver.quantize.files import load_quantized as load_quantized
+    from gulliver.quantize.files import save_quantized as save_quantized
+    from gulliver.quantize.files import stream_quantized as stream_quantized
+    from gulliver.quantize.job import Quantized as Quantized
+    from gulliver.quantize.job import load_pipeline as load_pipeline
+    from gulliver.quantize.job import quantize_folder as quantize_folder
+    from gulliver.quantize.job import quantize_pipeline as quantize_pipeline
 
 __getattr__, __dir__ = lazy_exports(__name__)

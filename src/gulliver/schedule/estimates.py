@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from gulliver.errors import GulliverError, nearest
+from gulliver.errors import check_known
 from gulliver.schedule.state import JobState
 
 # curves: posterior from losses. Finished jobs show how far losses had fallen at the end; a job's
@@ -27,8 +27,7 @@ class Estimator:
     """Estimates the remaining samples of jobs."""
 
     def __init__(self, way: Way = "curves") -> None:
-        if way not in get_args(Way):
-            raise GulliverError(f"unknown estimate {way!r}: {nearest(way, get_args(Way))}")
+        check_known("estimate", way, get_args(Way))
         self.way = way
         self.begin()
 

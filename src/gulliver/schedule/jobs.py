@@ -118,10 +118,6 @@ class Job:
     def largest(self) -> int:
         return self.batch if self.most_batch is None else self.most_batch
 
-    @property
-    def elastic_batch(self) -> bool:
-        return self.smallest < self.largest
-
     @cached_property
     def epoch_samples(self) -> float:
         return self.samples / 20 if self.epoch is None else self.epoch
@@ -178,7 +174,7 @@ def _modes(job: Job, slots: int, node_slots: int, slower: float) -> Modes:
         if node_slots < slots:
             parts = best_parts(scaling, count, node_slots, slots // node_slots, slower)
             scaling = scaling.across(parts, slower)
-        if job.elastic_batch:
+        if job.smallest < job.largest:
             limits = (job.smallest, job.largest)
             batch = best_batch(scaling, count, job.noise, job.batch, *limits)
         batches[count], goodputs[count] = batch, job.goodput(count, batch, scaling)
@@ -280,14 +276,19 @@ def check_trace(jobs: tuple[Job, ...], cluster: JobCluster) -> None:
         if job.name in seen:
             raise GulliverError(f"two jobs are named {job.name!r}; names must be unique")
         seen.add(job.name)
-        if job.slots > cluster.slots:
-            raise GulliverError(
-                f"job {job.name!r} requests {job.slots} slots but the cluster has "
-                f"{cluster.slots}; lower its slots or use a larger cluster"
-            )
-        if cluster.quotas and job.tenant not in cluster.quotas:
-            known = ", ".join(map(repr, cluster.quotas))
-            raise GulliverError(
-                f"job {job.name!r} belongs to tenant {job.tenant!r}, which has no quota; add "
-                f"one (tenants with a quota: {known})"
-            )
+        check_job(job.name, job.tenant, job.slots, cluster.slots, cluster.quotas)
+
+
+def check_job(name: str, tenant: str, slots: int, most: int, quotas: Mapping[str, int]) -> None:
+    """Rejects a job that requests more slots than there are, or whose tenant has no quota."""
+    if slots > most:
+        raise GulliverError(
+            f"job {name!r} requests {slots} slots but the cluster has {most}; "
+            "lower its slots or use a larger cluster"
+        )
+    if quotas and tenant not in quotas:
+        known = ", ".join(map(repr, quotas))
+        raise GulliverError(
+            f"job {name!r} belongs to tenant {tenant!r}, which has no quota; add one "
+            f"(tenants with a quota: {known})"
+        )

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gulliver.errors import GulliverError, nearest
+from gulliver.errors import check_known
 from gulliver.schedule.classic import PERIOD, Fifo, Pollux, Srpt, Tiresias, shares
 from gulliver.schedule.estimates import Estimator
 from gulliver.schedule.jobs import JobCluster
@@ -567,6 +567,5 @@ POLICIES: Mapping[str, Callable[[int], Policy]] = {
 
 
 def make_policy(name: str, seed: int = 0) -> Policy:
-    if name not in POLICIES:
-        raise GulliverError(f"unknown policy {name!r}: {nearest(name, POLICIES)}")
+    check_known("policy", name, POLICIES)
     return POLICIES[name](seed)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, get_type_hints
 
 import numpy as np
 
-from gulliver.errors import GulliverError, nearest
+from gulliver.errors import GulliverError, check_known, nearest
 from gulliver.hardware.scaling import Scaling, fit_scaling
 from gulliver.io.files import named_errors, write_text
 from gulliver.options import checked
@@ -206,8 +206,7 @@ def generate(name: str, seed: int = 0) -> tuple[tuple[Job, ...], JobCluster]:
     Raises:
         GulliverError: the trace is unknown.
     """
-    if name not in SHAPES:
-        raise GulliverError(f"unknown trace {name!r}: {nearest(name, SHAPES)}")
+    check_known("trace", name, SHAPES)
     shape = SHAPES[name]
     draw = np.random.default_rng([seed, *name.encode()])
     drawn = [_drawn_job(shape, f"{name[0]}{number:02d}", draw) for number in range(shape.jobs)]

@@ -246,7 +246,9 @@ class Source:
         return self._weights.infos[self._known(name)].dtype
 
     def _known(self, name: str) -> str:
-        names = self._tied.get(name, [name])
+        # The own name first: a quantized layer has its own weight, even if the float one is tied.
+        weight = name.removesuffix("_scale")
+        names = [name, *(one + name[len(weight) :] for one in self._tied.get(weight, ()))]
         found = next((one for one in names if one in self._weights.infos), None)
         if found is None:
             known = " or ".join(names[:2])

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Literal, Protocol, get_args
 
-from gulliver.errors import GulliverError, nearest
-from gulliver.solve.cycle import NEVER, Cycle, Event, Span, plan_cycle
+from gulliver.errors import GulliverError, check_known
+from gulliver.solve.cycle import NEVER, Cycle, Event, plan_cycle
 
 
 class InsufficientMemory(GulliverError):
@@ -92,8 +92,7 @@ class Replacement:
         ahead: int | None = None,
         policy: Policy = "planned",
     ) -> None:
-        if policy not in get_args(Policy):
-            raise GulliverError(f"unknown policy {policy!r}: {nearest(policy, get_args(Policy))}")
+        check_known("policy", policy, get_args(Policy))
         self.budget, self.backed, self.ahead, self.policy = budget, backed, ahead, policy
         self.minimum = self.pinned = self.lent = self.used = 0
         self.cycle: Cycle | None = None
@@ -347,7 +346,7 @@ class Replacement:
             return span is None or span.keep
         if event.fresh or not (found.resident or found.stored):
             return True
-        early = not found.resident and not self._leads(position, span)
+        early = not found.resident and position - (span.lead if span else 0) > self._cursor
         if early and self.ahead is not None and self._early + found.nbytes > self.ahead:
             return False
         keep, lead = (span.keep, span.lead) if span else (False, 0)
@@ -362,9 +361,6 @@ class Replacement:
             cycle.slack[claimed] -= found.nbytes
         found.claimed = True
         return True
-
-    def _leads(self, position: int, span: Span | None) -> bool:
-        return position - (span.lead if span else 0) <= self._cursor
 
     def _prefetch(self, key: Hashable, found: _Object, actions: list[Action]) -> bool:
         """Loads an object ahead of its use, replacing objects that are not needed soon."""

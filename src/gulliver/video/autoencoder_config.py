@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
-from gulliver.errors import GulliverError, nearest
+from gulliver.errors import GulliverError, check_known
 from gulliver.options import (
     AT_LEAST_0,
     AT_LEAST_1,
@@ -226,10 +226,7 @@ def _check_data(config: TrainAutoencoderConfig) -> None:
     from gulliver.models.autoencoder import AUTOENCODER_SIZES, VideoAutoencoder
 
     data, name = config.data, config.model.size
-    if name not in AUTOENCODER_SIZES:
-        raise GulliverError(
-            f"unknown autoencoder size {name!r}: {nearest(name, AUTOENCODER_SIZES)}"
-        )
+    check_known("autoencoder size", name, AUTOENCODER_SIZES)
     unit = VideoAutoencoder.compression[0]
     if config.segment_frames % unit:
         right = max(1, round(config.segment_frames / unit)) * unit

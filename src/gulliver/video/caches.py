@@ -26,8 +26,9 @@ import torch
 from torch import Tensor, nn
 
 from gulliver.errors import GulliverError, nearest
+from gulliver.models.blocks import JointBlock, STDiTBlock
 from gulliver.models.mmdit import DoubleBlock, MMDiT, SingleBlock
-from gulliver.models.stdit import JointBlock, STDiT, STDiT2, STDiT3, STDiTBlock
+from gulliver.models.stdit import STDiT, STDiT2, STDiT3
 from gulliver.options import AT_LEAST_1, Options, Range, size_text
 
 FORMS = "'none', 'broadcast[:SPATIAL,TEMPORAL,CROSS[,MLP][@LEAST-MOST]]' or 'first-block[:CHANGE]'"

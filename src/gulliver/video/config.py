@@ -374,9 +374,9 @@ class DemoConfig(Options):
     """Folder for the results; an interrupted run in it is continued."""
     ranks: Annotated[int, RANKS] = 0
     """Processes; 0: one per GPU, two on a machine without GPUs."""
-    steps: Annotated[int, AT_LEAST_1] = 2400
+    steps: Annotated[int, AT_LEAST_1] = 1700
     """Training steps of the model."""
-    autoencoder_steps: Annotated[int, AT_LEAST_1] = 700
+    autoencoder_steps: Annotated[int, AT_LEAST_1] = 500
     """Training steps of the autoencoder before it."""
     samples: Annotated[int, Range(1, 1_000_000)] = 200
     """Number of prompts to evaluate."""

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from gulliver.errors import GulliverError, nearest
+from gulliver.errors import GulliverError, check_known
 from gulliver.video.diffusion import (
     Diffusion,
     GivenFrames,
@@ -129,10 +129,7 @@ class RectifiedFlow(Diffusion):
         transform: str = "latent",
         token_area: float = 256.0,
     ) -> None:
-        if sample_method not in METHODS:
-            raise GulliverError(
-                f"unknown sample_method {sample_method!r}: {nearest(sample_method, METHODS)}"
-            )
+        check_known("sample_method", sample_method, METHODS)
         if shift <= 0 or scale <= 0:
             raise GulliverError(f"shift and scale must be positive, not {shift} and {scale}")
         self.num_timesteps, self.sample_method = num_timesteps, sample_method

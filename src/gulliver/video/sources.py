@@ -25,7 +25,7 @@ from gulliver.data.buckets import BucketConfig
 from gulliver.data.clips import Bucket
 from gulliver.data.sampler import BucketSampler
 from gulliver.data.table import ClipTable
-from gulliver.errors import GulliverError, UsageError, nearest
+from gulliver.errors import GulliverError, UsageError, check_known
 from gulliver.jobs.display import Display, console
 from gulliver.jobs.log import derive
 from gulliver.jobs.stop import StopRequest
@@ -180,8 +180,7 @@ def check_start(config: TrainConfig) -> None:
     model = config.model
     if model.weights is None:
         sizes = [*STDIT3_SIZES, *CONFIGURATIONS]
-        if model.size not in sizes:
-            raise GulliverError(f"unknown model size {model.size!r}: {nearest(model.size, sizes)}")
+        check_known("model size", model.size, sizes)
         kind = CONFIGURATIONS[model.size].kind if model.size in CONFIGURATIONS else "STDiT3"
     else:
         if config.autoencoder.path is None or model.text_encoder is None:

@@ -34,8 +34,15 @@ from gulliver.hardware.attention import attention_seconds
 from gulliver.hardware.cluster import Cluster
 from gulliver.hardware.costs import all_to_all_seconds, linear_seconds, resharding_bytes
 from gulliver.hardware.probe import current_cluster
-from gulliver.models.blocks import CaptionEmbedder, Mix
-from gulliver.models.stdit import ConditionFrames, FinalLayer, Grid, STDiT3, STDiTBlock
+from gulliver.models.blocks import (
+    CaptionEmbedder,
+    ConditionFrames,
+    FinalLayer,
+    Grid,
+    Mix,
+    STDiTBlock,
+)
+from gulliver.models.stdit import STDiT3
 from gulliver.parallel.sequence.attend import attention
 from gulliver.parallel.sequence.choice import predict, volume
 from gulliver.parallel.sequence.layout import SequenceGroups, SequencePlan
@@ -224,7 +231,7 @@ class _Costs:
     def swap_bytes(self) -> float:
         """Mean bytes that a rank sends in one swap."""
         frames, places = self.plan.lay(self.clip.frames), self.plan.lay(self.clip.places)
-        token = self.clip.batch * self.width.channels * self._item()
+        token = self.clip.batch * self.width.channels * self.clip.attention(PLACES, self.width).item
         return resharding_bytes(frames.sizes(), places.sizes(), token)
 
     def swap(self) -> float:
@@ -242,9 +249,6 @@ class _Costs:
 
     def _most(self, cut: int) -> int:
         return max(self.plan.lay(self.clip.size(cut)).sizes())
-
-    def _item(self) -> int:
-        return self.clip.attention(PLACES, self.width).item
 
 
 # One clip of an STDiT on several ranks.

@@ -16,18 +16,11 @@ from typing import TYPE_CHECKING
 from gulliver._lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from gulliver.parallel.convolution.chunked import chunk_convolutions
-    from gulliver.parallel.convolution.networks import without_masks
-    from gulliver.parallel.convolution.share import share_autoencoder
-    from gulliver.parallel.convolution.stream import stream_decode, stream_encode, stream_trained
-
-__all__ = [
-    "chunk_convolutions",
-    "share_autoencoder",
-    "stream_decode",
-    "stream_encode",
-    "stream_trained",
-    "without_masks",
-]
+    from gulliver.parallel.convolution.chunked import chunk_convolutions as chunk_convolutions
+    from gulliver.parallel.convolution.networks import without_masks as without_masks
+    from gulliver.parallel.convolution.share import share_autoencoder as share_autoencoder
+    from gulliver.parallel.convolution.stream import stream_decode as stream_decode
+    from gulliver.parallel.convolution.stream import stream_encode as stream_encode
+    from gulliver.parallel.convolution.stream import stream_trained as stream_trained
 
 __getattr__, __dir__ = lazy_exports(__name__)

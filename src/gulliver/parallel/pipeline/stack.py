@@ -213,7 +213,7 @@ class _Walk:
             self.seen += 1
             return
         around = any(_inside(inner, path) for inner in self.stack.lists)
-        if not around and not _plain_container(module):
+        if not around and not isinstance(module, nn.ModuleDict | nn.ModuleList):
             if any(True for _ in module.parameters()):
                 self.units.append(Unit(path, self._home(path)))
             return
@@ -252,10 +252,6 @@ def around(model: nn.Module, stack: Stack) -> list[str]:
 
 def _inside(path: str, outer: str) -> bool:
     return outer == "" or path == outer or path.startswith(f"{outer}.")
-
-
-def _plain_container(module: nn.Module) -> bool:
-    return isinstance(module, nn.ModuleDict | nn.ModuleList)
 
 
 # Splits a model into stages: by the predicted cost of its blocks, or as the user specifies.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gulliver import _compat_attention
-from gulliver.errors import GulliverError, nearest
+from gulliver.errors import GulliverError, check_known
 from gulliver.layout.even import Interval
 from gulliver.parallel.sequence.heads import Run
 from gulliver.parallel.sequence.mask import Kind, Rules, Tile
@@ -105,8 +105,7 @@ def select(asked: KernelRequirements, name: str | None = None) -> Kernel:
     able = [kernel for kernel in ORDER if kernel.lacks(asked) is None]
     if name is None:
         return able[0]
-    if name not in KERNELS:
-        raise GulliverError(f"unknown kernel {name!r}: {nearest(name, KERNELS)}")
+    check_known("kernel", name, KERNELS)
     reason = KERNELS[name].lacks(asked)
     if reason is not None:
         known = ", ".join(repr(kernel.name) for kernel in able)

@@ -66,7 +66,9 @@ class Layout:
         return [size_of(self.of_place(place)) for place in range(self.ring)]
 
     def positions(self, rank: int) -> Tensor:
-        return positions_of(self.of_rank(rank))
+        return torch.cat(
+            [torch.empty(0, dtype=torch.int64), *(torch.arange(*i) for i in self.of_rank(rank))]
+        )
 
     def order(self) -> Tensor:
         """Returns the positions of all tokens, rank by rank, ``[length]`` int64."""
@@ -75,10 +77,6 @@ class Layout:
 
 def size_of(held: tuple[Interval, ...]) -> int:
     return sum(stop - start for start, stop in held)
-
-
-def positions_of(held: tuple[Interval, ...]) -> Tensor:
-    return torch.cat([torch.empty(0, dtype=torch.int64), *(torch.arange(*i) for i in held)])
 
 
 def _joined(parts: list[Interval]) -> tuple[Interval, ...]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gulliver.comm.collectives import all_reduce
 from gulliver.comm.messages import exchange, gather_integers
-from gulliver.errors import GulliverError, nearest, once_differentiable
+from gulliver.errors import GulliverError, check_known, once_differentiable
 from gulliver.parallel.sequence.layout import Layout, SequenceGroups, Tail
 
 ShardGradient = Literal["gather", "own", "mean"]
@@ -50,7 +50,7 @@ def shard(
     Raises:
         GulliverError: `gradient` is unknown.
     """
-    _check(gradient, get_args(ShardGradient))
+    check_known("gradient", gradient, get_args(ShardGradient))
     layout = groups.plan.lay(x.shape[dim])
     return _Shard.apply(x, groups, layout, dim % x.dim(), gradient)
 
@@ -75,7 +75,7 @@ def unshard(
     Raises:
         GulliverError: the shards do not match the plan's layout, or `gradient` is unknown.
     """
-    _check(gradient, get_args(UnshardGradient))
+    check_known("gradient", gradient, get_args(UnshardGradient))
     layout = checked_layout(x, groups, dim, length)
     return _Unshard.apply(x, groups, layout, dim % x.dim(), gradient)
 
@@ -84,7 +84,7 @@ def unshard_tail(
     x: Tensor, groups: SequenceGroups, tail: Tail, gradient: UnshardGradient = "own"
 ) -> Tensor:
     """Gathers the last tokens of a sequence, which may be on any rank."""
-    _check(gradient, get_args(UnshardGradient))
+    check_known("gradient", gradient, get_args(UnshardGradient))
     return _Unshard.apply(x, groups, tail, 1, gradient)
 
 
@@ -249,11 +249,6 @@ def _gathered(x: Tensor, groups: SequenceGroups, layout: Layout, dim: int) -> Te
     arrived = exchange(groups.all, [flat] * layout.degree, [shape.numel() for shape in shapes])
     parts = [part.view(shape) for part, shape in zip(arrived, shapes, strict=True)]
     return natural(parts, layout, dim)
-
-
-def _check(gradient: str, known: tuple[str, ...]) -> None:
-    if gradient not in known:
-        raise GulliverError(f"unknown gradient {gradient!r}: {nearest(gradient, known)}")
 
 
 # Dynamic sequence parallelism: an all-to-all after which another dim is sharded.

@@ -12,14 +12,12 @@ from typing import TYPE_CHECKING
 from gulliver._lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from gulliver.layout.even import split_evenly
     from gulliver.layout.even import split_evenly as deal  # noqa: F401
-    from gulliver.parallel.tensor.apply import apply_tensor
-    from gulliver.parallel.tensor.collectives import split
-    from gulliver.parallel.tensor.loss import cross_entropy
-    from gulliver.parallel.tensor.plan import plan_tensor
-    from gulliver.parallel.tensor.styles import STYLES
-
-__all__ = ["STYLES", "apply_tensor", "cross_entropy", "plan_tensor", "split", "split_evenly"]
+    from gulliver.layout.even import split_evenly as split_evenly
+    from gulliver.parallel.tensor.apply import apply_tensor as apply_tensor
+    from gulliver.parallel.tensor.collectives import split as split
+    from gulliver.parallel.tensor.loss import cross_entropy as cross_entropy
+    from gulliver.parallel.tensor.plan import plan_tensor as plan_tensor
+    from gulliver.parallel.tensor.styles import STYLES as STYLES
 
 __getattr__, __dir__ = lazy_exports(__name__)

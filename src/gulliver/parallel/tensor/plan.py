@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from gulliver.errors import GulliverError, nearest
+from gulliver.errors import GulliverError, check_known
 from gulliver.families.lookup import family_of, type_of
 from gulliver.parallel.tensor.fitting import Choices, check_fitting
 from gulliver.parallel.tensor.styles import (
@@ -86,8 +86,7 @@ class _Planner:
         self.rules = dict(rules)
         self.opaque: list[str] = []
         for style in rules.values():
-            if style not in STYLES:
-                raise GulliverError(f"unknown style {style!r}: {nearest(style, STYLES)}")
+            check_known("style", style, STYLES)
         refused = self.known.refused if self.known else ""
         if refused and not rules and size > 1:
             raise GulliverError(

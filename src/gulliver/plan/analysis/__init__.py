@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 from gulliver._lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from gulliver.plan.analysis.records import Operator, Value
-    from gulliver.plan.analysis.step import analyse
-
-__all__ = ["Operator", "Value", "analyse"]
+    from gulliver.plan.analysis.records import Operator as Operator
+    from gulliver.plan.analysis.records import Value as Value
+    from gulliver.plan.analysis.step import analyse as analyse
 
 __getattr__, __dir__ = lazy_exports(__name__)

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from gulliver._compat import fake_kind, without_modes
-from gulliver.errors import GulliverError, nearest
+from gulliver.errors import check_known
 
 ASKED = {
     torch.ops.aten._local_scalar_dense.default,
@@ -120,8 +120,7 @@ ALIGNED = 16
 
 
 def kernels_of(name: str) -> AbstractContextManager[Any]:
-    if name not in KERNELS:
-        raise GulliverError(f"unknown kernels {name!r}: {nearest(name, KERNELS)}")
+    check_known("kernels", name, KERNELS)
     return _on_cuda() if name == "cuda" else nullcontext()
 
 

@@ -173,7 +173,7 @@ def _possible(scorer: Scorer) -> tuple[list[Axes], dict[str, str]]:
     meshes = axes_of(ranks, scorer.batch, blocks, modes_of(facts))
     refusals = {axes: scorer.why_unsupported(axes) for axes in meshes}
     possible = [axes for axes, why in refusals.items() if not why]
-    refused = {axes_text(axes): why for axes, why in refusals.items() if why}
+    refused = {str(Grid(axes)): why for axes, why in refusals.items() if why}
     if not possible:
         why = next(iter(refused.values()), f"{scorer.batch} samples cannot be divided over them")
         raise GulliverError(f"no mesh of {ranks} ranks can run this model: {why}")
@@ -263,10 +263,6 @@ def _limit(memory: int | str | None, cluster: Cluster, on_cpu: bool) -> int:
         return byte_size("memory", memory)
     whole = cluster.device.memory_bytes
     return whole if on_cpu else int(whole * (1 - RESERVED))
-
-
-def axes_text(axes: Axes) -> str:
-    return str(Grid(axes))
 
 
 # Minimum memory and number of ranks.

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from gulliver._compat import scaled_matmul, uncompiled
-from gulliver.errors import GulliverError, nearest, once_differentiable
+from gulliver.errors import check_known, once_differentiable
 
 FORWARD = torch.float8_e4m3fn
 """Format of inputs and weights."""
@@ -108,10 +108,7 @@ class Recipe:
     emulate: bool = False  # Compute the same numerics without FP8 units: slower than without FP8
 
     def __post_init__(self) -> None:
-        if self.scaling not in SCALINGS:
-            raise GulliverError(
-                f"unknown FP8 scaling {self.scaling!r}: {nearest(str(self.scaling), SCALINGS)}"
-            )
+        check_known("FP8 scaling", self.scaling, SCALINGS)
 
     def __str__(self) -> str:
         return f"{self.scaling}{', emulated' if self.emulate else ''}"

@@ -12,23 +12,12 @@ from typing import TYPE_CHECKING
 from gulliver._lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from gulliver.precision.int8.products import (
-        MODES,
-        chosen_kernel,
-        kernels_problem,
-        native_table,
-        product,
-    )
-    from gulliver.precision.int8.replace import replace_module, report_of
-
-__all__ = [
-    "MODES",
-    "chosen_kernel",
-    "kernels_problem",
-    "native_table",
-    "product",
-    "replace_module",
-    "report_of",
-]
+    from gulliver.precision.int8.products import MODES as MODES
+    from gulliver.precision.int8.products import chosen_kernel as chosen_kernel
+    from gulliver.precision.int8.products import kernels_problem as kernels_problem
+    from gulliver.precision.int8.products import native_table as native_table
+    from gulliver.precision.int8.products import product as product
+    from gulliver.precision.int8.replace import replace_module as replace_module
+    from gulliver.precision.int8.replace import report_of as report_of
 
 __getattr__, __dir__ = lazy_exports(__name__)

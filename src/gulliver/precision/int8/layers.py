@@ -63,7 +63,7 @@ class QuantizedLayer(nn.Module, ABC):
         known = self._stored
         # Sums are recomputed when the weight was replaced or written.
         if known is None or known[0] != version or known[1].values is not weight:
-            sums = None if self.mode == "int4" else _row_sums(weight)
+            sums = None if self.mode == "int4" else weight.flatten(1).sum(1, dtype=torch.int32)
             known = version, Stored(self.mode, weight, scales, sums, self.inputs, self.threshold)
         elif known[1].scales is not scales:
             known = version, replace(known[1], scales=scales)
@@ -235,10 +235,6 @@ class _Forward(Function):
             "replace_module, run under torch.no_grad(), or freeze it with requires_grad_(False) "
             "if only later layers are trained"
         )
-
-
-def _row_sums(values: Tensor) -> Tensor:
-    return values.flatten(1).sum(1, dtype=torch.int32)
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from gulliver._compat import share_forward_hooks
-from gulliver.errors import GulliverError, nearest
+from gulliver.errors import GulliverError, check_known
 from gulliver.options import size_text
 from gulliver.precision.fp8.conversion import is_transposed
 from gulliver.precision.int8.formats import (
@@ -237,8 +237,7 @@ def report_of(model: nn.Module) -> Report:
 
 
 def _check(model: nn.Module, mode: str, threshold: float | None) -> None:
-    if mode not in MODES:
-        raise GulliverError(f"unknown mode {mode!r}: {nearest(mode, MODES)}")
+    check_known("mode", mode, MODES)
     if threshold is not None and not threshold > 0:
         raise GulliverError(f"outlier_threshold={threshold} must be above 0, or None")
     for path, parameter in model.named_parameters():

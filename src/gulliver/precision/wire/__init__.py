@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from gulliver._lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from gulliver.precision.wire.formats import IDENTITY, error_bound, wire_format
-    from gulliver.precision.wire.packing import nonfinite_blocks
-
-__all__ = ["IDENTITY", "error_bound", "nonfinite_blocks", "wire_format"]
+    from gulliver.precision.wire.formats import IDENTITY as IDENTITY
+    from gulliver.precision.wire.formats import error_bound as error_bound
+    from gulliver.precision.wire.formats import wire_format as wire_format
+    from gulliver.precision.wire.packing import nonfinite_blocks as nonfinite_blocks
 
 __getattr__, __dir__ = lazy_exports(__name__)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gulliver.errors import GulliverError, nearest
+from gulliver.errors import GulliverError, check_known
 
 BLOCK = 256
 BLOCKS = (64, 128, 256, 512, 1024)
@@ -119,8 +119,7 @@ def wire_format(text: str | WireFormat) -> WireFormat:
 
 
 def _checked(wire: WireFormat) -> WireFormat:
-    if wire.name not in NAMES:
-        raise GulliverError(f"unknown wire format {wire.name!r}: {nearest(wire.name, NAMES)}")
+    check_known("wire format", wire.name, NAMES)
     if wire.block not in BLOCKS:
         known = ", ".join(map(str, BLOCKS))
         raise GulliverError(

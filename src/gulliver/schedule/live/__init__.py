@@ -5,8 +5,6 @@ from typing import TYPE_CHECKING
 from gulliver._lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from gulliver.schedule.live.training import elastic
-
-__all__ = ["elastic"]
+    from gulliver.schedule.live.training import elastic as elastic
 
 __getattr__, __dir__ = lazy_exports(__name__)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gulliver.errors import GulliverError
-from gulliver.schedule.jobs import JobCluster
+from gulliver.schedule.jobs import JobCluster, check_job
 from gulliver.schedule.live.nodes import Launch, Nodes, RankEnd
 from gulliver.schedule.live.tracking import (
     LiveJob,
@@ -107,7 +107,8 @@ class Controller:
                 continue
             try:
                 submission = self.spool.read(name)
-                self._check(submission.tenant, submission.slots, name)
+                tenant, slots = submission.tenant, submission.slots
+                check_job(name, tenant, slots, len(self.slots), self.quotas)
             except GulliverError as error:
                 self.refused[name] = str(error)
                 causes.append(f"{name} was rejected")
@@ -115,19 +116,6 @@ class Controller:
             self.jobs[name] = LiveJob(submission, min(now, submission.submitted - self.begun))
             causes.append(f"{name} arrived")
         return causes
-
-    def _check(self, tenant: str, slots: int, name: str) -> None:
-        if slots > len(self.slots):
-            raise GulliverError(
-                f"job {name!r} requests {slots} slots but the cluster has {len(self.slots)}; "
-                "lower its slots or use a larger cluster"
-            )
-        if self.quotas and tenant not in self.quotas:
-            known = ", ".join(map(repr, self.quotas))
-            raise GulliverError(
-                f"job {name!r} belongs to tenant {tenant!r}, which has no quota; add one "
-                f"(tenants with a quota: {known})"
-            )
 
     def _follow_ends(self, now: float) -> list[str]:
         causes = []

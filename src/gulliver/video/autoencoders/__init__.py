@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING
 from gulliver._lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from gulliver.video.autoencoders.trainer import AutoencoderTrainer
-
-__all__ = ["AutoencoderTrainer"]
+    from gulliver.video.autoencoders.trainer import AutoencoderTrainer as AutoencoderTrainer
 
 __getattr__, __dir__ = lazy_exports(__name__)

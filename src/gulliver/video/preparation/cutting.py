@@ -125,7 +125,7 @@ def cut(
     """
     settings, out = settings or CutSettings(), Path(out)
     _check(table, out, settings)
-    folder = clips_folder(out)
+    folder = out.with_name(f"{out.stem}.clips")
     remove_leftovers(folder)
     clips = table.clips()
     # Of a file and links to it, the one with its own caption is used, then the file itself.
@@ -162,10 +162,6 @@ def cut(
         listed = write_left_out(out, left)
     sources = len({row["source"] for row in rows})
     return CutReport(made, sources, left, listed)
-
-
-def clips_folder(out: Path) -> Path:
-    return out.with_name(f"{out.stem}.clips")
 
 
 def _check(table: Table, out: Path, settings: CutSettings) -> None:
