@@ -57,6 +57,11 @@ def test_the_command_serves_a_folder_and_drains(folder: Path) -> None:
         with LLM(folder, cache_tokens=512) as llm:
             assert answer["choices"][0]["text"] == llm.generate(["the quick"], greedy)[0].text
         assert answer["model"] == "small-llama"
+        # A completion is active until its handler returns, which may be after its last byte.
+        end = time.monotonic() + patient(30)
+        while not re.search(r"_answers 0\b", httpx.get(f"{url[:-3]}/metrics").text):
+            assert time.monotonic() < end
+            time.sleep(0.05)
         program.send_signal(signal.SIGTERM)
         assert program.wait(patient(30)) == 0
         said = program.stderr.read()
