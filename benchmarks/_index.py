@@ -170,9 +170,10 @@ def read(path: Path) -> Result:
 
 
 def newest(results: Sequence[Result]) -> dict[str, Result]:
-    """Returns the newest result of each claim from a committed tree."""
+    """Returns the newest result of each claim from a committed tree; of one day, the worst."""
     clean = [result for result in results if not result.commit.endswith("-dirty")]
-    return {result.claim: result for result in sorted(clean, key=lambda result: result.date)}
+    clean.sort(key=lambda result: (result.date, sum(not bar.holds for bar in result.bars)))
+    return {result.claim: result for result in clean}
 
 
 def worst(claim: Claim, results: dict[str, Result]) -> tuple[Result, Bar]:

@@ -861,9 +861,8 @@ inline void place_heads(const Model& m, const Layer& l, const Step& s, const Mem
 // Attention.
 //
 // [Note: one pass] A piece of work is a head of keys and up to `chunk_rows` rows (new tokens x the
-// query heads that share the keys). It goes over the blocks, some at a time: their scores for all
-// rows, then the running maximum, sum and output of each row are brought up to date (online softmax).
-constexpr Index SPAN = 4;  // blocks at a time
+// query heads that share the keys). It goes over the blocks: scores of a block for all rows, then
+// the running maximum, sum and output of each row are brought up to date (online softmax).
 
 struct Work {
   Scratch<float> query, out, scores, highest, sums, keys, values;
@@ -927,16 +926,17 @@ inline void gather_some(Index rows, const float* weights, Index padded, const fl
   }
 }
 
-// A block of keys or values as floats, in `wide` if they are kept as halves.
+// A block of keys or values as floats.
 inline const float* block_of(const Attention& a, const void* kept, Index offset, Index count,
-                             float* wide) {
+                             Scratch<float>& wide) {
   if (a.kept == FLOAT32) return static_cast<const float*>(kept) + offset;
+  wide.resize(a.size * a.dim);
   if (a.kept == FLOAT16) {
-    widen(static_cast<const Half*>(kept) + offset, count, wide);
+    widen(static_cast<const Half*>(kept) + offset, count, wide.data());
   } else {
-    widen(static_cast<const Brain*>(kept) + offset, count, wide);
+    widen(static_cast<const Brain*>(kept) + offset, count, wide.data());
   }
-  return wide;
+  return wide.data();
 }
 
 inline void prefetch(const void* from, Index bytes) {
@@ -947,7 +947,7 @@ inline void prefetch(const void* from, Index bytes) {
 void attend_rows(const Attention& a, Index sequence, Index first_row, Index head, Work& s) {
   const Index group = a.heads / a.kv_heads, tokens = a.count[sequence], dim = a.dim;
   const Index rows = smaller(chunk_rows, group * tokens - first_row), start = a.start[sequence];
-  const Index span = SPAN * a.size, padded = (span + LANES - 1) / LANES * LANES;
+  const Index padded = (a.size + LANES - 1) / LANES * LANES;
   s.query.resize(rows * dim);
   s.out.assign(rows * dim, 0.0f);
   s.scores.resize(ROWS * padded);
@@ -978,40 +978,25 @@ void attend_rows(const Attention& a, Index sequence, Index first_row, Index head
     prefetch(static_cast<const char*>(kept) + offset_of(at) * width, bytes);
   };
   const Index first = from / a.size * a.size;
-  s.keys.resize(a.kept == FLOAT32 ? 0 : span * dim);
-  s.values.resize(a.kept == FLOAT32 ? 0 : span * dim);
-  fetch(a.keys, first);
-  for (Index begin = first; begin < length; begin += span) {
-    const Index count = smaller(span, length - begin), blocks = (count + a.size - 1) / a.size;
-    const auto in_block = [&](Index b) { return smaller(a.size, count - b * a.size); };
-    const float *keys[SPAN], *values[SPAN];
-    for (Index b = 0; b < blocks; ++b) {
-      const Index at = begin + b * a.size, numbers = in_block(b) * dim;
-      fetch(a.keys, at + a.size);
-      fetch(a.values, at);
-      keys[b] = block_of(a, a.keys, offset_of(at), numbers, s.keys.data() + b * a.size * dim);
-      values[b] = block_of(a, a.values, offset_of(at), numbers, s.values.data() + b * a.size * dim);
-    }
+  fetch(a.values, first);
+  for (Index begin = first; begin < length; begin += a.size) {
+    const Index count = smaller(a.size, length - begin);
+    const Index offset = offset_of(begin);
+    fetch(a.keys, begin + a.size);
+    fetch(a.values, begin + a.size);
+    const float *keys = block_of(a, a.keys, offset, count * dim, s.keys),
+                *values = block_of(a, a.values, offset, count * dim, s.values);
     const bool plain = begin + count <= start && a.window <= 0;
     for (Index r = 0; r < rows; r += ROWS) {
       const Index taken = smaller(ROWS, rows - r);
-      for (Index b = 0; b < blocks; ++b) {
-        for (Index j = 0; j < in_block(b); j += OUTPUTS) {
-          const float* own[OUTPUTS];
-          for (Index i = 0; i < OUTPUTS; ++i) {
-            own[i] = keys[b] + smaller(j + i, in_block(b) - 1) * dim;
-          }
-          float sums[ROWS][OUTPUTS];
-          some<ROWS, float>(taken, &s.query[r * dim], dim, own, dim, 0, sums);
-          const bool whole = j + OUTPUTS <= in_block(b);
-          for (Index m = 0; m < taken; ++m) {
-            float* to = &s.scores[m * padded + b * a.size + j];
-            if (whole) {
-              std::memcpy(to, sums[m], sizeof(sums[m]));
-            } else {
-              for (Index i = 0; i < in_block(b) - j; ++i) to[i] = sums[m][i];
-            }
-          }
+      for (Index j = 0; j < count; j += OUTPUTS) {
+        const float* own[OUTPUTS];
+        for (Index i = 0; i < OUTPUTS; ++i) own[i] = keys + smaller(j + i, count - 1) * dim;
+        float sums[ROWS][OUTPUTS];
+        some<ROWS, float>(taken, &s.query[r * dim], dim, own, dim, 0, sums);
+        for (Index m = 0; m < taken; ++m) {
+          // Past the last key: the padding is a multiple of 4, and overwritten.
+          for (Index i = 0; i < OUTPUTS; ++i) s.scores[m * padded + j + i] = sums[m][i];
         }
       }
       for (Index m = 0; m < taken; ++m) {
@@ -1029,10 +1014,7 @@ void attend_rows(const Attention& a, Index sequence, Index first_row, Index head
         float* out = &s.out[(r + m) * dim];
         soften(scores, count, padded, dim, s.highest[r + m], s.sums[r + m], out);
       }
-      for (Index b = 0; b < blocks; ++b) {
-        gather_some<ROWS>(taken, s.scores.data() + b * a.size, padded, values[b], dim, in_block(b),
-                          &s.out[r * dim]);
-      }
+      gather_some<ROWS>(taken, s.scores.data(), padded, values, dim, count, &s.out[r * dim]);
     }
   }
   for (Index r = 0; r < rows; ++r) {

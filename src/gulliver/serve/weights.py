@@ -594,7 +594,7 @@ def check_folder(folder: Path) -> None:
         gguf.open_file(folder)
         return
     if (folder / "adapter_config.json").is_file():
-        raise GulliverError(f"{folder} is a LoRA adapter: serve what gulliver finetune --merge writes")
+        raise GulliverError(f"{folder} is a LoRA adapter: serve a model of finetune --merge")
     if not (folder / "config.json").is_file():
         raise GulliverError(
             f"{folder} has no config.json: pass a GGUF file, or a folder written by transformers' "
