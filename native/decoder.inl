@@ -6,7 +6,7 @@
 //
 // [Note: products] Up to `ROWS` rows take as long as reading the weights: outputs are dot products,
 // four at a time, and lanes are added at the end. With AVX-512 twice as many take narrow weights again
-// from the L1 cache; float32 is read too slowly for that. With more rows the time is that of the products.
+// from the L1 cache; float32 is read too slowly for that. With more rows products take the time.
 // Rows are then transposed into tiles, so that a vector has one input of several rows, and is
 // multiplied with a number of each weight row in turn: sums stay in registers and no lanes are added.
 // Weights lie as torch has them. A panel of them is widened (or copied, if they are float32) into the
@@ -554,20 +554,20 @@ inline Bytes load_bytes(const void* at) { return _mm512_loadu_si512(at); }
 inline Bytes flipped(Bytes v) { return _mm512_xor_si512(v, _mm512_set1_epi8(-128)); }
 
 struct RoundedRows {
-  std::int8_t* bytes;   // [rows, inputs], or [tiles, inputs / 4, 16, 4]
-  float* scales;        // [rows, groups], or [tiles, groups, 16]
-  std::int32_t* takes;  // -128 times a group's sum; as scales
+  std::int8_t* bytes;     // [rows, inputs], or [tiles, inputs / 4, 16, 4]
+  float* scales;          // [rows, groups], or [tiles, groups, 16]
+  std::int32_t* offsets;  // -128 times a group's sum; as scales
 
   RoundedRows(float* memory, Index rows, Index inputs)
       : bytes(reinterpret_cast<std::int8_t*>(memory)) {
     const Index padded = (rows + LANES - 1) / LANES * LANES;
     scales = memory + padded * inputs / 4;
-    takes = reinterpret_cast<std::int32_t*>(scales + padded * inputs / BYTE_GROUP);
+    offsets = reinterpret_cast<std::int32_t*>(scales + padded * inputs / BYTE_GROUP);
   }
 };
 
 // Rounds a group to `to`; returns its scale, which is NaN if a value is not finite.
-inline float round_group(const float* x, std::int8_t* to, std::int32_t& take) {
+inline float round_group(const float* x, std::int8_t* to, std::int32_t& offset) {
   Floats most = all(0.0f), nothing = all(0.0f);
   for (Index i = 0; i < BYTE_GROUP; i += LANES) {
     most = maximum(most, _mm512_abs_ps(load(x + i)));
@@ -581,7 +581,7 @@ inline float round_group(const float* x, std::int8_t* to, std::int32_t& take) {
     sum = _mm512_add_epi32(sum, whole);
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i), _mm512_cvtepi32_epi8(whole));
   }
-  take = -128 * _mm512_reduce_add_epi32(sum);
+  offset = -128 * _mm512_reduce_add_epi32(sum);
   return largest / 127.0f + total(nothing);
 }
 
@@ -594,7 +594,7 @@ inline void round_rows(const float* x, Index rows, Index inputs, float* memory, 
     for (Index r = 0; r < rows; ++r) {
       for (Index g = begin; g < end; ++g) {
         const Index at = r * inputs + g * BYTE_GROUP, own = r * groups + g;
-        to.scales[own] = round_group(x + at, to.bytes + at, to.takes[own]);
+        to.scales[own] = round_group(x + at, to.bytes + at, to.offsets[own]);
       }
     }
     return;
@@ -606,10 +606,10 @@ inline void round_rows(const float* x, Index rows, Index inputs, float* memory, 
       for (Index r = 0; r < LANES; ++r) {
         std::int8_t bytes[BYTE_GROUP] = {};
         to.scales[own + r] = 0.0f;
-        to.takes[own + r] = 0;
+        to.offsets[own + r] = 0;
         if (row + r < rows) {
           const float* from = x + (row + r) * inputs + g * BYTE_GROUP;
-          to.scales[own + r] = round_group(from, bytes, to.takes[own + r]);
+          to.scales[own + r] = round_group(from, bytes, to.offsets[own + r]);
         }
         for (Index i = 0; i < BYTE_GROUP; i += 4) {
           std::memcpy(tile + i * LANES + r * 4, bytes + i, 4);
@@ -624,10 +624,10 @@ inline void rounded_dots(const Matrix& w, const RoundedRows& x, Index begin, Ind
                          const Into& into) {
   const Index groups = w.inputs / BYTE_GROUP;
   const auto* weights = static_cast<const std::int8_t*>(w.data);
-  float takes[M] = {};
+  float offsets[M] = {};
   for (Index m = 0; m < M; ++m) {
     for (Index g = m * groups; g < (m + 1) * groups; ++g) {
-      takes[m] += static_cast<float>(x.takes[g]) * x.scales[g];
+      offsets[m] += static_cast<float>(x.offsets[g]) * x.scales[g];
     }
   }
   for (Index n = begin; n < end; n += OUTPUTS) {
@@ -659,7 +659,7 @@ inline void rounded_dots(const Matrix& w, const RoundedRows& x, Index begin, Ind
       for (Index j = 0; j < smaller(OUTPUTS, end - n); ++j) {
         float* to = into.out + m * into.width + n + j;
         const float bias = w.bias ? w.bias[n + j] : 0.0f;
-        *to = (into.add ? *to : 0.0f) + (sums[j] + takes[m]) * scale_of(w, n + j) + bias;
+        *to = (into.add ? *to : 0.0f) + (sums[j] + offsets[m]) * scale_of(w, n + j) + bias;
       }
     }
   }
@@ -691,8 +691,8 @@ inline void rounded_outer(const RoundedRows& x, Index row, const std::int8_t* w,
   for (Index g = 0; g < groups; ++g) {
     Bytes acc[N][V];
     for (int v = 0; v < V; ++v) {
-      const Bytes takes = load_bytes(x.takes + (row + v * LANES) * groups + g * LANES);
-      for (int j = 0; j < N; ++j) acc[j][v] = takes;
+      const Bytes offsets = load_bytes(x.offsets + (row + v * LANES) * groups + g * LANES);
+      for (int j = 0; j < N; ++j) acc[j][v] = offsets;
     }
     for (int j = 0; next && g % 2 == 0 && j < N; ++j) {
       __builtin_prefetch(next + j * inputs + g * BYTE_GROUP, 0, 2);
@@ -1151,7 +1151,9 @@ void multiply(const Product& p) {
   const Matrix& w = p.matrix;
   const bool few = p.rows * w.inputs * w.outputs <= ALONE;
   static thread_local Scratch<float> tiles;
-  if (!few_rows(w, p.rows) || w.kind == INT8_ROUNDED) tiles.resize((p.rows + WIDE - 1) / WIDE * WIDE * w.inputs);
+  if (!few_rows(w, p.rows) || w.kind == INT8_ROUNDED) {
+    tiles.resize((p.rows + WIDE - 1) / WIDE * WIDE * w.inputs);
+  }
   float* const at = tiles.data();
   in_threads(few ? 1 : p.threads, w.inputs, [&](const Member& me) {
     prepare(w, p.x, p.rows, at, me);

@@ -62,6 +62,7 @@ Matrix matrix(const std::vector<Address>& of, const Kernels& kernels) {
                     static_cast<Index>(of[3]), static_cast<Index>(of[4]),
                     static_cast<Index>(of[5])};
   expect(made.inputs % (made.kind == INT4 ? 32 : 16) == 0, "inputs are a multiple of 16 or 32");
+  // A vector has two groups of inputs, and 12 outputs are multiplied at a time.
   const bool rounds = kernels.rounds && made.inputs % 64 == 0 && made.outputs >= 12;
   if (made.kind == INT8_ROUNDED && !rounds) made.kind = INT8;
   return made;
