@@ -5,8 +5,10 @@
 // them take; a barrier that spins costs 0.3. So a step is one parallel region of torch's threads.
 //
 // [Note: products] Up to `ROWS` rows take as long as reading the weights: outputs are dot products,
-// four at a time, and lanes are added at the end. With AVX-512 twice as many take narrow weights again
-// from the L1 cache; float32 is read too slowly for that. With more rows products take the time.
+// four at a time, and lanes are added at the end. The four lie far apart, so that each is one of four
+// sequential streams: the processor prefetches those well, but not four neighbouring rows of which
+// each goes on behind the next. With AVX-512 twice as many take narrow weights again from the L1
+// cache; with float32 that is no faster. With more rows products take the time.
 // Rows are then transposed into tiles, so that a vector has one input of several rows, and is
 // multiplied with a number of each weight row in turn: sums stay in registers and no lanes are added.
 // Weights lie as torch has them. A panel of them is widened (or copied, if they are float32) into the
@@ -187,12 +189,11 @@ struct Member {
 
 // Products.
 
-// Sums of [M rows] x [4 outputs]; `ahead` elements further on lie the next four.
+// Sums of [M rows] x [4 outputs].
 template <int M, class W>
-inline void tile(const float* x, Index stride, const W* const w[OUTPUTS], Index inputs, Index ahead,
+inline void tile(const float* x, Index stride, const W* const w[OUTPUTS], Index inputs,
                  float sums[M][OUTPUTS]) {
-  constexpr Index LINE = 64 / sizeof(W);
-  constexpr Index STEP = LINE > LANES ? LINE : LANES;
+  constexpr Index STEP = 4 * LANES;
   Floats acc[M][OUTPUTS];
   for (int m = 0; m < M; ++m) {
     for (int j = 0; j < OUTPUTS; ++j) acc[m][j] = all(0.0f);
@@ -207,10 +208,7 @@ inline void tile(const float* x, Index stride, const W* const w[OUTPUTS], Index 
   };
   Index k = 0;
   for (; k + STEP <= inputs; k += STEP) {
-    if (ahead) {
-      for (int j = 0; j < OUTPUTS; ++j) __builtin_prefetch(w[j] + k + ahead);
-    }
-#pragma GCC unroll 8
+#pragma GCC unroll 4
     for (Index i = 0; i < STEP; i += LANES) part(k + i);
   }
   for (; k < inputs; k += LANES) part(k);
@@ -219,12 +217,12 @@ inline void tile(const float* x, Index stride, const W* const w[OUTPUTS], Index 
 
 template <int M, class W>
 inline void some(Index rows, const float* x, Index stride, const W* const w[OUTPUTS], Index inputs,
-                 Index ahead, float sums[ROWS][OUTPUTS]) {
+                 float sums[ROWS][OUTPUTS]) {
   if constexpr (M > 0) {
     if (rows == M) {
-      tile<M, W>(x, stride, w, inputs, ahead, sums);
+      tile<M, W>(x, stride, w, inputs, sums);
     } else {
-      some<M - 1, W>(rows, x, stride, w, inputs, ahead, sums);
+      some<M - 1, W>(rows, x, stride, w, inputs, sums);
     }
   }
 }
@@ -363,21 +361,22 @@ inline void some_groups(Index rows, const Matrix& w, const float* x, Index begin
 template <class W>
 inline void dot_products(const Matrix& w, const float* x, Index rows, Index begin, Index end,
                          const Into& into) {
-  for (Index n = begin; n < end; n += OUTPUTS) {
+  const Index part = (end - begin + OUTPUTS - 1) / OUTPUTS;
+  for (Index n = begin; n < begin + part; ++n) {
     const W* own[OUTPUTS];
     float sums[ROWS][OUTPUTS];
     for (Index j = 0; j < OUTPUTS; ++j) {
-      own[j] = static_cast<const W*>(w.data) + smaller(n + j, end - 1) * w.inputs;
+      own[j] = static_cast<const W*>(w.data) + smaller(n + j * part, end - 1) * w.inputs;
     }
-    const Index ahead = OUTPUTS * w.inputs;
     for (Index first = 0; first < rows; first += ROWS) {
       const Index count = smaller(ROWS, rows - first);
-      some<ROWS, W>(count, x + first * w.inputs, w.inputs, own, w.inputs, first ? 0 : ahead, sums);
-      for (Index j = 0; j < smaller(OUTPUTS, end - n); ++j) {
-        const float scale = scale_of(w, n + j);
-        const float bias = w.bias ? w.bias[n + j] : 0.0f;
+      some<ROWS, W>(count, x + first * w.inputs, w.inputs, own, w.inputs, sums);
+      for (Index j = 0; j < OUTPUTS && n + j * part < end; ++j) {
+        const Index output = n + j * part;
+        const float scale = scale_of(w, output);
+        const float bias = w.bias ? w.bias[output] : 0.0f;
         for (Index r = 0; r < count; ++r) {
-          float* to = into.out + (first + r) * into.width + n + j;
+          float* to = into.out + (first + r) * into.width + output;
           *to = (into.add ? *to : 0.0f) + sums[r][j] * scale + bias;
         }
       }
@@ -630,9 +629,10 @@ inline void rounded_dots(const Matrix& w, const RoundedRows& x, Index begin, Ind
       offsets[m] += static_cast<float>(x.offsets[g]) * x.scales[g];
     }
   }
-  for (Index n = begin; n < end; n += OUTPUTS) {
+  const Index part = (end - begin + OUTPUTS - 1) / OUTPUTS;
+  for (Index n = begin; n < begin + part; ++n) {
     const std::int8_t* own[OUTPUTS];
-    for (Index j = 0; j < OUTPUTS; ++j) own[j] = weights + smaller(n + j, end - 1) * w.inputs;
+    for (Index j = 0; j < OUTPUTS; ++j) own[j] = weights + smaller(n + j * part, end - 1) * w.inputs;
     Floats acc[M][OUTPUTS];
     for (int m = 0; m < M; ++m) {
       for (int j = 0; j < OUTPUTS; ++j) acc[m][j] = all(0.0f);
@@ -640,7 +640,6 @@ inline void rounded_dots(const Matrix& w, const RoundedRows& x, Index begin, Ind
     for (Index k = 0; k < w.inputs; k += 64) {
       Bytes weight[OUTPUTS];
       for (int j = 0; j < OUTPUTS; ++j) {
-        __builtin_prefetch(own[j] + k + OUTPUTS * w.inputs);
         weight[j] = flipped(load_bytes(own[j] + k));
       }
       for (int m = 0; m < M; ++m) {
@@ -656,10 +655,11 @@ inline void rounded_dots(const Matrix& w, const RoundedRows& x, Index begin, Ind
     for (int m = 0; m < M; ++m) {
       float sums[OUTPUTS];
       totals(acc[m], sums);
-      for (Index j = 0; j < smaller(OUTPUTS, end - n); ++j) {
-        float* to = into.out + m * into.width + n + j;
-        const float bias = w.bias ? w.bias[n + j] : 0.0f;
-        *to = (into.add ? *to : 0.0f) + (sums[j] + offsets[m]) * scale_of(w, n + j) + bias;
+      for (Index j = 0; j < OUTPUTS && n + j * part < end; ++j) {
+        const Index output = n + j * part;
+        float* to = into.out + m * into.width + output;
+        const float bias = w.bias ? w.bias[output] : 0.0f;
+        *to = (into.add ? *to : 0.0f) + (sums[j] + offsets[m]) * scale_of(w, output) + bias;
       }
     }
   }
@@ -982,8 +982,7 @@ void attend_rows(const Attention& a, Index sequence, Index first_row, Index head
   for (Index begin = first; begin < length; begin += a.size) {
     const Index count = smaller(a.size, length - begin);
     const Index offset = offset_of(begin);
-    fetch(a.keys, begin + a.size);
-    fetch(a.values, begin + a.size);
+    const Index ahead = begin + a.size < length ? offset_of(begin + a.size) : -1;
     const float *keys = block_of(a, a.keys, offset, count * dim, s.keys),
                 *values = block_of(a, a.values, offset, count * dim, s.values);
     const bool plain = begin + count <= start && a.window <= 0;
@@ -992,8 +991,14 @@ void attend_rows(const Attention& a, Index sequence, Index first_row, Index head
       for (Index j = 0; j < count; j += OUTPUTS) {
         const float* own[OUTPUTS];
         for (Index i = 0; i < OUTPUTS; ++i) own[i] = keys + smaller(j + i, count - 1) * dim;
+        if (r == 0 && ahead >= 0) {
+          // In small portions: the processor has few buffers for lines under way.
+          const Index at = (ahead + j * dim) * width, bytes = OUTPUTS * dim * width;
+          prefetch(static_cast<const char*>(a.keys) + at, bytes);
+          prefetch(static_cast<const char*>(a.values) + at, bytes);
+        }
         float sums[ROWS][OUTPUTS];
-        some<ROWS, float>(taken, &s.query[r * dim], dim, own, dim, 0, sums);
+        some<ROWS, float>(taken, &s.query[r * dim], dim, own, dim, sums);
         for (Index m = 0; m < taken; ++m) {
           // Past the last key: the padding is a multiple of 4, and overwritten.
           for (Index i = 0; i < OUTPUTS; ++i) s.scores[m * padded + j + i] = sums[m][i];

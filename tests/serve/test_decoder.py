@@ -17,7 +17,7 @@ from gulliver.precision.int8.formats import from_int4, from_int8
 from gulliver.precision.int8.layers import QuantizedLinear
 from gulliver.quantize import save_quantized
 from gulliver.serve import Batch, LocalRunner, Span
-from gulliver.serve.decoder import FAMILIES, Unfit, native_problem, read_dense
+from gulliver.serve.decoder import FAMILIES, Unfit, in_huge_pages, native_problem, read_dense
 from gulliver.serve.local import DenseRunner
 from gulliver.serve.options import ModelOptions
 from gulliver.serve.weights import SERVED, end_tokens, load_model
@@ -259,6 +259,19 @@ def test_files_are_read_as_transformers_reads_them(
     assert theirs.native
     for got, want in zip(run_parts(runner), run_parts(theirs), strict=True):
         assert furthest([got], [want]) < 1e-6
+
+
+def test_weights_in_huge_pages_are_the_same(tmp_path: Path) -> None:
+    decoder_model("llama", hidden_size=256, intermediate_size=2080).save_pretrained(tmp_path)
+    dense = read_dense(tmp_path, ModelOptions(quantize="int4"), torch.float32)[0]
+    copied = in_huge_pages(dense, 1 << 32)
+    assert copied is not dense
+    assert copied.tensors.keys() == dense.tensors.keys()
+    for name, tensor in copied.tensors.items():
+        assert tensor.dtype == dense.tensors[name].dtype
+        assert tensor.data_ptr() % 64 == 0
+        assert torch.equal(tensor, dense.tensors[name])
+    assert in_huge_pages(dense, 1 << 20) is dense, "too large a part of the free memory"
 
 
 @pytest.mark.parametrize(

@@ -47,14 +47,15 @@ class _Room:
     nbytes: int
 
     @classmethod
-    def of(cls, nbytes: int) -> _Room:
-        # Forked processes see zeros in it. Copies of pages that change while a loader's workers
-        # live would be memory outside of any budget, and a read in flight would end in the child's
-        # copy.
+    def of(cls, nbytes: int, shared_with_forks: bool = False) -> _Room:
+        # By default, forked processes see zeros in it. Copies of pages that change while a loader's
+        # workers live would be memory outside of any budget, and a read in flight would end in the
+        # child's copy.
         spare = HUGE if nbytes >= HUGE else 0
         memory = mmap.mmap(-1, nbytes + spare, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with suppress(OSError):  # other systems copy it
-            memory.madvise(WIPE_ON_FORK)
+        if not shared_with_forks:
+            with suppress(OSError):  # other systems copy it
+                memory.madvise(WIPE_ON_FORK)
         first = torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr()
         return cls(memory, -first % HUGE if spare else 0, nbytes)
 
@@ -78,6 +79,11 @@ class _Room:
 def page_aligned(nbytes: int) -> Tensor:
     # Private memory, and counted as such; see `_Room.of` for forks.
     return _Room.of(nbytes).shown(nbytes)
+
+
+def huge_pages(nbytes: int) -> Tensor:
+    """Returns zeros in huge pages, if the system has them; forked processes see the content."""
+    return _Room.of(nbytes, shared_with_forks=True).shown(nbytes)
 
 
 class Pages:

@@ -7,6 +7,7 @@ decoders (`gulliver.serve.decoder`) read the blocks in place instead.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gulliver.errors import GulliverError
+from gulliver.memory.stores import HUGE, huge_pages
 from gulliver.serve.batch import Batch, Span
 
 
@@ -47,6 +49,14 @@ class LayerShape:
     window: int | None = None
 
 
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    # Blocks lie anywhere, so with small pages most reads would also look up an address.
+    nbytes = math.prod(shape) * dtype.itemsize
+    if device.type == "cpu" and nbytes >= HUGE:
+        return huge_pages(nbytes).view(dtype).view(shape)
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
 class Pages:
     """Keys and values [blocks, heads, block size, dim] of each layer, and the current batch."""
 
@@ -60,7 +70,7 @@ class Pages:
     ) -> None:
         self.size = size
         self.keys, self.values = (
-            [torch.zeros(blocks, s.heads, size, s.dim, dtype=dtype, device=device) for s in layers]
+            [_zeros((blocks, s.heads, size, s.dim), dtype, device) for s in layers]
             for _ in range(2)
         )
         self.positions = torch.empty(0, dtype=torch.int64, device=device)

@@ -12,7 +12,7 @@ import logging
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from gulliver.checkpoint.files import read_json
 from gulliver.errors import GulliverError, nearest
+from gulliver.memory.stores import HUGE, huge_pages
 from gulliver.precision.int8.formats import (
     GROUP,
     check_int4,
@@ -100,6 +101,22 @@ class DenseModel:
     norm_offset: float = 0.0
     # Whether activations of int8 layers are rounded to int8, with a scale per 32 values.
     rounds: bool = False
+
+
+def in_huge_pages(model: DenseModel, free_bytes: int) -> DenseModel:
+    """Copies the weights to one buffer of huge pages, from which they are read faster.
+
+    If they take more than a quarter of the free memory, they stay in their mapped files.
+    """
+    sizes = {name: -(-tensor.nbytes // 64) * 64 for name, tensor in model.tensors.items()}
+    if not HUGE <= sum(sizes.values()) <= free_bytes // 4:
+        return model
+    parts = huge_pages(sum(sizes.values())).split(list(sizes.values()))
+    tensors = {
+        name: part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        for part, (name, tensor) in zip(parts, model.tensors.items(), strict=True)
+    }
+    return replace(model, tensors=tensors)
 
 
 class NativeDecoder:

@@ -17,10 +17,10 @@ from gulliver.serve.attention import (
     measure,
 )
 from gulliver.serve.batch import Batch, Facts
-from gulliver.serve.decoder import DenseModel, NativeDecoder, decoder_of
+from gulliver.serve.decoder import DenseModel, NativeDecoder, decoder_of, in_huge_pages
 from gulliver.serve.offload import StreamedWeights
 from gulliver.serve.options import ModelOptions
-from gulliver.serve.weights import BLOCK, cache_blocks, check_served, context_of
+from gulliver.serve.weights import BLOCK, cache_blocks, check_served, context_of, free_bytes
 
 
 class PagedModel:
@@ -173,6 +173,7 @@ class DenseRunner:
     ) -> None:
         """Allocates the cache; raises `Unfit` if native code does not support the model."""
         shape, device = model.shape, torch.device("cpu")
+        model = in_huge_pages(model, free_bytes(device))
         blocks = cache_blocks(shape.token_bytes, device, context, sequences, options)
         self.pages = Pages(shape.layers, blocks, BLOCK, shape.dtype, device)
         self._decoder = NativeDecoder(model, self.pages)
