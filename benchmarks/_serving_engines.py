@@ -96,13 +96,14 @@ def _random(read: Any, shape: str) -> Iterator[tuple[str, Any]]:
 
 
 def gulliver(path: Path, kind: str, threads: int) -> Run:
-    """`gulliver.serve`, in float32 or with int8 weights and activations."""
+    """`gulliver.serve`: in float32, with bfloat16 weights and cache, or int8 with rounded activations."""
     import torch
 
     from gulliver.serve import LLM, EngineOptions, SamplingParams
 
     torch.set_num_threads(threads)
-    how: dict[str, Any] = {"quantize": "int8_dynamic"} if kind == "q8_0" else {"dtype": "float32"}
+    ways = {"f32": {"dtype": "float32"}, "f16": {"dtype": "bfloat16"}}
+    how: dict[str, Any] = ways.get(kind, {"quantize": "int8_dynamic"})
     llm = LLM(
         *(path, None),
         options=EngineOptions(STEP, MOST, share_prefixes=False),
@@ -125,6 +126,8 @@ def llamacpp(path: Path, kind: str, threads: int) -> Run:
     asked.model.path = str(path)
     asked.n_parallel, asked.n_ctx = MOST, MOST * LONGEST
     asked.n_batch = asked.n_ubatch = STEP
+    if kind == "f32":
+        asked.cache_type_k = asked.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
     asked.cpuparams.n_threads = asked.cpuparams_batch.n_threads = threads
     asked.cache_prompt, asked.warmup, asked.port, asked.verbosity = False, False, 0, 0
     server = xllamacpp.Server(asked)
@@ -148,7 +151,7 @@ def llamacpp(path: Path, kind: str, threads: int) -> Run:
 
 
 def openvino(path: Path, kind: str, threads: int) -> Run:
-    """OpenVINO GenAI's continuous batching; its products are float32 for float files."""
+    """OpenVINO GenAI's continuous batching; the cache has 8 bits, but in float32."""
     import numpy as np
     import openvino_genai as genai  # pyright: ignore[reportMissingImports]
     from openvino import Tensor  # pyright: ignore[reportMissingImports]
@@ -156,9 +159,8 @@ def openvino(path: Path, kind: str, threads: int) -> Run:
     sizes = genai.SchedulerConfig()
     sizes.max_num_batched_tokens, sizes.max_num_seqs = STEP, MOST
     sizes.enable_prefix_caching, sizes.cache_size = False, 2
-    how = {"INFERENCE_NUM_THREADS": threads} | (
-        {} if kind == "q8_0" else {"INFERENCE_PRECISION_HINT": "f32"}
-    )
+    exact = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
+    how = {"INFERENCE_NUM_THREADS": threads} | (exact if kind == "f32" else {})
     pipeline = genai.ContinuousBatchingPipeline(str(path), sizes, "CPU", how)
 
     def run(prompts: Prompts, count: int) -> list[list[int]]:
