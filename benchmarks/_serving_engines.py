@@ -96,7 +96,7 @@ def _random(read: Any, shape: str) -> Iterator[tuple[str, Any]]:
 
 
 def gulliver(path: Path, kind: str, threads: int) -> Run:
-    """`gulliver.serve`: in float32, with bfloat16 weights and cache, or int8 with rounded activations."""
+    """`gulliver.serve` in float32, bfloat16 or int8 with rounded activations."""
     import torch
 
     from gulliver.serve import LLM, EngineOptions, SamplingParams

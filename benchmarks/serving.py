@@ -148,9 +148,9 @@ def _report(
     report.notes += [
         f"{TOKENS} tokens of prompt and answer, greedy; {len(os.sched_getaffinity(0))} threads",
         "seconds until ready are from the start of the process to its first two tokens",
-        "float32: keys and values too; OpenVINO has float16 weights. 16 bits: float16 weights, here "
-        "bfloat16, and the engine's own choice of arithmetic and cache. 8 bits: Q8_0, here a scale "
-        "per output; all three round activations to 8 bits, here if the CPU has AVX512-VNNI",
+        "float32: keys and values too; OpenVINO has float16 weights. 16 bits: float16 weights, "
+        "here bfloat16, and the engine's own arithmetic and cache. 8 bits: Q8_0, here a scale per "
+        "output; all three round activations to 8 bits, here if the CPU has AVX512-VNNI",
     ]
     return report
 

@@ -104,6 +104,7 @@ struct Kernels {
   void (*multiply)(const Product&);
 };
 
+extern const Kernels avx512_bf16;
 extern const Kernels avx512_vnni;
 extern const Kernels avx512;
 extern const Kernels avx2;

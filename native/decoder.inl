@@ -724,27 +724,35 @@ inline void rounded_outer(const RoundedRows& x, Index row, const std::int8_t* w,
   }
 }
 
-inline void rounded_products(const Matrix& w, float* memory, Index rows, Index begin, Index end,
-                             const Into& into) {
-  const RoundedRows x(memory, rows, w.inputs);
-  if (rows <= ROWS) return some_rounded<ROWS>(rows, w, x, begin, end, into);
-  const auto* weights = static_cast<const std::int8_t*>(w.data);
+struct RoundedOuter {
+  const Matrix& w;
+  RoundedRows x;
+
+  template <int V, int N>
+  void sum(Index row, Index first, bool ahead, float* sums) const {
+    const std::int8_t* own = static_cast<const std::int8_t*>(w.data) + first * w.inputs;
+    rounded_outer<V, N>(x, row, own, w.inputs, ahead ? own + PANEL * w.inputs : nullptr, sums);
+  }
+};
+
+// Many rows, whose tiles `outer` has. Outputs [begin, end) of at least `TALL`.
+template <class Outer>
+inline void tiled_products(const Outer& outer, Index rows, Index begin, Index end,
+                           const Into& into) {
+  const Matrix& w = outer.w;
   for (Index panel = begin; panel < end; panel += PANEL) {
     for (Index row = 0; row < rows; row += WIDE) {
       const Index height = tile_rows(rows, row);
       for (Index n = panel; n < smaller(panel + PANEL, end); n += TALL) {
         // The last ones are computed with some before them, which are not stored.
         const Index first = smaller(n, w.outputs - TALL), skipped = n - first;
-        const bool reads = row == 0 && first + PANEL + TALL <= end;
-        const std::int8_t* own = weights + first * w.inputs;
-        const std::int8_t* next = reads ? own + PANEL * w.inputs : nullptr;
+        const bool ahead = row == 0 && first + PANEL + TALL <= end;
         float sums[(2 * TALL + 8) * WIDE];
         if (height == LANES) {
-          rounded_outer<1, TALL>(x, row, own, w.inputs, next, sums);
+          outer.template sum<1, TALL>(row, first, ahead, sums);
         } else {
           for (Index i = 0; i < TALL; i += SHORT / 2) {
-            rounded_outer<2, SHORT / 2>(x, row, own + i * w.inputs, w.inputs,
-                                        next ? next + i * w.inputs : next, sums + i * WIDE);
+            outer.template sum<2, SHORT / 2>(row, first + i, ahead, sums + i * WIDE);
           }
         }
         const Index count = smaller(smaller(TALL, end - n), panel + PANEL - n);
@@ -754,6 +762,87 @@ inline void rounded_products(const Matrix& w, float* memory, Index rows, Index b
     }
   }
 }
+
+inline void rounded_products(const Matrix& w, float* memory, Index rows, Index begin, Index end,
+                             const Into& into) {
+  const RoundedRows x(memory, rows, w.inputs);
+  if (rows <= ROWS) return some_rounded<ROWS>(rows, w, x, begin, end, into);
+  tiled_products(RoundedOuter{w, x}, rows, begin, end, into);
+}
+#endif
+
+#if PAIRS
+// [Note: pairs] Rows for bfloat16 weights are rounded to bfloat16, as in torch, because `vdpbf16ps`
+// multiplies twice as many of those. Tiles have 2 inputs of 16 rows in a vector. Few rows take as
+// long as reading the weights, so they are multiplied in float32 after rounding.
+using Brains = std::uint16_t;
+
+inline bool takes_pairs(const Matrix& w) { return w.kind == BFLOAT16 && w.outputs >= TALL; }
+
+inline __m256i rounded_brains(const float* from) {
+  return reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(load(from)));
+}
+
+inline void pair_rows(const float* x, Index rows, Index inputs, float* memory, const Member& me) {
+  Index begin, end;
+  me.share(inputs, UNIT, begin, end);
+  for (Index k = begin; k < end; k += LANES) {
+    for (Index r = 0; r < rows; ++r) {
+      alignas(32) std::int32_t pairs[LANES / 2];
+      _mm256_store_si256(reinterpret_cast<__m256i*>(pairs), rounded_brains(x + r * inputs + k));
+      if (rows <= ROWS) {
+        store(memory + r * inputs + k, load(reinterpret_cast<const Brain*>(pairs)));
+        continue;
+      }
+      std::int32_t* tile = reinterpret_cast<std::int32_t*>(memory) + r / LANES * LANES * inputs / 2;
+      for (Index i = 0; i < LANES / 2; ++i) tile[(k / 2 + i) * LANES + r % LANES] = pairs[i];
+    }
+  }
+}
+
+struct PairedOuter {
+  const Matrix& w;
+  const std::int32_t* x;  // [tiles, inputs / 2, 16], also of rows that nobody has written
+
+  // Sums [N outputs from `first` on, V tiles of 16 rows].
+  template <int V, int N>
+  void sum(Index row, Index first, bool ahead, float* sums) const {
+    const Index inputs = w.inputs;
+    const Brains* third[N / 3];
+    for (int j = 0; j < N / 3; ++j) {
+      third[j] = static_cast<const Brains*>(w.data) + (first + 3 * j) * inputs;
+    }
+    Floats acc[N][V];
+    for (int j = 0; j < N; ++j) {
+      for (int v = 0; v < V; ++v) acc[j][v] = all(0.0f);
+    }
+    for (Index k = 0; k < inputs; k += 16) {
+      for (int j = 0; ahead && k % 32 == 0 && j < N; ++j) {
+        __builtin_prefetch(third[j / 3] + (j % 3 + PANEL) * inputs + k, 0, 2);
+      }
+#pragma GCC unroll 8
+      for (Index i = k; i < k + 16; i += 2) {
+        __m512i values[V];
+        for (int v = 0; v < V; ++v) {
+          values[v] = _mm512_loadu_si512(x + (row + v * LANES) * inputs / 2 + i / 2 * LANES);
+        }
+        for (int j = 0; j < N; ++j) {
+          std::int32_t two;
+          std::memcpy(&two, third[j / 3] + j % 3 * inputs + i, 4);
+          const auto weight = reinterpret_cast<__m512bh>(_mm512_set1_epi32(two));
+          for (int v = 0; v < V; ++v) {
+            acc[j][v] = _mm512_dpbf16_ps(acc[j][v], reinterpret_cast<__m512bh>(values[v]), weight);
+          }
+        }
+      }
+    }
+    for (int j = 0; j < N; ++j) {
+      for (int v = 0; v < V; ++v) store(sums + (j * V + v) * LANES, acc[j][v]);
+    }
+  }
+};
+#else
+inline bool takes_pairs(const Matrix&) { return false; }
 #endif
 
 // Makes `tiles` of rows that every thread has, for products with `w` and those of its kind; threads
@@ -762,6 +851,13 @@ inline void prepare(const Matrix& w, const float* x, Index rows, float* tiles, c
 #if ROUNDS
   if (w.kind == INT8_ROUNDED) {
     round_rows(x, rows, w.inputs, tiles, me);
+    me.wait();
+    return;
+  }
+#endif
+#if PAIRS
+  if (takes_pairs(w)) {
+    pair_rows(x, rows, w.inputs, tiles, me);
     me.wait();
     return;
   }
@@ -779,6 +875,13 @@ inline void product_into(const Matrix& w, const float* x, float* tiles, Index ro
   const Into into{out, w.outputs, add};
 #if ROUNDS
   if (w.kind == INT8_ROUNDED) return rounded_products(w, tiles, rows, begin, end, into);
+#endif
+#if PAIRS
+  if (takes_pairs(w)) {
+    if (rows <= ROWS) return dot_products<Brain>(w, tiles, rows, begin, end, into);
+    const auto* pairs = reinterpret_cast<const std::int32_t*>(tiles);
+    return tiled_products(PairedOuter{w, pairs}, rows, begin, end, into);
+  }
 #endif
   if (!few_rows(w, rows)) return outer_products(w, tiles, rows, begin, end, me.panel, into);
   switch (w.kind) {
@@ -1156,7 +1259,7 @@ void multiply(const Product& p) {
   const Matrix& w = p.matrix;
   const bool few = p.rows * w.inputs * w.outputs <= ALONE;
   static thread_local Scratch<float> tiles;
-  if (!few_rows(w, p.rows) || w.kind == INT8_ROUNDED) {
+  if (!few_rows(w, p.rows) || w.kind == INT8_ROUNDED || takes_pairs(w)) {
     tiles.resize((p.rows + WIDE - 1) / WIDE * WIDE * w.inputs);
   }
   float* const at = tiles.data();

@@ -44,4 +44,12 @@ inline bool has_avx512_vnni() {
 #endif
 }
 
+inline bool has_avx512_bf16() {
+#if defined(__x86_64__)
+  return has_avx512_vnni() && __builtin_cpu_supports("avx512bf16");
+#else
+  return false;
+#endif
+}
+
 }  // namespace gulliver

@@ -134,7 +134,7 @@ def rounded(x: Tensor) -> Tensor:
     return (torch.round(groups * (torch.tensor(127.0) / most)) * (most / 127)).flatten(-2)
 
 
-@pytest.mark.parametrize("instructions", ["avx512-vnni", "avx2"])
+@pytest.mark.parametrize("instructions", ["avx512-bf16", "avx512-vnni", "avx2"])
 def test_int8_dynamic_rounds_activations_with_vnni(
     instructions: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

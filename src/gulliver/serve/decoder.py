@@ -43,7 +43,7 @@ INTERFACE = 4
 """Version of the extension's interface, increased on both sides when calls change."""
 EXTENSION = "gulliver.serve._decoder"
 VARIABLE = "GULLIVER_DECODER"
-INSTRUCTIONS = ("avx512-vnni", "avx512", "avx2", "none")
+INSTRUCTIONS = ("avx512-bf16", "avx512-vnni", "avx512", "avx2", "none")
 """Values of `VARIABLE`; the default is the first that the processor supports."""
 KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 """Numbers of the floating-point dtypes in native code."""
