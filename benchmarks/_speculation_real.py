@@ -54,12 +54,12 @@ def beside(
     """Continues texts with each drafter and without, in turns of one step.
 
     Returns:
-        Seconds after the prompts, the part of answers that equal the plain ones, and the drafter's
-        own account, by drafter.
+        Tokens per second while all requests run, the part of answers that equal the plain ones,
+        and the drafter's own account, by drafter.
     """
     room = len(texts) * (PROMPT + tokens + 32)
     options = ModelOptions(dtype="float32", cache_tokens=room)
-    engines, made, spent = {}, {}, {}
+    engines, made, spent, count = {}, {}, {}, {}
     for name in ("plain", *DRAFTERS):
         drafter = None if name == "plain" else make_speculator(name)
         runner, _ = open_runner(source, None, options, len(texts))
@@ -69,20 +69,27 @@ def beside(
         for seed, text in enumerate(texts):
             asked = SamplingParams(tokens, temperature, seed=seed, ignore_eos=True)
             answers[engine.add(text, asked)] = []
-        spent[name] = 0.0
+        spent[name], count[name] = 0.0, 0
         while not all(answers.values()):
             _step(engine, answers)
-    while any(engine.busy for engine in engines.values()):
-        for name, engine in engines.items():
+    order = list(engines)
+    while any(engines[name].busy for name in order):
+        order.reverse()
+        for name in order:
+            engine, answers = engines[name], made[name]
             if engine.busy:
-                begun = perf_counter()
-                _step(engine, made[name])
-                spent[name] += perf_counter() - begun
+                # A server would give a finished request's place to another one.
+                full = all(len(answer) < tokens for answer in answers.values())
+                before, begun = sum(map(len, answers.values())), perf_counter()
+                _step(engine, answers)
+                if full:
+                    spent[name] += perf_counter() - begun
+                    count[name] += sum(map(len, answers.values())) - before
     plain = list(made["plain"].values())
     found = {}
     for name, engine in engines.items():
         same = statistics.mean(a == b for a, b in zip(made[name].values(), plain, strict=True))
-        found[name] = spent[name], same, str(engine.drafter)
+        found[name] = count[name] / spent[name], same, str(engine.drafter)
         engine.runner.close()
     return found
 
@@ -114,9 +121,17 @@ def real(source: Path) -> Report:
     for task, heat, load, tokens in cells:
         found = beside(source, prompts(tokenizer, task, load), tokens, heat)
         for name in DRAFTERS:
-            ratio = found["plain"][0] / found[name][0]
+            ratio = found[name][0] / found["plain"][0]
             ratios.append(ratio)
-            row = (task, f"{heat}", load, tokens, name, f"{ratio:.2f}", f"{found[name][1]:.0%}")
+            row = (
+                task,
+                f"{heat}",
+                f"{load}",
+                f"{tokens}",
+                name,
+                f"{ratio:.2f}",
+                f"{found[name][1]:.0%}",
+            )
             account = found[name][2].partition(": ")[2]
             report.rows.append((*row, account))
             report.figures[f"{task}, {heat}, {load}, {tokens}, {name}"] = found[name][:2]

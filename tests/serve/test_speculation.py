@@ -303,6 +303,24 @@ def test_as_many_guesses_are_taken_as_give_most_tokens_per_second(
         assert (choice.taken, choice.gain) == (0, 1.0)
 
 
+def test_only_sizes_near_measured_ones_are_tried() -> None:
+    cost = StepCost()
+    cost.note(222, 0.36)
+    assert not cost.measured(64), "a step without drafts comes first"
+    cost.note(64, 0.1)
+    assert cost.measured(64)
+    few = StepCost()
+    few.note(4, 1.0)
+    assert best([1.0] * 40, 4, few, 0.0).taken == 4, "8 tokens at most"
+    few.note(8, 2.0)  # compute-bound
+    assert best([0.9] * 40, 4, few, 0.0).gain < 1.1
+    # A tile of rows more: 17 tokens cost more than 16, although they are almost as many.
+    tiles = StepCost()
+    for tokens, seconds in ((16, 1.0), (17, 1.9), (32, 2.0)) * 4:
+        tiles.note(tokens, seconds)
+    assert float(tiles.seconds(17)) > 1.5 * float(tiles.seconds(16))
+
+
 def test_seconds_are_learnt_and_never_fall_with_tokens() -> None:
     cost, chance = StepCost(), random.Random(0)
 

@@ -73,8 +73,9 @@ class Mean:
 class StepCost:
     """Seconds of a forward by its number of tokens."""
 
-    # Means at sizes that are half a power of two apart, interpolated linearly. Seconds never
-    # decrease with the number of tokens.
+    # Means at each size up to 32, then at sizes a quarter of a power of two apart, interpolated
+    # linearly: kernels take tiles of rows, so one token more may cost half as much again. Seconds
+    # never decrease with the number of tokens.
 
     def __init__(self) -> None:
         self._points: dict[int, tuple[Mean, Mean]] = {}
@@ -85,11 +86,21 @@ class StepCost:
         # down all sizes, so each measurement updates a scale that they share.
         if self._points:
             self._scale *= min(max(seconds / float(self.seconds(tokens)), 0.1), 10.0) ** 0.1
-        size, mean = self._points.setdefault(round(2 * math.log2(tokens)), (Mean(), Mean()))
+        key = tokens if tokens <= 32 else 12 + round(4 * math.log2(tokens))
+        size, mean = self._points.setdefault(key, (Mean(), Mean()))
         seconds /= self._scale
         # A forward that took three times as long was disturbed by something else.
         mean.add(min(seconds, 3 * mean.value) if mean.count else seconds)
         size.add(tokens)
+
+    def measured(self, sequences: int) -> bool:
+        """Whether a forward without drafts, or a smaller one, has been measured."""
+        return any(size.value <= 1.1 * sequences for size, _ in self._points.values())
+
+    @property
+    def largest(self) -> float:
+        """Largest measured number of tokens."""
+        return max((size.value for size, _ in self._points.values()), default=0.0)
 
     def seconds(self, tokens: Any) -> Any:
         """Seconds of a forward by number of tokens, a scalar or an array; 0 if unknown."""
@@ -97,7 +108,15 @@ class StepCost:
             return 0.0 * np.asarray(tokens)
         points = sorted((size.value, mean.value) for size, mean in self._points.values())
         sizes, seconds = zip(*points, strict=True)
-        return np.interp(tokens, sizes, np.maximum.accumulate(seconds)) * self._scale
+        seconds = np.maximum.accumulate(seconds)
+        found = np.interp(tokens, sizes, seconds)
+        # Larger ones follow the slope from the last much smaller size; without one, they cost
+        # nothing more, so that they are tried.
+        small = [place for place, size in enumerate(sizes) if size <= 0.75 * sizes[-1]]
+        if small:
+            slope = (seconds[-1] - seconds[small[-1]]) / (sizes[-1] - sizes[small[-1]])
+            found = found + slope * np.maximum(0, np.asarray(tokens) - sizes[-1])
+        return found * self._scale
 
 
 class AcceptanceRate:
@@ -142,12 +161,12 @@ def best(chances: Sequence[float], sequences: int, cost: StepCost, drafting: flo
     """Chooses how many guesses to verify for the most tokens per second."""
     # With s sequences and n guesses, whose chances of being accepted are p, tokens per second are
     # (s + p_1 + ... + p_n) / (t(s + n) + d); without drafts s / t(s).
+    # Forwards of up to twice the largest measured size are tried; nothing is known of others.
+    chances = chances[: max(0, int(2 * cost.largest) - sequences)]
     if not len(chances):
         return GuessChoice()
     accepted, plain = np.cumsum(chances), float(cost.seconds(sequences))
     gains = 1 + accepted / sequences
-    if plain <= 0:  # nothing has been measured yet
-        return GuessChoice(len(chances), float(accepted[-1]), float(gains[-1]))
     steps = cost.seconds(sequences + 1 + np.arange(len(chances))) / plain
     gains /= steps + drafting / plain
     found = int(gains.argmax())
@@ -246,7 +265,8 @@ class Speculator(Drafter):
         self._compare(wanted)
         self.stats.rounds += 1
         self._rested = 0
-        if self._resting(sequences):
+        measured = self.options.fixed or self.cost.measured(sequences)
+        if not measured or self._resting(sequences):
             return {}
         trial = not self.pays(sequences)
         asked = wanted[: max(1, min(FEW, sequences // SHARE))] if trial else wanted
@@ -279,7 +299,7 @@ class Speculator(Drafter):
         drafting = self.drafting(sequences, depth)
         self.choice = choice = best(chances, sequences, self.cost, drafting)
         plain, came = float(self.cost.seconds(sequences)), choice.gain
-        if came < LEAST_GAIN and plain > 0:  # nothing is verified: the guesses were for nothing
+        if came < LEAST_GAIN:  # nothing is verified: the guesses were for nothing
             came = plain / (plain + drafting)
         self._gains.setdefault(_level(sequences), Mean(memory=ROUNDS)).add(came)
         self._note_why(sequences)
