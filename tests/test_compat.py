@@ -183,17 +183,6 @@ def test_fake_tensors_have_no_data() -> None:
     assert not _compat.needs_data(ValueError("no"))
 
 
-def test_torch_has_a_search_for_redistributions_to_compare_with() -> None:
-    _compat.clear_redistributions()
-    with _compat.graph_redistribution(), _compat.meta_devices(3):
-        assert torch.get_device_module("meta").device_count() == 3
-    if torch.__version__ >= "2.13":
-        from torch.distributed.tensor import _redistribute
-
-        assert hasattr(_redistribute, "use_min_cost_redistribution_plan")
-        assert hasattr(_redistribute._gen_transform_infos, "cache_clear")
-
-
 def test_torch_multiplies_fp8() -> None:
     a, b = torch.eye(16).to(torch.float8_e5m2), torch.eye(16).to(torch.float8_e4m3fn)
     two, rows = torch.tensor(2.0), torch.full((16, 1), 2.0)

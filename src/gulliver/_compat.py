@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -356,29 +355,3 @@ def is_gloo(group: dist.ProcessGroup | None, device: torch.device) -> bool:
     if found is None or dist.get_backend(found) == "threaded":
         return False
     return isinstance(found._get_backend(device), getattr(dist, "ProcessGroupGloo", ()))
-
-
-def graph_redistribution() -> AbstractContextManager[Any]:
-    """Lets DTensor search for the cheapest conversion, if torch supports it (2.12)."""
-    from torch.distributed.tensor import _redistribute
-
-    found = getattr(_redistribute, "use_min_cost_redistribution_plan", None)
-    return nullcontext() if found is None else found(True)
-
-
-def clear_redistributions() -> None:
-    from torch.distributed.tensor import _redistribute
-
-    clear = getattr(getattr(_redistribute, "_gen_transform_infos", None), "cache_clear", None)
-    if clear is not None:
-        clear()
-
-
-@contextmanager
-def meta_devices(count: int) -> Iterator[None]:
-    """Makes DTensor choose all-to-alls on a meta mesh as if nodes had `count` GPUs."""
-    torch.meta = SimpleNamespace(device_count=lambda: count)  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        del torch.meta  # type: ignore[attr-defined]

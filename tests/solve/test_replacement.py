@@ -233,7 +233,7 @@ def test_a_budget_that_falls_and_rises_within_a_step_is_kept_at_every_event():
         for n in (*range(12), *reversed(range(12))):
             for event in (Event("use", n, n % 2 == 0), Event("done", n)):
                 core.use(n, event.write) if event.what == "use" else core.done(n)
-                assert core.used == sum(s for k, s in sizes.items() if core.is_resident(k))
+                assert core.used == sum(s for k, s in sizes.items() if core._objects[k].resident)
                 assert core.used <= core.budget
             core.set_budget((20 + 2 * n) * PAGE)
         core.end_step()

@@ -257,9 +257,6 @@ class Replacement:
 
     # Queries
 
-    def is_resident(self, key: Hashable) -> bool:
-        return self._objects[key].resident
-
     def is_stored(self, key: Hashable) -> bool:
         return self._objects[key].stored
 
