@@ -1185,6 +1185,13 @@ inline void embed(const Model& m, const Step& s, const Member& me) {
   }
 }
 
+// If `w` takes other tiles of the same rows than the matrix before it.
+inline void prepare_again(const Matrix& w, const Matrix& before, const Step& s, const Member& me) {
+  if (w.kind == before.kind) return;
+  me.wait();
+  prepare(w, s.normed, s.tokens, s.tiles, me);
+}
+
 void forward(const Model& m, const Step& s, const Member& me, Work& work) {
   embed(m, s, me);
   const float* after = nullptr;  // the norm of what the layer before has made
@@ -1194,7 +1201,9 @@ void forward(const Model& m, const Step& s, const Member& me, Work& work) {
     me.wait();
     prepare(l.query, s.normed, s.tokens, s.tiles, me);
     product_into(l.query, s.normed, s.tiles, s.tokens, s.query, false, me);
+    prepare_again(l.key, l.query, s, me);
     product_into(l.key, s.normed, s.tiles, s.tokens, s.key, false, me);
+    prepare_again(l.value, l.key, s, me);
     product_into(l.value, s.normed, s.tiles, s.tokens, s.value, false, me);
     me.wait();
     place_heads(m, l, s, me);
@@ -1215,6 +1224,7 @@ void forward(const Model& m, const Step& s, const Member& me, Work& work) {
     me.wait();
     prepare(l.gate, s.normed, s.tokens, s.tiles, me);
     product_into(l.gate, s.normed, s.tiles, s.tokens, s.inner, false, me);
+    prepare_again(l.up, l.gate, s, me);
     product_into(l.up, s.normed, s.tiles, s.tokens, s.gated, false, me);
     activate(m, s, me);
     me.wait();

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <initializer_list>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -164,6 +163,7 @@ class Decoder {
     model_.embedding = matrix(embedding, kernels_);
     model_.head = matrix(head, kernels_);
     model_.norm = at<const float>(norm);
+    floats_ = model_.embedding.kind == FLOAT32 && model_.head.kind == FLOAT32;
     expect(model_.dim % 16 == 0, "the size of a head is a multiple of 16");
   }
 
@@ -173,8 +173,7 @@ class Decoder {
     expect(of.size() == 7 && norms.size() == 6, "a layer has 7 matrices and 6 norms");
     Matrix m[7];
     for (int i = 0; i < 7; ++i) m[i] = matrix(of[i], kernels_);
-    agree({&m[0], &m[1], &m[2]});
-    agree({&m[4], &m[5]});
+    for (const Matrix& one : m) floats_ = floats_ && one.kind == FLOAT32;
     layers_.push_back({m[0], m[1], m[2], m[3], m[4], m[5], m[6], at<const float>(norms[0]),
                        at<const float>(norms[1]), at<const float>(norms[2]),
                        at<const float>(norms[3]), at<const float>(norms[4]),
@@ -227,21 +226,11 @@ class Decoder {
     s.counters = counters.data();
     s.threads = threads;
     // Tiles of 16 rows would be half empty, so 8 rows are faster in vectors of 8.
-    const bool narrow = model_.head.kind == FLOAT32 && (count == 7 || count == 8) && avx2.name;
+    const bool narrow = floats_ && (count == 7 || count == 8) && avx2.name;
     if (count > 0) (narrow ? avx2 : kernels_).run(model_, s);
   }
 
  private:
-  // Matrices of the same rows take them rounded if all of them do.
-  static void agree(std::initializer_list<Matrix*> all) {
-    for (const Matrix* one : all) {
-      if (one->kind == INT8_ROUNDED) continue;
-      for (Matrix* other : all) {
-        if (other->kind == INT8_ROUNDED) other->kind = INT8;
-      }
-    }
-  }
-
   // Cosines and sines of positions, in float32 as transformers has them.
   void turn(const Indices& places) {
     cosines_.clear();
@@ -258,6 +247,7 @@ class Decoder {
   }
 
   const Kernels& kernels_;
+  bool floats_;  // whether all matrices are FLOAT32
   Model model_{};
   std::vector<Layer> layers_;
   std::vector<std::pair<std::vector<float>, float>> rotary_;

@@ -127,6 +127,23 @@ def test_quantised_weights_are_multiplied_without_rounding_activations(mode: str
     assert furthest(run(model), wanted(with_floats(model))) < 1e-5
 
 
+@pytest.mark.parametrize("mode", ["int8", "int8_dynamic", "int4"])
+def test_layers_of_several_kinds_take_the_same_rows(mode: str) -> None:
+    """The layers that take the same rows differ, at numbers of rows with other kernels."""
+    model = decoder_model("llama")
+    exclude = ["*.k_proj", "*.up_proj", "lm_head"]
+    model = gulliver.replace_module(model, mode, exclude=exclude)
+    reference, text = with_floats(model), torch.arange(3, 43).tolist()
+    for rows in (3, 8, 20):
+        runner = LocalRunner(model, cache_tokens=256)
+        assert runner.native
+        runner.submit(Batch(0, [Span(0, 0, text[:rows], range(16), rows)]))
+        got = runner.collect()
+        runner.close()
+        want = reference(torch.tensor([text[:rows]])).logits[0]
+        assert furthest([got], [want]) < (0.1 if mode == "int8_dynamic" else 1e-5)
+
+
 def rounded(x: Tensor) -> Tensor:
     """To bytes, with a scale per 32 values."""
     groups = x.unflatten(-1, (-1, 32))
