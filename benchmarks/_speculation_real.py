@@ -102,14 +102,8 @@ def _step(engine: Engine, answers: dict[int, list[int]]) -> None:
 def real(source: Path) -> Report:
     """Times all combinations of task, temperature and load at 128 tokens, and long answers."""
     columns = (
-        "task",
-        "temperature",
-        "requests",
-        "tokens",
-        "drafter",
-        "speed",
-        "equal",
-        "its account",
+        *("task", "temperature", "requests", "tokens"),
+        *("drafter", "speed", "equal", "its account"),
     )
     report = Report("speculation-real", f"Speculation: look-up on {source.name}", columns)
     tokenizer = read_tokenizer(source)
@@ -123,21 +117,12 @@ def real(source: Path) -> Report:
         for name in DRAFTERS:
             ratio = found[name][0] / found["plain"][0]
             ratios.append(ratio)
-            row = (
-                task,
-                f"{heat}",
-                f"{load}",
-                f"{tokens}",
-                name,
-                f"{ratio:.2f}",
-                f"{found[name][1]:.0%}",
-            )
+            row = (*map(str, (task, heat, load, tokens, name)), f"{ratio:.2f}")
+            row = (*row, f"{found[name][1]:.0%}")
             account = found[name][2].partition(": ")[2]
             report.rows.append((*row, account))
             report.figures[f"{task}, {heat}, {load}, {tokens}, {name}"] = found[name][:2]
             print(*row, account, flush=True)
     report.bars.append(at_least("slowest cell over plain", min(ratios), 0.97))
-    report.notes.append(
-        "float32 weights; engines take turns of one step; speed is plain over drafted"
-    )
+    report.notes.append("float32; engines take turns of one step; speed is tokens/s over plain")
     return report

@@ -324,8 +324,7 @@ class Speculator(Drafter):
 
     def _depth(self, sequences: int) -> int:
         """Returns the depth with the most tokens per second, given recent acceptance."""
-        plain = float(self.cost.seconds(sequences))
-        if self.options.fixed or self.proposer.free or plain <= 0:
+        if self.options.fixed or self.proposer.free:
             return self.options.depth
         rates, reach = [], 1.0
         for depth, mean in enumerate(self._reach, 1):
