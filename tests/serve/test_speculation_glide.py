@@ -26,6 +26,8 @@ from gulliver.serve.speculative.glide import (
 from gulliver.serve.speculative.train import (
     DraftTrainer,
     glimpses_of,
+    lesson_of,
+    rows_of,
     target_frequencies,
     train_draft,
 )
@@ -34,7 +36,7 @@ from tests.serve.serving_models import VOCABULARY, one_by_one, prompts, tiny
 COUNT = 16
 
 
-def glide(kind: str, layers: int = 1, looking: bool = True) -> Glide:
+def glide(kind: str, layers: int = 1, looking: bool = True, drafted: int = 0) -> Glide:
     """A random draft of a tiny target, whose attention to the target counts."""
     model = tiny(kind)
     last = model.config.num_hidden_layers - 1
@@ -43,7 +45,7 @@ def glide(kind: str, layers: int = 1, looking: bool = True) -> Glide:
     keys, _, heads = glimpses_of(model, token, (last,))
     config = GlideConfig(
         *(VOCABULARY, 32, 2, 48, layers, places, kind, heads, keys[0].shape[-1]),
-        model.config.hidden_size,
+        *(model.config.hidden_size, 5, drafted),
     )
     torch.manual_seed(5)
     draft = Glide(config, target_frequencies(model) if looking else ())
@@ -52,6 +54,7 @@ def glide(kind: str, layers: int = 1, looking: bool = True) -> Glide:
             torch.nn.init.normal_(weight, std=0.3)
         if "gain" in name:
             torch.nn.init.normal_(weight, 1.0, std=0.3)
+    draft.drafted.copy_(torch.randperm(VOCABULARY)[:drafted])
     return draft.eval()
 
 
@@ -82,16 +85,21 @@ def naive_guesses(draft: Glide, model: Any, tokens: list[int], depth: int) -> li
             return out
 
         x = draft.hidden(torch.tensor([text]), positions, attend, glimpse)
-        text.append(int(draft.logits(x[0, -1]).argmax()))
+        scores = x[0, -1] @ draft.embedding.weight.T
+        if len(draft.drafted):
+            text.append(max(draft.drafted.tolist(), key=scores.tolist().__getitem__))
+        else:
+            text.append(int(scores.argmax()))
     return text[len(tokens) :]
 
 
 @pytest.mark.parametrize(
-    ("kind", "layers"), [("llama", 1), ("llama", 2), ("gpt2", 1), ("bloom", 1)]
+    ("kind", "layers", "drafted"),
+    [("llama", 1, 0), ("llama", 2, 0), ("llama", 1, 20), ("gpt2", 1, 0), ("bloom", 1, 0)],
 )
 @torch.no_grad()
-def test_guesses_are_those_of_whole_forwards(kind: str, layers: int) -> None:
-    model, draft = tiny(kind), glide(kind, layers)
+def test_guesses_are_those_of_whole_forwards(kind: str, layers: int, drafted: int) -> None:
+    model, draft = tiny(kind), glide(kind, layers, drafted=drafted)
     texts = prompts((3, 22, 9))
     want = {}
     for number, text in enumerate(texts):
@@ -269,6 +277,48 @@ def test_gradients_are_those_of_differences() -> None:
         torch.testing.assert_close((slope * way).sum(), want, rtol=2e-2, atol=5e-3, msg=name)
 
 
+@pytest.mark.parametrize("distill", [True, False])
+def test_loss_is_over_the_drafted_tokens(distill: bool) -> None:
+    draft, tokens = glide("llama", drafted=20), torch.tensor(prompts((9, 9)))
+    keys, values, _ = glimpses_of(tiny("llama"), tokens, draft.config.glimpses)
+    teacher = torch.randn(2, 9, 20)
+    states: list[torch.Tensor] = []
+    draft.norm.register_forward_hook(lambda *given: states.append(given[2]))
+    more = (teacher,) if distill else ()
+    loss = draft(tokens, tokens, seen_keys(9, 3, 1), keys, values, *more)
+    known = draft.drafted.tolist()
+    wanted, places = [], tokens[:, 1:].flatten().tolist()
+    scores = (states[0][:, :-1] @ draft.embedding.weight[known].T).flatten(0, 1).log_softmax(-1)
+    for place, row in enumerate(scores):
+        if distill:
+            likely = teacher[:, :-1].flatten(0, 1)[place].softmax(-1)
+            wanted.append(-(likely * row).sum())
+        elif places[place] in known:
+            wanted.append(-row[known.index(places[place])])
+    assert 0 < len(wanted) < len(places) + distill
+    torch.testing.assert_close(loss, torch.stack(wanted).mean())
+
+
+@pytest.mark.parametrize("width", [48, 32])
+def test_embedding_starts_from_the_largest_directions_of_the_targets(width: int) -> None:
+    embedding = torch.randn(VOCABULARY, 48) * torch.linspace(1, 3, 48)
+    draft = Glide(GlideConfig(VOCABULARY, width, 1, 64, 1, (), "llama", 2, 24, 48, 5, 20))
+    draft.start_from(embedding, torch.arange(20))
+    left, sizes, _ = torch.linalg.svd(embedding, full_matrices=False)
+    wanted = left[:, :width] * sizes[:width]
+    got = draft.embedding.weight.detach()
+    torch.testing.assert_close(got @ got.T, wanted @ wanted.T, rtol=1e-4, atol=1e-3)
+
+
+def test_logits_of_the_drafted_tokens_are_the_targets() -> None:
+    model, tokens = tiny("llama"), torch.tensor(prompts((9, 9)))
+    rows = torch.tensor([3, 1, 30])
+    *_, whole = lesson_of(model, tokens, (0,))
+    *_, part = lesson_of(model, tokens, (0,), rows_of(model.get_output_embeddings(), rows))
+    torch.testing.assert_close(part, whole[..., rows])
+    torch.testing.assert_close(lesson_of(model, tokens, (0,))[2], whole)
+
+
 def test_keys_are_those_that_serving_caches() -> None:
     model, text = tiny("llama"), prompts((13,))[0]
     runner = LocalRunner(model, cache_tokens=64, block_size=4)
@@ -306,6 +356,7 @@ def test_a_draft_learns_is_written_and_drafts(tmp_path: Path) -> None:
         target=tmp_path,
         out=tmp_path / "draft",
         hidden=32,
+        drafted=8,
         steps=30,
         batch_tokens=384,
         learning_rate=1e-2,
@@ -318,6 +369,7 @@ def test_a_draft_learns_is_written_and_drafts(tmp_path: Path) -> None:
     assert trained.steps == 30
     assert any("looking at layer(s)" in line for line in lines)
     draft = load_draft(tmp_path / "draft")
+    assert {*draft.drafted.tolist()} == {*tokenizer("abcdefgh")["input_ids"]}
     assert sum(p.numel() for p in draft.parameters()) == trained.parameters
     # What it has learnt: the text goes on.
     tokens = tokenizer("abcdefgh" * 4)["input_ids"]

@@ -45,6 +45,10 @@ Glimpse = Callable[[int, Tensor], Tensor]
 # learns the target's distribution of each next token, which is also more informative than a single
 # token.
 #
+# [Note: drafted tokens] With one layer, most of a draft's time is its head, which reads a row for
+# each token of the vocabulary. So the head only has rows of the most frequent tokens (FR-Spec: Zhao
+# and others, arXiv 2502.14856); the others are never drafted.
+#
 # The layers have no cache; the attention functions are passed to them.
 @dataclass(frozen=True)
 class GlideConfig(Options):
@@ -65,6 +69,8 @@ class GlideConfig(Options):
     target_hidden: int
     # Block size of the mask with which it was trained.
     block: int = 5
+    # Number of tokens that it can draft, the most frequent ones of its training data; 0 for all.
+    drafted: int = 0
 
     @property
     def dim(self) -> int:
@@ -116,6 +122,9 @@ class Glide(nn.Module):
 
     frequencies: Tensor
     target_frequencies: Tensor
+    scale: Tensor
+    drafted: Tensor
+    """Token of each row of the head; empty if the head has all tokens."""
 
     def __init__(self, config: GlideConfig, target_frequencies: Sequence[float] = ()) -> None:
         super().__init__()
@@ -126,11 +135,28 @@ class Glide(nn.Module):
         steps = torch.arange(0, config.dim, 2) / config.dim
         self.register_buffer("frequencies", 10_000.0**-steps)
         self.register_buffer("target_frequencies", torch.tensor(list(target_frequencies)))
+        self.register_buffer("drafted", torch.arange(config.drafted))
+        # The head shares the embedding's weights, and needs small ones (Vaswani and others, 2017,
+        # 3.4).
+        self.register_buffer("scale", torch.tensor(config.hidden**0.5))
         for name, weight in self.named_parameters():
             if weight.dim() == 2:
                 nn.init.normal_(weight, std=0.02)
             if name.endswith("glimpse_out.weight"):
                 nn.init.zeros_(weight)  # begins as a draft that sees nothing
+
+    @torch.no_grad()
+    def start_from(self, embedding: Tensor, drafted: Tensor) -> None:
+        """Sets the drafted tokens, and the embedding to the target's [V, C].
+
+        A narrower draft takes the directions in which the target's embeddings are longest.
+        """
+        self.drafted.copy_(drafted)
+        weight, width = embedding.double(), self.embedding.weight.shape[1]
+        directions = torch.linalg.eigh(weight.T @ weight).eigenvectors.flip(1)[:, :width]
+        kept = weight @ directions
+        self.embedding.weight[:, : kept.shape[1]].copy_(kept)
+        self.scale.mul_(0.02 / kept.std())
 
     def hidden(
         self,
@@ -141,8 +167,7 @@ class Glide(nn.Module):
         last: Tensor | None = None,
     ) -> Tensor:
         theirs = self.target_frequencies if len(self.target_frequencies) else None
-        # The head shares these weights, and needs small ones (Vaswani and others, 2017, 3.4).
-        x = self.embedding(tokens) * self.config.hidden**0.5
+        x = self.embedding(tokens) * self.scale
         for layer in self.layers:
             assert isinstance(layer, GlideLayer)
             x = layer.attend(x, positions, self.frequencies, attend)
@@ -152,9 +177,18 @@ class Glide(nn.Module):
             x = layer.look(x, positions, theirs, glimpse)
         return self.norm(x)
 
-    def logits(self, x: Tensor) -> Tensor:
-        """Logits [..., V] of hidden states [..., C]."""
-        return F.linear(x, self.embedding.weight)
+    def head(self) -> Tensor:
+        """Weights [N, C] of the tokens that can be drafted."""
+        weight = self.embedding.weight
+        return weight[self.drafted] if self.config.drafted else weight
+
+    def logits(self, x: Tensor, head: Tensor) -> Tensor:
+        """Logits [R, V] of hidden states [R, C]; -inf for tokens that are not drafted."""
+        found = F.linear(x, head).float()
+        if not self.config.drafted:
+            return found
+        logits = found.new_full((len(found), self.config.vocabulary), -torch.inf)
+        return logits.index_copy_(1, self.drafted, found)
 
     def forward(
         self,
@@ -165,7 +199,10 @@ class Glide(nn.Module):
         values: Sequence[Tensor] = (),
         teacher: Tensor | None = None,
     ) -> Tensor:
-        """Returns the mean cross-entropy against the next tokens, or the target's distributions."""
+        """Returns the mean cross-entropy against the next tokens, or the target's distributions.
+
+        The latter are over the drafted tokens, as is the cross-entropy.
+        """
 
         def attend(number: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             del number
@@ -186,13 +223,18 @@ class Glide(nn.Module):
             return out.transpose(1, 2) * some
 
         positions = torch.arange(tokens.shape[1], device=tokens.device)[None].expand_as(tokens)
-        x = self.hidden(tokens, positions, attend, glimpse)
+        labels = labels[:, 1:]
+        if self.config.drafted and teacher is None:
+            rows = labels.new_full((self.config.vocabulary,), -100)
+            rows[self.drafted] = torch.arange(self.config.drafted, device=rows.device)
+            labels = torch.where(labels < 0, labels, rows[labels.clamp(min=0)])
+        learnt = labels != -100
+        x = self.hidden(tokens, positions, attend, glimpse)[:, :-1][learnt]
+        found = F.linear(x, self.head()).float()
         if teacher is None:
-            found = self.logits(x[:, :-1]).float()
-            return F.cross_entropy(found.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
-        learnt = labels[:, 1:] != -100
-        found = self.logits(x[:, :-1][learnt]).float()
-        wanted = teacher[:, :-1][learnt].to(found.dtype).softmax(-1)
+            wanted = labels[learnt]
+        else:
+            wanted = teacher[:, :-1][learnt].to(found.dtype).softmax(-1)
         # Summed, because a rank without labels has no mean.
         return F.cross_entropy(found, wanted, reduction="sum") / learnt.sum().clamp(min=1)
 
@@ -311,6 +353,7 @@ class GlideDraft(ModelDraft):
         self._cache = DraftCache(facts.blocks, facts.block_size)
         self._known.clear()
         weight = self._model.embedding.weight
+        self._head = self._model.head()
         shape = LayerShape(config.heads, config.dim)
         self._pages = Pages(
             [shape] * config.layers, facts.blocks, facts.block_size, weight.dtype, weight.device
@@ -354,7 +397,7 @@ class GlideDraft(ModelDraft):
         wanted = last if only_last else None
         x = self._model.hidden(tokens[None], pages.positions[None], attend, glimpse, wanted)[0]
         x = x if only_last else x[last]
-        return self._model.logits(x).float() if rows else torch.empty(0)
+        return self._model.logits(x, self._head) if rows else torch.empty(0)
 
     def close(self) -> None:
         self._pages.keys.clear()

@@ -17,8 +17,8 @@ from gulliver.serve.options import EngineOptions
 from gulliver.serve.sampling import SamplingParams
 from gulliver.serve.speculative.proposers import Proposer
 from gulliver.serve.speculative.speculator import SpeculationOptions, Speculator, make_speculator
+from gulliver.serve.speculative.train import load_with_tokenizer
 from gulliver.serve.speculative.train_config import ReportConfig
-from gulliver.serve.weights import load
 
 
 # [Note: what is predicted] A round of n guesses yields E tokens, including one of the model's own,
@@ -70,7 +70,7 @@ class SpeculationReport:
 def report(config: ReportConfig) -> SpeculationReport:
     if config.target is None:
         raise GulliverError("no target: pass --target FOLDER")
-    model, tokenizer = load(config.target, config.dtype)
+    model, tokenizer = load_with_tokenizer(config.target, config)
     data = read_text(config, tokenizer, lambda _: None)
     texts = [one.ids.tolist() for one in data.held_out or data.train]
     texts = [

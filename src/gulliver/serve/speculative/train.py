@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -9,9 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from gulliver.booster.booster import Booster
 from gulliver.booster.plugins import LowLevelZeroPlugin, TorchDDPPlugin
@@ -20,7 +23,9 @@ from gulliver.comm.world import World, guard, init_world
 from gulliver.errors import GulliverError
 from gulliver.finetune.base import fingerprint_of
 from gulliver.finetune.batches import make_batches
+from gulliver.finetune.encode import load_tokenizer
 from gulliver.finetune.texts import TextData, read_text
+from gulliver.io.hub import fetch
 from gulliver.jobs.log import derive
 from gulliver.jobs.loop import LoopOptions, TrainingLoop, rate_factor
 from gulliver.jobs.run_folder import RunFolder
@@ -28,8 +33,13 @@ from gulliver.jobs.stop import StopRequest
 from gulliver.options import resolved
 from gulliver.serve.attention import PagedSpan, attached, attention_bias, forward
 from gulliver.serve.speculative.glide import Glide, GlideConfig, save_draft, seen_keys
-from gulliver.serve.speculative.train_config import MAY_CHANGE, TrainDraftConfig, check_train_draft
-from gulliver.serve.weights import load
+from gulliver.serve.speculative.train_config import (
+    MAY_CHANGE,
+    ReportConfig,
+    TrainDraftConfig,
+    check_train_draft,
+)
+from gulliver.serve.weights import free_bytes, load
 
 HALVES = (
     *("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "granite"),
@@ -103,10 +113,18 @@ def glimpses_of(
 
 
 def lesson_of(
-    model: Any, tokens: Tensor, layers: Sequence[int]
+    model: Any, tokens: Tensor, layers: Sequence[int], head: nn.Module | None = None
 ) -> tuple[list[Tensor], list[Tensor], Tensor]:
-    """Returns training data of a draft: the target's keys and values of texts, and its logits."""
-    kept, logits = _read(model, tokens, layers, True)
+    """Returns training data of a draft: the target's keys and values of texts, and its logits.
+
+    With a `head`, logits are those of this output layer.
+    """
+    own = model.get_output_embeddings()
+    model.set_output_embeddings(own if head is None else head)
+    try:
+        kept, logits = _read(model, tokens, layers, True)
+    finally:
+        model.set_output_embeddings(own)
     keys, values = ([of[n] for n in layers] for of in (kept.keys, kept.values))
     return keys, values, logits.unflatten(0, tokens.shape)
 
@@ -141,6 +159,12 @@ FINGERPRINTS = {
 }
 
 
+def load_with_tokenizer(folder: Path, config: TrainDraftConfig | ReportConfig) -> tuple[Any, Any]:
+    """Loads a target, and transformers' tokenizer, which reading data needs."""
+    model, _ = load(folder, config.dtype)
+    return model, load_tokenizer(fetch(folder), config.chat_template)
+
+
 @dataclass(frozen=True)
 class Trained:
     """Result of a training run."""
@@ -166,7 +190,7 @@ def train_draft(
     world = init_world()
     say = say if world.is_main else lambda _: None
     with guard():
-        model, tokenizer = target or load(config.target, config.dtype)
+        model, tokenizer = target or load_with_tokenizer(config.target, config)
         model = model.to(world.device).eval().requires_grad_(False)
         context = getattr(model.config, "max_position_embeddings", None)
         data = read_text(config, tokenizer, say, context=context)
@@ -201,7 +225,14 @@ class DraftTrainer(TrainingLoop):
         torch.manual_seed(config.seed)
         self.sizes = sizes = glide_config(config, target)
         frequencies = target_frequencies(target) if sizes.glimpses else ()
-        draft = Glide(sizes, frequencies).to(world.device)
+        draft = Glide(sizes, frequencies)
+        counts = sum(np.bincount(e.ids[e.answer], minlength=sizes.vocabulary) for e in data.train)
+        frequent = torch.as_tensor(counts).argsort(descending=True, stable=True)
+        draft.start_from(target.get_input_embeddings().weight, frequent[: sizes.drafted])
+        draft.to(world.device)
+        self.head = rows_of(target.get_output_embeddings(), draft.drafted)
+        self._lessons: dict[bytes, list[Tensor]] = {}
+        self._room = free_bytes(torch.device("cpu")) // 4 // world.size
         self.loader = self._loader(data.train, seed=config.seed, rank=world.rank, ranks=world.size)
         steps = config.steps or len(self.loader)
         self.parameters = sum(p.numel() for p in draft.parameters())
@@ -262,18 +293,36 @@ class DraftTrainer(TrainingLoop):
     def _loss(self, batch: Any, step: int) -> Tensor:
         """Mean loss of a batch; the mask's block boundaries are random in each step."""
         device, sizes = self.world.device, self.sizes
-        tokens = batch["input_ids"].to(device)
-        labels = tokens.masked_fill(batch["attention_mask"].to(device) == 0, -100)
+        tokens, labels = (batch[name].to(device) for name in ("input_ids", "labels"))
         # Each step has its own seed, so a resumed run needs no saved generator.
         offset = derive(self.config.seed, 7, step, self.world.rank) % sizes.block
         seen = seen_keys(tokens.shape[1], sizes.block, offset).to(device)
+        if not self.config.distill and not sizes.glimpses:
+            return self.model(tokens, labels, seen)
+        lengths = batch["attention_mask"].sum(1).tolist()
+        lessons = [self._lesson(row[:n]) for row, n in zip(tokens, lengths, strict=True)]
+        columns = [
+            pad_sequence(of, batch_first=True).to(device) for of in zip(*lessons, strict=True)
+        ]
+        kept = [of.transpose(1, 2) for of in columns[: 2 * len(sizes.glimpses)]]
+        teacher = columns[-1:] if self.config.distill else []
+        return self.model(tokens, labels, seen, kept[::2], kept[1::2], *teacher)
+
+    def _lesson(self, text: Tensor) -> list[Tensor]:
+        """The target's keys and values [T, H, D] of a text, and its logits [T, N] if needed."""
+        # Computed text by text, so that they do not depend on the batch and each is computed once
+        # in all epochs, if memory allows: the target takes most of the time.
+        name = text.cpu().numpy().tobytes()
+        if name in self._lessons:
+            return self._lessons[name]
+        keys, values, logits = lesson_of(self.target, text[None], self.sizes.glimpses, self.head)
+        lesson = [of[0].transpose(0, 1) for pair in zip(keys, values, strict=True) for of in pair]
         if self.config.distill:
-            lesson = lesson_of(self.target, tokens, sizes.glimpses)
-            return self.model(tokens, labels, seen, *lesson)
-        keys, values = [], []
-        if sizes.glimpses:
-            keys, values, _ = glimpses_of(self.target, tokens, sizes.glimpses)
-        return self.model(tokens, labels, seen, keys, values)
+            lesson.append(logits[0].half())
+        self._room -= sum(of.nbytes for of in lesson)
+        if self._room >= 0:
+            self._lessons[name] = lesson = [of.cpu().contiguous() for of in lesson]
+        return lesson
 
     @torch.no_grad()
     def _held_out(self) -> float:
@@ -283,11 +332,23 @@ class DraftTrainer(TrainingLoop):
         self.model.eval()
         sums = torch.zeros(2, dtype=torch.float64)
         for number, batch in enumerate(self._loader(self.data.held_out, shuffle=False)):
-            count = int(batch["attention_mask"][:, 1:].sum())
+            count = int((batch["labels"][:, 1:] != -100).sum())
             loss = float(self._loss(batch, HELD_OUT + number))
             sums += torch.tensor([loss * count, count], dtype=torch.float64)
         all_reduce(sums, op="sum")
         return float(sums[0] / sums[1])
+
+
+def rows_of(layer: nn.Linear, rows: Tensor) -> nn.Linear:
+    """A linear layer with some of the outputs of another one; the same one if there are none."""
+    if not len(rows):
+        return layer
+    part = copy.copy(layer)
+    part._parameters = dict(layer._parameters)
+    part.weight = nn.Parameter(layer.weight[rows], requires_grad=False)
+    if layer.bias is not None:
+        part.bias = nn.Parameter(layer.bias[rows], requires_grad=False)
+    return part
 
 
 def glide_config(config: TrainDraftConfig, model: Any) -> GlideConfig:
@@ -309,8 +370,10 @@ def glide_config(config: TrainDraftConfig, model: Any) -> GlideConfig:
     if config.plain:
         # Adds the size of two matrices (width x target heads) to the feed-forward part's three.
         wide += round(2 * heads * dim / 3)
+    vocabulary = model.get_output_embeddings().weight.shape[0]
     return GlideConfig(
-        model.get_output_embeddings().weight.shape[0],
+        vocabulary,
         *(hidden, heads_of_own, wide, config.layers, () if config.plain else layers),
         *(model.config.model_type, heads, dim, width, config.block),
+        0 if config.drafted >= vocabulary else config.drafted,
     )

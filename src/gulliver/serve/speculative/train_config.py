@@ -25,6 +25,9 @@ class TrainDraftConfig(DataConfig):
     """Layers of the draft."""
     hidden: Annotated[int | None, Range(16, 65536)] = None
     """Width of the draft; by default half of the target's, at least 64."""
+    drafted: Annotated[int, AT_LEAST_1] = 8192
+    """Number of tokens that it can draft, the most frequent ones of the data. More are drafted
+    more often, fewer faster."""
     feed_forward: Annotated[int | None, Range(16, 2**20)] = None
     """Width of its feed-forward parts; by default 8/3 of --hidden."""
     glimpses: tuple[int, ...] = ()
