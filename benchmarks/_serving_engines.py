@@ -8,21 +8,27 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from itertools import accumulate, pairwise
+from itertools import count as counted
 from pathlib import Path
 from typing import Any
 
 MOST = 32  # requests at a time
 LONGEST = 288  # tokens of prompt and answer
 STEP = 512  # tokens of a batch
+RATE = 1.0  # requests a second that come in turn
 
 Prompts = Sequence[list[int]]
-Run = Callable[[Prompts, int], list[list[int]]]
-"""Answers prompts with a number of tokens each."""
+Run = Callable[[Prompts, int, Sequence[float]], tuple[list[list[int]], list[list[float]]]]
+"""Answers prompts that come at given seconds with a number of tokens each: tokens, and the seconds
+at which they came."""
 
 
 SHAPES = {"0.5b": (896, 4864, 14, 2, 24), "1.5b": (1536, 8960, 12, 2, 28)}
@@ -111,9 +117,39 @@ def gulliver(path: Path, kind: str, threads: int) -> Run:
         **how,
     )
 
-    def run(prompts: Prompts, count: int) -> list[list[int]]:
-        asked = SamplingParams(max_tokens=count, temperature=0, ignore_eos=True)
-        return [out.outputs[0].token_ids for out in llm.generate(list(prompts), asked)]
+    asked = SamplingParams(temperature=0, ignore_eos=True)
+
+    def add(prompt: list[int], count: int) -> int:
+        return llm.engine.add(prompt, replace(asked, max_tokens=count))
+
+    def step(_: Sequence[int]) -> list[tuple[int, list[int]]]:
+        return [(e.request, [token.id for token in e.tokens]) for e in llm.engine.step()]
+
+    return _looped(add, step)
+
+
+def _looped(
+    add: Callable[[list[int], int], Any],
+    step: Callable[[Sequence[Any]], list[tuple[Any, list[int]]]],
+) -> Run:
+    """An engine whose steps this process makes."""
+
+    def run(prompts: Prompts, count: int, at: Sequence[float]) -> tuple[Any, Any]:
+        begun, added, tokens, times = time.perf_counter(), [], [], []
+        while len(added) < len(prompts) or any(len(of) < count for of in tokens):
+            now = time.perf_counter() - begun
+            while len(added) < len(prompts) and at[len(added)] <= now:
+                added.append(add(prompts[len(added)], count))
+                tokens.append([])
+                times.append([])
+            if all(len(of) == count for of in tokens):
+                time.sleep(max(0.0, at[len(added)] - now))
+                continue
+            for key, new in step(added):
+                place = added.index(key)
+                tokens[place] += new
+                times[place] += [time.perf_counter() - begun] * len(new)
+        return tokens, times
 
     return run
 
@@ -132,20 +168,27 @@ def llamacpp(path: Path, kind: str, threads: int) -> Run:
     asked.cache_prompt, asked.warmup, asked.port, asked.verbosity = False, False, 0, 0
     server = xllamacpp.Server(asked)
 
-    def run(prompts: Prompts, count: int) -> list[list[int]]:
+    def run(prompts: Prompts, count: int, at: Sequence[float]) -> tuple[Any, Any]:
         url = f"{server.listening_address}/completion"  # the server lives as long as this function
+        begun = time.perf_counter()
 
-        def one(prompt: list[int]) -> list[int]:
+        def one(prompt: list[int], when: float) -> list[tuple[int, float]]:
             body = {"prompt": prompt, "n_predict": count, "temperature": 0, "samplers": ["top_k"]}
-            body |= {"top_k": 1, "ignore_eos": True, "cache_prompt": False, "return_tokens": True}
-            head = {"Content-Type": "application/json"}
-            with urllib.request.urlopen(
-                urllib.request.Request(url, json.dumps(body).encode(), head)
-            ) as found:
-                return json.loads(found.read())["tokens"]
+            body |= {"top_k": 1, "ignore_eos": True, "cache_prompt": False, "stream": True}
+            body |= {"return_tokens": True}
+            head, came = {"Content-Type": "application/json"}, []
+            time.sleep(max(0.0, when - (time.perf_counter() - begun)))
+            asked = urllib.request.Request(url, json.dumps(body).encode(), head)
+            with urllib.request.urlopen(asked) as found:
+                for line in found:
+                    if line.startswith(b"data: {"):
+                        now = time.perf_counter() - begun
+                        came += [(token, now) for token in json.loads(line[6:])["tokens"]]
+            return came
 
         with ThreadPoolExecutor(len(prompts)) as pool:
-            return list(pool.map(one, prompts))
+            found = list(pool.map(one, prompts, at))
+        return [[t for t, _ in came] for came in found], [[s for _, s in came] for came in found]
 
     return run
 
@@ -163,14 +206,19 @@ def openvino(path: Path, kind: str, threads: int) -> Run:
     how = {"INFERENCE_NUM_THREADS": threads} | (exact if kind == "f32" else {})
     pipeline = genai.ContinuousBatchingPipeline(str(path), sizes, "CPU", how)
 
-    def run(prompts: Prompts, count: int) -> list[list[int]]:
+    def add(prompt: list[int], count: int) -> Any:
         asked = genai.GenerationConfig()
         asked.max_new_tokens, asked.ignore_eos, asked.do_sample = count, True, False
-        given = [Tensor(np.array([prompt], dtype=np.int64)) for prompt in prompts]
-        found = pipeline.generate(given, [asked] * len(given))
-        return [list(one.m_generation_ids[0]) for one in found]
+        given = Tensor(np.array([prompt], dtype=np.int64))
+        return pipeline.add_request(next(numbers), given, asked)
 
-    return run
+    def step(handles: Sequence[Any]) -> list[tuple[Any, list[int]]]:
+        pipeline.step()
+        came = [(one, one.read()) for one in handles if one.can_read()]
+        return [(one, list(of.generated_ids)) for one, found in came for of in found.values()]
+
+    numbers = counted()
+    return _looped(add, step)
 
 
 def transformers(path: Path, kind: str, threads: int) -> Run:
@@ -182,11 +230,12 @@ def transformers(path: Path, kind: str, threads: int) -> Run:
     how: dict[str, Any] = {"gguf_file": path.name, "dtype": torch.float32}
     model: Any = AutoModelForCausalLM.from_pretrained(path.parent, **how).eval()
 
-    def run(prompts: Prompts, count: int) -> list[list[int]]:
+    def run(prompts: Prompts, count: int, at: Sequence[float]) -> tuple[Any, Any]:
+        del at  # all come at once
         ids = torch.tensor(list(prompts))
         sizes = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False}
         made = model.generate(ids, attention_mask=torch.ones_like(ids), **sizes)
-        return made[:, ids.shape[1] :].tolist()
+        return made[:, ids.shape[1] :].tolist(), []
 
     return run
 
@@ -206,17 +255,24 @@ def _age() -> float:
 
 
 def main(engine: str, kind: str, path: str, prompts: str, count: int, *sizes: int) -> None:
-    """Times an engine with each number of requests."""
+    """Times an engine with each number of requests; 0 are all of them, which come in turn."""
     given: list[list[int]] = json.loads(Path(prompts).read_text())
     run = ENGINES[engine](Path(path), kind, len(os.sched_getaffinity(0)))
-    run([given[-1][:16]], 2)
+    run([given[-1][:16]], 2, [0.0])
     print(json.dumps({"ready": _age()}), flush=True)
     for size in sizes:
+        chosen = random.Random(0)
+        gaps = [chosen.expovariate(RATE) if not size else 0.0 for _ in given]
+        at = list(accumulate(gaps))[: size or len(given)]
         begun = time.perf_counter()
-        answers = run(given[:size], count)
+        answers, times = run(given[: len(at)], count, at)
         seconds = time.perf_counter() - begun
         assert all(len(answer) == count for answer in answers), [len(a) for a in answers]
         figures = {"size": size, "seconds": seconds, "first": [a[:16] for a in answers]}
+        if not size:
+            firsts = [came[0] - when for came, when in zip(times, at, strict=True)]
+            gaps = [b - a for came in times for a, b in pairwise(came)]
+            figures |= {"firsts": firsts, "gaps": gaps}
         print(json.dumps(figures), flush=True)
     sys.stdout.flush()
     os._exit(0)  # engines' threads may outlive the interpreter

@@ -1,10 +1,11 @@
-"""Look-up drafts on a real model, by task, temperature, load and length, beside plain steps."""
+"""Drafts on a real model, by task, temperature, load and length, beside plain steps."""
 
 from __future__ import annotations
 
 import inspect
 import statistics
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -16,7 +17,7 @@ from gulliver.serve.llm import open_runner
 from gulliver.serve.options import ModelOptions
 from gulliver.serve.speculative import make_speculator
 
-DRAFTERS = ("ngram", "suffix")
+LOOK_UPS = ("ngram", "suffix")
 TASKS = ("code", "chat", "summary", "edit")
 PROMPT = 320  # tokens at most
 SUBJECTS = (
@@ -49,7 +50,11 @@ def prompts(tokenizer: Any, task: str, count: int) -> list[list[int]]:
 
 
 def beside(
-    source: Path, texts: list[list[int]], tokens: int, temperature: float
+    source: Path,
+    drafters: Sequence[str],
+    texts: list[list[int]],
+    tokens: int,
+    temperature: float,
 ) -> dict[str, tuple[float, float, str]]:
     """Continues texts with each drafter and without, in turns of one step.
 
@@ -60,7 +65,7 @@ def beside(
     room = len(texts) * (PROMPT + tokens + 32)
     options = ModelOptions(dtype="float32", cache_tokens=room)
     engines, made, spent, count = {}, {}, {}, {}
-    for name in ("plain", *DRAFTERS):
+    for name in ("plain", *drafters):
         drafter = None if name == "plain" else make_speculator(name)
         runner, _ = open_runner(source, None, options, len(texts))
         sizes = EngineOptions(1024, max(64, len(texts)), share_prefixes=False)
@@ -99,13 +104,14 @@ def _step(engine: Engine, answers: dict[int, list[int]]) -> None:
         answers[event.request] += [token.id for token in event.tokens]
 
 
-def real(source: Path) -> Report:
+def real(source: Path, drafts: Sequence[Path] = ()) -> Report:
     """Times all combinations of task, temperature and load at 128 tokens, and long answers."""
     columns = (
         *("task", "temperature", "requests", "tokens"),
         *("drafter", "speed", "equal", "its account"),
     )
-    report = Report("speculation-real", f"Speculation: look-up on {source.name}", columns)
+    report = Report("speculation-real", f"Speculation on {source.name}", columns)
+    names = {**{name: name for name in LOOK_UPS}, **{str(one): one.name for one in drafts}}
     tokenizer = read_tokenizer(source)
     cells = [
         (task, heat, load, 128) for task in TASKS for heat in (0.0, 0.7) for load in (1, 4, 16)
@@ -113,15 +119,15 @@ def real(source: Path) -> Report:
     cells += [("edit", 0.0, 64, 64), ("code", 0.0, 1, 2048), ("chat", 0.0, 4, 2048)]
     ratios = []
     for task, heat, load, tokens in cells:
-        found = beside(source, prompts(tokenizer, task, load), tokens, heat)
-        for name in DRAFTERS:
+        found = beside(source, list(names), prompts(tokenizer, task, load), tokens, heat)
+        for name, shown in names.items():
             ratio = found[name][0] / found["plain"][0]
             ratios.append(ratio)
-            row = (*map(str, (task, heat, load, tokens, name)), f"{ratio:.2f}")
+            row = (*map(str, (task, heat, load, tokens, shown)), f"{ratio:.2f}")
             row = (*row, f"{found[name][1]:.0%}")
             account = found[name][2].partition(": ")[2]
             report.rows.append((*row, account))
-            report.figures[f"{task}, {heat}, {load}, {tokens}, {name}"] = found[name][:2]
+            report.figures[f"{task}, {heat}, {load}, {tokens}, {shown}"] = found[name][:2]
             print(*row, account, flush=True)
     report.bars.append(at_least("slowest cell over plain", min(ratios), 0.97))
     report.notes.append("float32; engines take turns of one step; speed is tokens/s over plain")

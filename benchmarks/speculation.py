@@ -1,7 +1,7 @@
 """Speculative decoding with a target and drafts that are trained here, on Python's own sources.
 
     python -m benchmarks.speculation [--models FOLDER] [--keep]
-    python -m benchmarks.speculation --parts real --gguf SmolLM2.gguf     # look-up drafts only
+    python -m benchmarks.speculation --parts real --gguf SmolLM2.gguf [--drafts FOLDER ...]
 
 The target is a Llama of 2 M parameters, the drafts have as many parameters as one another.
 Acceptance: continuations of texts that nobody learnt, greedy and drawn, in chains of five guesses;
@@ -60,12 +60,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--parts", choices=("all", "guesses", "speed", "real"), default="all")
     parser.add_argument("--gguf", type=Path, help="model of --parts real")
+    parser.add_argument("--drafts", type=Path, nargs="*", default=[], help="of --parts real")
     parser.add_argument("--keep", action="store_true")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if options.parts == "real":
-        finish(real(options.gguf), options.keep)
+        finish(real(options.gguf, options.drafts), options.keep)
         return
     import transformers
 
