@@ -42,7 +42,7 @@ def hit_rate(
 ) -> float:
     """Share of the uses, after the first quarter of the batches, that found their row."""
     if policy != "lookahead":
-        return _plain_rate(trace, rows, slots, policy, ranked or trace)
+        return _plain_rate(trace, rows, slots, policy, ahead, ranked or trace)
     cache = RowReplacement(slots, rows)
     queue, before = [], (0, 0)
     for number in range(len(trace) + ahead):
@@ -56,8 +56,13 @@ def hit_rate(
     return 1 - missed / uses
 
 
-def _plain_rate(trace: Trace, rows: int, slots: int, policy: str, ranked: Trace) -> float:
-    """The same of rows that leave by last use (lru), uses (lfu) or a rank counted beforehand."""
+def _plain_rate(
+    trace: Trace, rows: int, slots: int, policy: str, ahead: int, ranked: Trace
+) -> float:
+    """The same of rows that leave by last use (lru), by uses (lfu, counts) or by a rank.
+
+    lfu counts rows in the cache, counts all rows, and keeps those of the next `ahead` batches.
+    """
     keys, held = np.zeros(rows), np.zeros(rows, bool)
     if policy == "dataset":
         for batch, counts in ranked:
@@ -70,13 +75,15 @@ def _plain_rate(trace: Trace, rows: int, slots: int, policy: str, ranked: Trace)
         over = int(held.sum()) + len(new) - slots
         if over > 0:
             held[batch] = False
-            idle = np.flatnonzero(held)
-            held[idle[np.argsort(keys[idle], kind="stable")[:over]]] = False
+            idle, values = np.flatnonzero(held), keys.copy()
+            for next_number in range(min(number + ahead, len(trace) - 1), number, -1):
+                values[trace[next_number][0]] = 1e9 - next_number
+            held[idle[np.argsort(values[idle], kind="stable")[:over]]] = False
         held[batch] = True
         if policy == "lru":
             keys[batch] = number
-        elif policy == "lfu":
-            keys[new] = 0
+        elif policy in ("lfu", "counts"):
+            keys[new] *= policy == "counts"
             keys[batch] += counts
     return 1 - missed / uses
 
