@@ -74,9 +74,9 @@ def rates(options: Options) -> None:
     report.notes += [
         "floor: Belady's rule with the whole trace announced. earlier ranks: counted on a trace of "
         "the same law, before it shifts. hindsight ranks: counted on the trace itself, which "
-        "nobody has beforehand. all counts: exact counts of every row so far, in or out of the cache, "
-        f"and 8 batches of look-ahead. Ours with 8 batches is {max(gaps):.1%} below the floor at most, "
-        f"{sum(gaps) / len(gaps):.1%} in the mean."
+        "nobody has beforehand. all counts: exact counts of every row so far, in or out of the "
+        "cache, and 8 batches of look-ahead. Ours with 8 batches is "
+        f"{max(gaps):.1%} below the floor at most, {sum(gaps) / len(gaps):.1%} in the mean."
     ]
     finish(report, options.keep)
 

@@ -85,11 +85,9 @@ def naive_guesses(draft: Glide, model: Any, tokens: list[int], depth: int) -> li
             return out
 
         x = draft.hidden(torch.tensor([text]), positions, attend, glimpse)
-        scores = x[0, -1] @ draft.embedding.weight.T
-        if len(draft.drafted):
-            text.append(max(draft.drafted.tolist(), key=scores.tolist().__getitem__))
-        else:
-            text.append(int(scores.argmax()))
+        scores = x[0, -1] @ draft.head.weight.T
+        best = int(scores.argmax())
+        text.append(int(draft.drafted[best]) if len(draft.drafted) else best)
     return text[len(tokens) :]
 
 
@@ -209,7 +207,7 @@ def test_what_training_sees_of_guesses_is_what_they_see_in_use(kind: str) -> Non
             got = draft(tokens, labels, mask, keys, values)
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
             compared += 1
-    assert compared > 20
+    assert compared > 10
 
 
 @pytest.mark.parametrize("looking", [True, False])
@@ -288,7 +286,7 @@ def test_loss_is_over_the_drafted_tokens(distill: bool) -> None:
     loss = draft(tokens, tokens, seen_keys(9, 3, 1), keys, values, *more)
     known = draft.drafted.tolist()
     wanted, places = [], tokens[:, 1:].flatten().tolist()
-    scores = (states[0][:, :-1] @ draft.embedding.weight[known].T).flatten(0, 1).log_softmax(-1)
+    scores = (states[0][:, :-1] @ draft.head.weight.T).flatten(0, 1).log_softmax(-1)
     for place, row in enumerate(scores):
         if distill:
             likely = teacher[:, :-1].flatten(0, 1)[place].softmax(-1)
@@ -300,14 +298,16 @@ def test_loss_is_over_the_drafted_tokens(distill: bool) -> None:
 
 
 @pytest.mark.parametrize("width", [48, 32])
-def test_embedding_starts_from_the_largest_directions_of_the_targets(width: int) -> None:
-    embedding = torch.randn(VOCABULARY, 48) * torch.linspace(1, 3, 48)
+def test_vectors_start_from_the_largest_directions_of_the_targets(width: int) -> None:
+    scales = torch.linspace(1, 3, 48)
+    embedding, head = (torch.randn(VOCABULARY, 48) * scales for _ in range(2))
     draft = Glide(GlideConfig(VOCABULARY, width, 1, 64, 1, (), "llama", 2, 24, 48, 5, 20))
-    draft.start_from(embedding, torch.arange(20))
-    left, sizes, _ = torch.linalg.svd(embedding, full_matrices=False)
-    wanted = left[:, :width] * sizes[:width]
-    got = draft.embedding.weight.detach()
-    torch.testing.assert_close(got @ got.T, wanted @ wanted.T, rtol=1e-4, atol=1e-3)
+    draft.start_from(embedding, head, torch.arange(3, 23))
+    for rows, got in ((head[3:23], draft.head.weight), (embedding, draft.embedding.weight)):
+        left, sizes, _ = torch.linalg.svd(rows, full_matrices=False)
+        want = left[:, :width] * sizes[:width]
+        want, got = want @ want.T, (got @ got.T).detach()
+        torch.testing.assert_close(got / got.norm(), want / want.norm(), rtol=1e-3, atol=1e-4)
 
 
 def test_logits_of_the_drafted_tokens_are_the_targets() -> None:

@@ -62,8 +62,8 @@ class Quantized:
             for name, report in self.reports.items()
             for layer in report.replaced
         ]
-        self.lines.append("relative error of each weight, largest first:")
-        for error, path, layer_format in sorted(errors, key=lambda one: -one[0]):
+        self.lines.append(f"largest relative errors of {len(errors)} weights:")
+        for error, path, layer_format in sorted(errors, key=lambda one: -one[0])[:20]:
             self.lines.append(f"  {path}  {layer_format}  {error:.3%}")
         old, new = (sum(getattr(r, n) for r in self.reports.values()) for n in ("before", "after"))
         ratio = f"({new / old:.3f} x)"

@@ -118,11 +118,10 @@ class GlideLayer(nn.Module):
 
 
 class Glide(nn.Module):
-    """A draft model: embedding, layers and a head that shares the embedding's weights."""
+    """A draft model: embedding, layers and a head."""
 
     frequencies: Tensor
     target_frequencies: Tensor
-    scale: Tensor
     drafted: Tensor
     """Token of each row of the head; empty if the head has all tokens."""
 
@@ -136,9 +135,7 @@ class Glide(nn.Module):
         self.register_buffer("frequencies", 10_000.0**-steps)
         self.register_buffer("target_frequencies", torch.tensor(list(target_frequencies)))
         self.register_buffer("drafted", torch.arange(config.drafted))
-        # The head shares the embedding's weights, and needs small ones (Vaswani and others, 2017,
-        # 3.4).
-        self.register_buffer("scale", torch.tensor(config.hidden**0.5))
+        self.head = nn.Linear(config.hidden, config.drafted or config.vocabulary, bias=False)
         for name, weight in self.named_parameters():
             if weight.dim() == 2:
                 nn.init.normal_(weight, std=0.02)
@@ -146,17 +143,18 @@ class Glide(nn.Module):
                 nn.init.zeros_(weight)  # begins as a draft that sees nothing
 
     @torch.no_grad()
-    def start_from(self, embedding: Tensor, drafted: Tensor) -> None:
-        """Sets the drafted tokens, and the embedding to the target's [V, C].
+    def start_from(self, embedding: Tensor, head: Tensor, drafted: Tensor) -> None:
+        """Sets the drafted tokens, and derives embedding and head from the target's [V, C].
 
-        A narrower draft takes the directions in which the target's embeddings are longest.
+        A narrower draft takes the directions in which the target's vectors are longest.
         """
         self.drafted.copy_(drafted)
-        weight, width = embedding.double(), self.embedding.weight.shape[1]
-        directions = torch.linalg.eigh(weight.T @ weight).eigenvectors.flip(1)[:, :width]
-        kept = weight @ directions
-        self.embedding.weight[:, : kept.shape[1]].copy_(kept)
-        self.scale.mul_(0.02 / kept.std())
+        head = _narrowed(head[self.drafted] if self.config.drafted else head, self.config.hidden)
+        self.head.weight[:, : head.shape[1]].copy_(head)
+        # Turned at random: targets with tied weights would start drafts that repeat each token.
+        kept = _narrowed(embedding, self.config.hidden)
+        kept = kept @ torch.linalg.qr(torch.randn_like(kept[: kept.shape[1]]))[0]
+        self.embedding.weight[:, : kept.shape[1]].copy_(kept * (0.02 / kept.std()))
 
     def hidden(
         self,
@@ -167,7 +165,7 @@ class Glide(nn.Module):
         last: Tensor | None = None,
     ) -> Tensor:
         theirs = self.target_frequencies if len(self.target_frequencies) else None
-        x = self.embedding(tokens) * self.scale
+        x = self.embedding(tokens) * self.config.hidden**0.5
         for layer in self.layers:
             assert isinstance(layer, GlideLayer)
             x = layer.attend(x, positions, self.frequencies, attend)
@@ -177,14 +175,9 @@ class Glide(nn.Module):
             x = layer.look(x, positions, theirs, glimpse)
         return self.norm(x)
 
-    def head(self) -> Tensor:
-        """Weights [N, C] of the tokens that can be drafted."""
-        weight = self.embedding.weight
-        return weight[self.drafted] if self.config.drafted else weight
-
-    def logits(self, x: Tensor, head: Tensor) -> Tensor:
+    def logits(self, x: Tensor) -> Tensor:
         """Logits [R, V] of hidden states [R, C]; -inf for tokens that are not drafted."""
-        found = F.linear(x, head).float()
+        found = self.head(x).float()
         if not self.config.drafted:
             return found
         logits = found.new_full((len(found), self.config.vocabulary), -torch.inf)
@@ -230,13 +223,20 @@ class Glide(nn.Module):
             labels = torch.where(labels < 0, labels, rows[labels.clamp(min=0)])
         learnt = labels != -100
         x = self.hidden(tokens, positions, attend, glimpse)[:, :-1][learnt]
-        found = F.linear(x, self.head()).float()
+        found = self.head(x).float()
         if teacher is None:
             wanted = labels[learnt]
         else:
             wanted = teacher[:, :-1][learnt].to(found.dtype).softmax(-1)
         # Summed, because a rank without labels has no mean.
         return F.cross_entropy(found, wanted, reduction="sum") / learnt.sum().clamp(min=1)
+
+
+def _narrowed(vectors: Tensor, width: int) -> Tensor:
+    """Vectors [V, C] in the `width` directions in which they are longest."""
+    vectors = vectors.double()
+    directions = torch.linalg.eigh(vectors.T @ vectors).eigenvectors
+    return vectors @ directions.flip(1)[:, :width]
 
 
 def seen_keys(length: int, block: int, offset: int) -> Tensor:
@@ -353,7 +353,6 @@ class GlideDraft(ModelDraft):
         self._cache = DraftCache(facts.blocks, facts.block_size)
         self._known.clear()
         weight = self._model.embedding.weight
-        self._head = self._model.head()
         shape = LayerShape(config.heads, config.dim)
         self._pages = Pages(
             [shape] * config.layers, facts.blocks, facts.block_size, weight.dtype, weight.device
@@ -397,7 +396,7 @@ class GlideDraft(ModelDraft):
         wanted = last if only_last else None
         x = self._model.hidden(tokens[None], pages.positions[None], attend, glimpse, wanted)[0]
         x = x if only_last else x[last]
-        return self._model.logits(x, self._head) if rows else torch.empty(0)
+        return self._model.logits(x) if rows else torch.empty(0)
 
     def close(self) -> None:
         self._pages.keys.clear()

@@ -228,7 +228,8 @@ class DraftTrainer(TrainingLoop):
         draft = Glide(sizes, frequencies)
         counts = sum(np.bincount(e.ids[e.answer], minlength=sizes.vocabulary) for e in data.train)
         frequent = torch.as_tensor(counts).argsort(descending=True, stable=True)
-        draft.start_from(target.get_input_embeddings().weight, frequent[: sizes.drafted])
+        vectors = target.get_input_embeddings().weight, target.get_output_embeddings().weight
+        draft.start_from(*(of.cpu() for of in vectors), frequent[: sizes.drafted])
         draft.to(world.device)
         self.head = rows_of(target.get_output_embeddings(), draft.drafted)
         self._lessons: dict[bytes, list[Tensor]] = {}
