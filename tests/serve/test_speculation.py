@@ -348,6 +348,9 @@ def test_confidences_converge_to_acceptance_rates() -> None:
     for sure in (0.25, 0.55, 0.85):
         assert rate.chance("greedy", sure) == pytest.approx(sure / 2, abs=0.1)
     assert rate.chance(4, 0.85) == pytest.approx(0.85)  # another kind begins with what is said
+    for number in range(100):  # a confidence not seen yet is corrected by those that were
+        rate.learn(4, 0.85, number % 10 == 0)
+    assert rate.chance(4, 0.45) < 0.1
 
 
 class Coin(Proposer):

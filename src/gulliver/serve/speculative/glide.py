@@ -175,14 +175,6 @@ class Glide(nn.Module):
             x = layer.look(x, positions, theirs, glimpse)
         return self.norm(x)
 
-    def logits(self, x: Tensor) -> Tensor:
-        """Logits [R, V] of hidden states [R, C]; -inf for tokens that are not drafted."""
-        found = self.head(x).float()
-        if not self.config.drafted:
-            return found
-        logits = found.new_full((len(found), self.config.vocabulary), -torch.inf)
-        return logits.index_copy_(1, self.drafted, found)
-
     def forward(
         self,
         tokens: Tensor,
@@ -303,9 +295,13 @@ class Glimpses:
 
     def __init__(self, pages: Pages, layers: Sequence[int]) -> None:
         self._pages, self._layers = pages, layers
+        self._gathered: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
 
-    def begin(self, looks: Sequence[PagedSpan]) -> None:
-        self._looks = [look for look in looks if look.count > 0]
+    def begin(self, looks: Sequence[tuple[int, PagedSpan]], first: bool) -> None:
+        """Takes sequences and their spans; later tokens of a round see the keys of its `first`."""
+        self._looks = [look for look in looks if look[1].count > 0]
+        if first:
+            self._gathered.clear()
 
     def __call__(self, layer: int, query: Tensor) -> Tensor:
         """Computes attention to the target (`Glimpse`); tokens without visible keys get zeros."""
@@ -315,12 +311,16 @@ class Glimpses:
             kept[self._layers[layer]] for kept in (self._pages.keys, self._pages.values)
         )
         scale = query.shape[-1] ** -0.5
-        for look in self._looks:
+        for sequence, look in self._looks:
             at, end = slice(look.first, look.first + look.count), look.start + look.count
-            key, value = (
-                kept[look.blocks].transpose(0, 1).flatten(1, 2)[:, :end] for kept in (keys, values)
-            )
-            out[at] = attend_gathered(query[:, at], key, value, look, scale, None, None)
+            place = layer, sequence, end
+            if place not in self._gathered:
+                key, value = (
+                    kept[look.blocks].transpose(0, 1).flatten(1, 2)[:, :end].to(query.dtype)
+                    for kept in (keys, values)
+                )
+                self._gathered[place] = key, value
+            out[at] = attend_gathered(query[:, at], *self._gathered[place], look, scale, None, None)
         return out[None]
 
 
@@ -332,6 +332,8 @@ class GlideDraft(ModelDraft):
     def __init__(self, model: Glide, beside: int = 3) -> None:
         self._model = model.eval().requires_grad_(False)
         super().__init__(DraftCache(0, 1), None, beside)
+        if model.config.drafted:
+            self.names, self.vocabulary = model.drafted, model.config.vocabulary
 
     def begin(self, runner: Runner) -> None:
         """Allocates as many blocks as the target has."""
@@ -352,7 +354,7 @@ class GlideDraft(ModelDraft):
             self._glimpses = Glimpses(pages, config.glimpses)
         self._cache = DraftCache(facts.blocks, facts.block_size)
         self._known.clear()
-        weight = self._model.embedding.weight
+        weight = self._model.norm.weight
         shape = LayerShape(config.heads, config.dim)
         self._pages = Pages(
             [shape] * config.layers, facts.blocks, facts.block_size, weight.dtype, weight.device
@@ -374,10 +376,11 @@ class GlideDraft(ModelDraft):
             at = index if only_last else first + count - looking
             # Each attends to one key more than the one before it.
             sees = torch.arange(seen - looking, seen)
-            looks.append(PagedSpan(at, looking, seen - looking, table, None, sees))
+            look = PagedSpan(at, looking, seen - looking, table, None, sees)
+            looks.append((new.one.sequence, look))
             first += count
             ends.append(first - 1)
-        pages, device = self._pages, self._model.embedding.weight.device
+        pages, device = self._pages, self._model.norm.weight.device
         pages.begin(Batch(0, spans))
         tokens = torch.tensor([t for span in spans for t in span.tokens], device=device)
         last = torch.tensor(ends, device=device)
@@ -391,12 +394,12 @@ class GlideDraft(ModelDraft):
 
         glimpse: Any = none
         if self._model.config.glimpses:
-            self._glimpses.begin(looks)
+            self._glimpses.begin(looks, any(new.ahead == 0 for new in news))
             glimpse = self._glimpses
         wanted = last if only_last else None
         x = self._model.hidden(tokens[None], pages.positions[None], attend, glimpse, wanted)[0]
         x = x if only_last else x[last]
-        return self._model.logits(x) if rows else torch.empty(0)
+        return self._model.head(x).float() if rows else torch.empty(0)
 
     def close(self) -> None:
         self._pages.keys.clear()

@@ -125,6 +125,9 @@ class ModelDraft(Proposer):
 
     free = False
     name = "model"
+    names: Tensor | None = None
+    """Tokens of the columns of its logits, if these are only a part of the `vocabulary`."""
+    vocabulary = 0
 
     def __init__(self, cache: DraftCache, context: int | None, beside: int = 0) -> None:
         self._cache, self._context, self.beside = cache, context, beside
@@ -181,13 +184,23 @@ class ModelDraft(Proposer):
         self, logits: Tensor, news: Sequence[New], paths: Mapping[int, _Path], number: int
     ) -> list[int]:
         """Samples the next token of each path, and records it with its alternatives."""
-        drawn = draw(logits, [self._row(new.one, paths, number) for new in news])
-        tokens = [token.id if token is not None else 0 for token in drawn]
+        rows = [self._row(new.one, paths, number) for new in news]
+        names = self.names
+        simple = all(row.sampling.greedy and not row.sampling.penalised for row in rows)
+        if names is not None and not simple:
+            wide = logits.new_full((len(logits), self.vocabulary), -torch.inf)
+            logits, names = wide.index_copy_(1, names, logits), None
         chances = logits.softmax(-1)
         best = chances.topk(min(self.beside + 1, logits.shape[-1]), -1)
-        own = chances[range(len(tokens)), tokens].tolist()
+        likely = best.indices if names is None else names[best.indices]
+        if simple:
+            tokens, own = likely[:, 0].tolist(), best.values[:, 0].tolist()
+        else:
+            drawn = draw(logits, rows)
+            tokens = [token.id if token is not None else 0 for token in drawn]
+            own = chances[range(len(tokens)), tokens].tolist()
         for new, token, sure, others, values in zip(
-            *(news, tokens, own, best.indices.tolist(), best.values.tolist()), strict=True
+            *(news, tokens, own, likely.tolist(), best.values.tolist()), strict=True
         ):
             path = paths[new.one.sequence]
             path.tokens.append(token)

@@ -122,8 +122,8 @@ class StepCost:
 class AcceptanceRate:
     """Acceptance rate of guesses by the proposer's confidence."""
 
-    # Guesses are counted by kind, and by tenths of the proposer's confidence. Its own estimate
-    # counts as four guesses.
+    # Guesses are counted by kind, and by tenths of the proposer's confidence. Its own estimate,
+    # corrected by how often it was right at any confidence, counts as four guesses.
 
     REMEMBERED = 400
 
@@ -132,15 +132,19 @@ class AcceptanceRate:
 
     def learn(self, kind: object, sure: float, right: bool) -> None:
         """Counts a guess whose parent was accepted."""
-        seen, rights = self._counts.get((kind, int(sure * 10)), (0.0, 0.0))
-        if seen >= self.REMEMBERED:  # older ones count half, a quarter ...
-            seen, rights = seen / 2, rights / 2
-        self._counts[kind, int(sure * 10)] = seen + 1, rights + right
+        # The entry of each kind at -1 has the sum of confidences instead of the number of guesses.
+        for place, more in ((int(sure * 10), 1.0), (-1, sure)):
+            seen, rights = self._counts.get((kind, place), (0.0, 0.0))
+            if seen >= self.REMEMBERED:  # older ones count half, a quarter ...
+                seen, rights = seen / 2, rights / 2
+            self._counts[kind, place] = seen + more, rights + right
 
     def chance(self, kind: object, sure: float) -> float:
         """Probability that a guess is accepted if its parent is."""
+        expected, right = self._counts.get((kind, -1), (0.0, 0.0))
+        prior = min(1.0, sure * (right + 4) / (expected + 4))
         seen, rights = self._counts.get((kind, int(sure * 10)), (0.0, 0.0))
-        return (rights + 4 * sure) / (seen + 4)
+        return (rights + 4 * prior) / (seen + 4)
 
 
 @dataclass(frozen=True)
@@ -271,6 +275,9 @@ class Speculator(Drafter):
         trial = not self.pays(sequences)
         asked = wanted[: max(1, min(FEW, sequences // SHARE))] if trial else wanted
         depth = self._depth(sequences)
+        if not self.proposer.free and not self._guessing.measured(len(asked)):
+            self.proposer.propose(asked, depth)  # not timed: first calls are slow
+            begun = perf_counter()
         proposals = self.proposer.propose(asked, depth)
         spent = max(perf_counter() - begun - self.proposer.apart, 1e-9)
         self._guessing.note(len(asked), spent / (1 if self.proposer.free else depth))
@@ -327,7 +334,9 @@ class Speculator(Drafter):
         if self.options.fixed or self.proposer.free:
             return self.options.depth
         rates, reach = [], 1.0
-        for depth, mean in enumerate(self._reach, 1):
+        # Not deeper than `best` will verify.
+        most = max(1, int(2 * self.cost.largest) // sequences - 1)
+        for depth, mean in enumerate(self._reach[:most], 1):
             reach += mean.value
             step = float(self.cost.seconds(sequences * (1 + depth)))
             rates.append(reach / (step + self.drafting(sequences, depth)))
@@ -488,7 +497,10 @@ def _proposer(kind: str | Path, tokenizer: Any | None, sequences: int) -> Propos
             f"{nearest(str(kind), LOOK_UPS)}"
         )
     if is_draft(folder):
-        return GlideDraft(load_draft(folder))
+        from gulliver.precision.int8.replace import replace_module
+
+        # A draft need not be exact, and most of its time goes into reading weights.
+        return GlideDraft(replace_module(load_draft(folder), "int8", embeddings=True))
     from gulliver.serve.weights import load
 
     model, own = load(folder)
