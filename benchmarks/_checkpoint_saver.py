@@ -34,7 +34,7 @@ from gulliver.checkpoint.tree import split_state
 BLOCK = 4 * 2**20
 TORCH_SAVE = "torch.save"
 THREAD, PROCESS = "dcp.async_save thread", "dcp.async_save process"
-SHADOW, RING = "ours, shadow", "ours, ring"
+SHADOW, RING, SPARING = "ours, shadow", "ours, ring", "ours, sparing"
 PAIRS = 3  # Saves without training, each with a raw write beside it
 COPIES = 4  # Of every parameter in the state: itself, its average, and two moments of AdamW
 
@@ -268,7 +268,7 @@ class Ours(Entrant):
             keep=0,
             mode=mode,
             ring_mb=job.ring_mb,
-            when_busy="skip" if job.every else "wait",
+            when_busy=("sparing" if job.entrant == SPARING else "skip") if job.every else "wait",
         )
 
     def save(self, folder: Path, step: int) -> Pending:
@@ -316,6 +316,7 @@ ENTRANTS: dict[str, type[Entrant]] = {
     PROCESS: DistributedAsync,
     SHADOW: Ours,
     RING: Ours,
+    SPARING: Ours,
 }
 
 

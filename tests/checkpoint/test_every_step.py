@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from gulliver.booster import Booster, GeminiPlugin, LowLevelZeroPlugin, Plugin, TorchDDPPlugin
 from gulliver.checkpoint import AsyncCheckpointer, CheckpointFolder, compare, load, verify
+from gulliver.checkpoint.saving import SavingCost
 from gulliver.comm import World
 from gulliver.io import Engine
 from gulliver.io.native import default_engine
@@ -153,6 +154,32 @@ def test_skipped_steps_are_counted_and_memory_is_bounded(tmp_path: Path) -> None
     assert CheckpointFolder(tmp_path).steps() == [1, 2, 13]
     for step in (1, 2, 13):
         assert load(tmp_path, step=step).values["model"]["weight"].eq(step).all()
+
+
+def test_sparing_saves_make_steps_a_tenth_longer() -> None:
+    cost, now, left, saved = SavingCost(), 0.0, 0, 0
+    for _ in range(400):
+        cost.note(now, left > 0)
+        if not left and not cost.exceeded:
+            cost.began()
+            left, saved = 3, saved + 1  # a save takes three steps, which are half as long again
+        now += 1.5 if left else 1.0
+        left = max(0, left - 1)
+    assert 400 * 1.09 < now < 400 * 1.11
+    assert saved == pytest.approx(400 * 0.1 / 1.5, abs=2)
+
+
+def test_sparing_saves_go_on(tmp_path: Path) -> None:
+    checkpointer = AsyncCheckpointer(tmp_path, keep=1, when_busy="sparing")
+    for step in range(10_000):
+        checkpointer.save(step, {"step": step})
+        time.sleep(0.002)
+        if checkpointer.saves == 3:
+            break
+    checkpointer.close()
+    assert checkpointer.saves == 3
+    assert checkpointer.skipped == step - 2
+    assert load(tmp_path).values["step"] == step
 
 
 def value_at(step: int) -> Tensor:

@@ -217,8 +217,7 @@ class CheckpointIO:
                 sets them for all later ones.
 
         Returns:
-            Whether the save was started; False if another was in flight and ``when_busy="skip"``
-            was given.
+            Whether the save was started; False if it was skipped, because of ``when_busy``.
 
         Raises:
             GulliverError: the previous save failed, or this one cannot be written.
@@ -237,7 +236,7 @@ class CheckpointIO:
             checkpointer.about["plan"] = self._running().plan.to_values()
         begun = checkpointer.save(step, content)
         first = begun and checkpointer.saves == 1 and checkpointer.rank == 0
-        limited = limit is not None or checkpointer.when_busy == "skip"
+        limited = limit is not None or checkpointer.when_busy != "wait"
         if first and limited and self.plugin.verbose:
             print(f"checkpoints in {folder} use {checkpointer.held}", flush=True)
         if not use_async:

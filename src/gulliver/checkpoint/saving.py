@@ -138,7 +138,9 @@ def text_of(problem: Exception) -> str:
 
 
 MODES = ("auto", "shadow", "ring")
-BUSY = ("wait", "skip")
+BUSY = ("wait", "skip", "sparing")
+COST = 0.1
+"""Maximum share by which sparing saves make training slower."""
 ON_ERROR = ("raise", "warn")
 PAGE = 4 * 2**20
 QUEUE = 2**18
@@ -149,6 +151,41 @@ NICE = 5
 """Niceness of the threads that copy: they use the time that training's threads leave."""
 GROWTH = 32
 """Pages by which the shadow grows at a time; earlier pages are used meanwhile."""
+
+
+class SavingCost:
+    """What saving costs, from the times between calls of `save`."""
+
+    def __init__(self) -> None:
+        self._called: float | None = None
+        self._was_busy = False
+        # Mean seconds of a step without a save, of the last 20; 0 if there was none.
+        self._calm = 0.0
+        self._calm_steps = 0
+        # Steps, and seconds beyond as many calm ones; older ones count less.
+        self._steps = self._beyond = 0.0
+
+    def note(self, now: float, busy: bool) -> None:
+        """Records a call, and whether a save was being written after the one before."""
+        if self._called is not None:
+            seconds = now - self._called
+            if self._was_busy:
+                self._beyond += max(0.0, seconds - self._calm) if self._calm else 0.0
+            else:
+                self._calm_steps = min(self._calm_steps + 1, 20)
+                self._calm += (seconds - self._calm) / self._calm_steps
+            self._steps, self._beyond = 0.99 * self._steps + 1, 0.99 * self._beyond
+        self._called, self._was_busy = now, busy
+
+    def began(self) -> None:
+        self._was_busy = True
+
+    @property
+    def exceeded(self) -> bool:
+        """Whether another save now would cost too much."""
+        if self._called is None or not self._steps:
+            return False  # the first call
+        return not self._calm_steps or self._beyond > COST * self._calm * self._steps
 
 
 # [Note: ranks] All ranks call `save` and `wait` together, and agree there on what has happened so
@@ -177,7 +214,9 @@ class AsyncCheckpointer:
         when_busy: behavior of `save` while a step is still being written. ``wait`` waits for it.
             ``skip`` skips the new step, so `save` may be called at every step: training does not
             wait for the disk, one state is in memory at a time, and the first call after the write
-            saves its step. Skipped steps are counted in `skipped` and `last`.
+            saves its step. Skipped steps are counted in `skipped` and `last`. ``sparing`` is for
+            calls at every step, too, and skips so many that the steps between calls take at most
+            a tenth longer in the mean than those without a save.
         group: ranks that save together; None for all.
         engine: I/O engine; None for the best one on this machine. A given engine keeps its pool
             size.
@@ -200,7 +239,7 @@ class AsyncCheckpointer:
         mode: Literal["auto", "shadow", "ring"] = "auto",
         ring_mb: int = 64,
         on_error: Literal["raise", "warn"] = "raise",
-        when_busy: Literal["wait", "skip"] = "wait",
+        when_busy: Literal["wait", "skip", "sparing"] = "wait",
         group: dist.ProcessGroup | None = None,
         engine: Engine | None = None,
         about: Mapping[str, Any] | None = None,
@@ -245,6 +284,7 @@ class AsyncCheckpointer:
         self._caught: set[str] = set()
         self.saves = self.skipped = 0
         self._skipped_before = 0
+        self._cost = SavingCost()
         self._stalled = 0.0
         self._finalize = weakref.finalize(self, self._lock.release)
         install_hooks()
@@ -266,8 +306,8 @@ class AsyncCheckpointer:
                 all ranks; each rank writes some of them.
 
         Returns:
-            Whether the save was started: False if one was in progress and ``when_busy`` is
-            ``skip``, or if it failed and ``on_error`` is ``warn``.
+            Whether the save was started: False if the step was skipped (see `when_busy`), or if it
+            failed and ``on_error`` is ``warn``.
 
         Raises:
             GulliverError: the previous save failed (``on_error="raise"``), the folder cannot be
@@ -289,7 +329,9 @@ class AsyncCheckpointer:
             log.warning(
                 "step %d waited %.1f s: the step before was still being written", step, waited
             )
-        skips = busy and self.when_busy == "skip"
+        self._cost.note(begun, busy)
+        skips = busy and self.when_busy != "wait"
+        skips = skips or (self.when_busy == "sparing" and self._cost.exceeded)
         # A rank that skips keeps its failure, so that the next call that saves raises it on all
         # ranks.
         status = RankStatus(skips, None if skips else self._pop_failure())
@@ -300,14 +342,16 @@ class AsyncCheckpointer:
         assert collected is not None
         skipped, self._skipped_before = self.skipped - self._skipped_before, self.skipped
         self._start(Save(step, save_id, begun, skipped), collected)
+        self._cost.began()
         return True
 
     def _skip(self, step: int) -> None:
         if not self.skipped and self.rank == 0:
             log.warning(
-                "step %d is not saved: the step before is still being written; with "
-                "when_busy='skip' the newest step is saved next, and skipped steps are counted",
-                step,
+                "step %d is not saved: the step before is still being written, or saves cost too "
+                "much; with when_busy=%r the newest step is saved next, and skipped steps are "
+                "counted",
+                *(step, self.when_busy),
             )
         self.skipped += 1
 
@@ -414,7 +458,7 @@ class AsyncCheckpointer:
         size = self._ring_pages * PAGE if is_ring else needed
         kind = "ring" if is_ring else "shadow"
         self.held = f"a {kind} of {size / MIB:.0f} MiB of host memory per rank: {reason}"
-        if self.when_busy == "skip":
+        if self.when_busy != "wait":
             self.held += "; one state at a time, since a second would wait for the same disk"
         return is_ring
 
