@@ -162,28 +162,28 @@ class SavingCost:
         # Mean seconds of a step without a save, of the last 20; 0 if there was none.
         self._calm = 0.0
         self._calm_steps = 0
-        # Steps, and seconds beyond as many calm ones; older ones count less.
-        self._steps = self._beyond = 0.0
+        # Steps since the last save began, and their seconds beyond as many calm ones.
+        self._steps, self._beyond = 0, 0.0
 
     def note(self, now: float, busy: bool) -> None:
         """Records a call, and whether a save was being written after the one before."""
         if self._called is not None:
             seconds = now - self._called
-            if self._was_busy:
-                self._beyond += max(0.0, seconds - self._calm) if self._calm else 0.0
-            else:
+            self._steps += 1
+            if not self._was_busy:
                 self._calm_steps = min(self._calm_steps + 1, 20)
                 self._calm += (seconds - self._calm) / self._calm_steps
-            self._steps, self._beyond = 0.99 * self._steps + 1, 0.99 * self._beyond
+            elif self._calm_steps:
+                self._beyond += seconds - self._calm
         self._called, self._was_busy = now, busy
 
     def began(self) -> None:
-        self._was_busy = True
+        self._was_busy, self._steps, self._beyond = True, 0, 0.0
 
     @property
     def exceeded(self) -> bool:
         """Whether another save now would cost too much."""
-        if self._called is None or not self._steps:
+        if not self._steps:
             return False  # the first call
         return not self._calm_steps or self._beyond > COST * self._calm * self._steps
 
