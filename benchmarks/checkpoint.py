@@ -358,7 +358,6 @@ def report_every(all_of: dict[str, list[Watched]], options: Options, foreign: fl
         figures[name] = {"ratio": asdict(ratio), "states": states, "runs": [*map(asdict, every)]}
         if name == SPARING:
             bars.append(at_most("step time, saved sparingly, over calm", ratio.median, 1.1))
-        if name == SHADOW:
             bars.append(at_most("states in memory", states, 1 + TOLERANCE))
             summed = nbytes / checksum_rate() * written
             busy = options.every * calm * options.threads
