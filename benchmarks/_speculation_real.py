@@ -17,7 +17,7 @@ from gulliver.serve.llm import open_runner
 from gulliver.serve.options import ModelOptions
 from gulliver.serve.speculative import make_speculator
 
-LOOK_UPS = ("ngram", "suffix")
+DRAFTS = ("ngram", "suffix")
 TASKS = ("code", "chat", "summary", "edit")
 PROMPT = 320  # tokens at most
 SUBJECTS = (
@@ -79,7 +79,7 @@ def beside(
             _step(engine, answers)
     order = list(engines)
     while any(engines[name].busy for name in order):
-        order.reverse()
+        order = [*order[1:], order[0]]  # reversed, the first and last would follow themselves
         for name in order:
             engine, answers = engines[name], made[name]
             if engine.busy:
@@ -104,14 +104,14 @@ def _step(engine: Engine, answers: dict[int, list[int]]) -> None:
         answers[event.request] += [token.id for token in event.tokens]
 
 
-def real(source: Path, drafts: Sequence[Path] = ()) -> Report:
+def real(source: Path, drafts: Sequence[str] = DRAFTS) -> Report:
     """Times all combinations of task, temperature and load at 128 tokens, and long answers."""
     columns = (
         *("task", "temperature", "requests", "tokens"),
         *("drafter", "speed", "equal", "its account"),
     )
     report = Report("speculation-real", f"Speculation on {source.name}", columns)
-    names = {**{name: name for name in LOOK_UPS}, **{str(one): one.name for one in drafts}}
+    names = {draft: Path(draft).name for draft in drafts}
     tokenizer = read_tokenizer(source)
     cells = [
         (task, heat, load, 128) for task in TASKS for heat in (0.0, 0.7) for load in (1, 4, 16)

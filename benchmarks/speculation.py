@@ -1,7 +1,7 @@
 """Speculative decoding with a target and drafts that are trained here, on Python's own sources.
 
     python -m benchmarks.speculation [--models FOLDER] [--keep]
-    python -m benchmarks.speculation --parts real --gguf SmolLM2.gguf [--drafts FOLDER ...]
+    python -m benchmarks.speculation --parts real --gguf SmolLM2.gguf [--drafts ngram FOLDER]
 
 The target is a Llama of 2 M parameters, the drafts have as many parameters as one another.
 Acceptance: continuations of texts that nobody learnt, greedy and drawn, in chains of five guesses;
@@ -40,7 +40,7 @@ from benchmarks._speculation_guesses import (
     in_turns,
 )
 from benchmarks._speculation_models import CONTEXT, DRAFT_ROWS, ROWS, draft_folder, make_models
-from benchmarks._speculation_real import real
+from benchmarks._speculation_real import DRAFTS, real
 from gulliver.serve import LocalRunner, SamplingParams, load
 from gulliver.serve.speculative import Proposer, Speculator, measure_draft
 from gulliver.serve.speculative.glide import GlideDraft, load_draft
@@ -60,7 +60,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--parts", choices=("all", "guesses", "speed", "real"), default="all")
     parser.add_argument("--gguf", type=Path, help="model of --parts real")
-    parser.add_argument("--drafts", type=Path, nargs="*", default=[], help="of --parts real")
+    parser.add_argument("--drafts", nargs="+", default=DRAFTS, help="of --parts real")
     parser.add_argument("--keep", action="store_true")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
