@@ -226,10 +226,11 @@ class DraftTrainer(TrainingLoop):
         self.sizes = sizes = glide_config(config, target)
         frequencies = target_frequencies(target) if sizes.glimpses else ()
         draft = Glide(sizes, frequencies)
-        counts = sum(np.bincount(e.ids[e.answer], minlength=sizes.vocabulary) for e in data.train)
-        frequent = torch.as_tensor(counts).argsort(descending=True, stable=True)
-        vectors = target.get_input_embeddings().weight, target.get_output_embeddings().weight
-        draft.start_from(*(of.cpu() for of in vectors), frequent[: sizes.drafted])
+        answers = torch.as_tensor(np.concatenate([e.ids[e.answer] for e in data.train]))
+        counts = torch.bincount(answers.long(), minlength=sizes.vocabulary)
+        frequent = counts.argsort(descending=True, stable=True)
+        vectors, head = target.get_input_embeddings(), target.get_output_embeddings()
+        draft.start_from(vectors.weight.cpu(), head.weight.cpu(), frequent[: sizes.drafted])
         draft.to(world.device)
         self.head = rows_of(target.get_output_embeddings(), draft.drafted)
         self._lessons: dict[bytes, list[Tensor]] = {}
@@ -303,7 +304,7 @@ class DraftTrainer(TrainingLoop):
         lengths = batch["attention_mask"].sum(1).tolist()
         lessons = [self._lesson(row[:n]) for row, n in zip(tokens, lengths, strict=True)]
         columns = [
-            pad_sequence(of, batch_first=True).to(device) for of in zip(*lessons, strict=True)
+            pad_sequence(list(of), batch_first=True).to(device) for of in zip(*lessons, strict=True)
         ]
         kept = [of.transpose(1, 2) for of in columns[: 2 * len(sizes.glimpses)]]
         teacher = columns[-1:] if self.config.distill else []
