@@ -140,7 +140,7 @@ def text_of(problem: Exception) -> str:
 MODES = ("auto", "shadow", "ring")
 BUSY = ("wait", "skip", "sparing")
 COST = 0.1
-"""Maximum share by which sparing saves make training slower."""
+"""Maximum slowdown of training by sparing saves, as a fraction."""
 ON_ERROR = ("raise", "warn")
 PAGE = 4 * 2**20
 QUEUE = 2**18
@@ -154,7 +154,7 @@ GROWTH = 32
 
 
 class SavingCost:
-    """What saving costs, from the times between calls of `save`."""
+    """Measures how much saves slow down training, by the times between calls of `save`."""
 
     def __init__(self) -> None:
         self._called: float | None = None
@@ -565,13 +565,14 @@ class AsyncCheckpointer:
             self._snapshot.release(None)
 
     def wait(self) -> None:
-        """Waits until the current save is complete (collective).
+        """Waits until the current save is complete (collective); then the next step is not skipped.
 
         Raises:
             GulliverError: the save failed (``on_error="raise"``).
         """
         self._check_process()
         self._join()
+        self._cost = SavingCost()
         failure = self._pop_failure()
         mine = None if failure is None else str(failure)
         every = self._gather(mine, failure)
