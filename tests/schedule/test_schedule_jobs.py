@@ -105,10 +105,12 @@ def test_a_job_that_is_resized_and_killed_is_the_unscaled_run(
     tmp_path: Path, agent: Agent, full: bool
 ) -> None:
     """Sizes 2, 3, 1; then a rank is killed: once, or 30 times."""
-    steps, kills = (600, 30) if full else (40, 1)
+    steps, kills = (600, 30) if full else (60, 1)
     cluster = Cluster(tmp_path, agent)
     cluster.policy.counts["a"] = 2
-    folder = cluster.submit("a", steps, *arguments_of(tmp_path, "a", steps), tries=10)
+    # Slow steps: a busy host must not let the last attempt end before it is killed.
+    pace = ("--step-seconds", "0.08")
+    folder = cluster.submit("a", steps, *arguments_of(tmp_path, "a", steps), *pace, tries=10)
     for count in (3, 1):
         before = max(cluster.step("a"), 0)
         cluster.until(lambda before=before: cluster.step("a") > before + 4)
