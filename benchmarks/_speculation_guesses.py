@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +16,7 @@ from benchmarks._harness import Report, at_least
 from benchmarks._speculation_models import DRAFTS, draft_folder
 from gulliver.serve import Engine, EngineOptions, LocalRunner, SamplingParams
 from gulliver.serve.speculative import Proposer, SpeculationOptions, Speculator
-from gulliver.serve.speculative.glide import GlideDraft, load_draft
+from gulliver.serve.speculative.glide import Glide, GlideDraft, load_draft
 from gulliver.serve.speculative.proposers import Proposal, chain
 
 DEPTH = 5
@@ -54,8 +55,8 @@ class Foretold(Proposer):
 
     def __init__(self, answers: dict[tuple[int, ...], list[int]], right: float) -> None:
         self._answers, self._right = answers, right
-        random = torch.Generator().manual_seed(0)
-        self._draws = torch.rand(1 << 12, generator=random).tolist()
+        generator = torch.Generator().manual_seed(0)
+        self._draws = torch.rand(1 << 12, generator=generator).tolist()
 
     def propose(self, wanted: Any, depth: int) -> dict[int, Proposal]:
         found = {}
@@ -69,6 +70,25 @@ class Foretold(Proposer):
             if tokens:
                 found[one.sequence] = chain(tokens, [self._right] * len(tokens))
         return found
+
+
+class Guided(GlideDraft):
+    """A draft with the costs of a `Glide` and guesses of a chosen quality, as `Foretold`'s."""
+
+    def __init__(self, model: Glide, answers: dict[tuple[int, ...], list[int]], right: float):
+        super().__init__(model, 0)
+        self.name, self._answers, self._right = f"a GliDe draft, {right:.0%} right", answers, right
+        self._random = random.Random(0)
+
+    def _drawn(self, logits: Any, news: Any, paths: Any, number: int) -> list[int]:
+        super()._drawn(logits, news, paths, number)
+        tokens = []
+        for one in (new.one for new in news):
+            come = self._answers[tuple(one.tokens[:PROMPT])][len(one.tokens) - PROMPT + number]
+            tokens.append(come if self._random.random() < self._right else 1)
+            path = paths[one.sequence]
+            path.tokens[-1], path.sure[-1] = tokens[-1], self._right
+        return tokens
 
 
 def held_out(folder: Path, tokenizer: Any, count: int) -> list[list[int]]:

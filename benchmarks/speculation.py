@@ -1,6 +1,7 @@
 """Speculative decoding with a target and drafts that are trained here, on Python's own sources.
 
     python -m benchmarks.speculation [--models FOLDER] [--keep]
+    python -m benchmarks.speculation --parts 1b [--keep]
     python -m benchmarks.speculation --parts real --gguf SmolLM2.gguf [--drafts ngram FOLDER]
 
 The target is a Llama of 2 M parameters, the drafts have as many parameters as one another.
@@ -21,6 +22,7 @@ import statistics
 import tempfile
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,7 @@ from benchmarks._speculation_guesses import (
     PROMPT,
     TOKENS,
     Foretold,
+    Guided,
     acceptance,
     continued,
     expansion,
@@ -41,10 +44,13 @@ from benchmarks._speculation_guesses import (
 )
 from benchmarks._speculation_models import CONTEXT, DRAFT_ROWS, ROWS, draft_folder, make_models
 from benchmarks._speculation_real import DRAFTS, real
+from gulliver.precision.int8.replace import replace_module
 from gulliver.serve import LocalRunner, SamplingParams, load
 from gulliver.serve.speculative import Proposer, Speculator, measure_draft
-from gulliver.serve.speculative.glide import GlideDraft, load_draft
+from gulliver.serve.speculative.glide import Glide, GlideDraft, load_draft
 from gulliver.serve.speculative.proposers import LookUp
+from gulliver.serve.speculative.train import glide_config
+from gulliver.serve.speculative.train_config import TrainDraftConfig
 
 LOADS = (1, 4, 16, 64)
 GUARDED = 128  # Tokens of each answer where the guard is measured
@@ -58,7 +64,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--texts", type=int, default=60)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--parts", choices=("all", "guesses", "speed", "real"), default="all")
+    parser.add_argument("--parts", choices=("all", "guesses", "speed", "real", "1b"), default="all")
     parser.add_argument("--gguf", type=Path, help="model of --parts real")
     parser.add_argument("--drafts", nargs="+", default=DRAFTS, help="of --parts real")
     parser.add_argument("--keep", action="store_true")
@@ -72,6 +78,11 @@ def main() -> None:
 
     transformers.logging.set_verbosity_error()
     columns = ("what", "value", "low", "high", "beside")
+    if options.parts == "1b":
+        report = Report("speculation-1b", "Drafts for a target of 1.2 B", columns)
+        billion(report)
+        finish(report, options.keep)
+        return
     claim = "speculation" if options.parts == "all" else f"speculation-{options.parts}"
     report = Report(claim, "Speculative decoding: acceptance, expansion, speed", columns)
     with tempfile.TemporaryDirectory() as scratch:
@@ -114,13 +125,14 @@ def _measured(
     name: str | Callable[[], Proposer],
     texts: list[list[int]],
     rounds: int,
+    depth: int = 3,
 ) -> None:
     asked = SamplingParams(TOKENS, 0.0, ignore_eos=True)
-    found = measure_draft(model, tokenizer, name, texts, asked, 3, rounds)
+    found = measure_draft(model, tokenizer, name, texts, asked, depth, rounds)
     measured = found.drafted_rate / found.plain_rate
     report.rows += [
         (
-            f"speed at 1 sequence, 3 guesses: {what}",
+            f"speed at 1 sequence, {depth} guesses: {what}",
             *(f"{measured:.2f}x", "", "", f"predicted {found.predicted:.2f}x"),
         ),
         (
@@ -183,14 +195,7 @@ def larger(report: Report) -> None:
     """
     from gulliver.serve.speculative.report import step
 
-    torch.manual_seed(0)
-    # Logits far apart: rounding changes no token.
-    apart = {"tie_word_embeddings": True, "initializer_range": 0.05}
-    model = llama(32_000, 768, 2048, 12, 12, 12, 2048, **apart).eval().requires_grad_(False)
-    random = torch.Generator().manual_seed(2)
-    texts = [torch.randint(32_000, (PROMPT,), generator=random).tolist() for _ in range(2)]
-    _, _, answers = continued(model, texts, None, 1)
-    known = {tuple(text): answer for text, answer in zip(texts, answers, strict=True)}
+    model, texts, known = _random_target(768, 2048, 12, 12, 12)
     for right in (0.6, 0.9):
         what = f"{right:.0%} right and free, target of 110 M"
         _measured(report, what, model, None, lambda p=right: Foretold(known, p), texts, 2)
@@ -207,6 +212,29 @@ def larger(report: Report) -> None:
         shown = " ".join(f"{n}: {ratio:.2f}" for n, ratio in ratios.items())
         report.rows.append((f"verifying n guesses over a plain step: {name}", shown, "", "", ""))
         report.figures[f"verifying, {name}"] = ratios
+
+
+def billion(report: Report) -> None:
+    """Compares measured with predicted speed for a target of 1.2 B, with what a draft costs."""
+    model, texts, known = _random_target(2048, 8192, 16, 32, 8)
+    config = TrainDraftConfig(drafted=8192)
+    draft = Glide(glide_config(config, model), torch.ones(32).tolist()).eval()
+    draft = replace_module(draft, "int8", embeddings=True)
+    for right in (0.25, 0.55, 0.75):
+        guided = partial(Guided, draft, known, right)
+        _measured(report, f"{right:.0%} right, target of 1.2 B", model, None, guided, texts, 2, 5)
+
+
+def _random_target(*sizes: int) -> tuple[Any, list[list[int]], dict[tuple[int, ...], list[int]]]:
+    """A Llama of random weights, prompts, and its answers to them."""
+    torch.manual_seed(0)
+    # Logits far apart: rounding changes no token.
+    apart = {"tie_word_embeddings": True, "initializer_range": 0.05}
+    model = llama(32_000, *sizes, 2048, **apart).eval().requires_grad_(False)
+    random = torch.Generator().manual_seed(2)
+    texts = [torch.randint(32_000, (PROMPT,), generator=random).tolist() for _ in range(2)]
+    _, _, answers = continued(model, texts, None, 1)
+    return model, texts, {tuple(text): answer for text, answer in zip(texts, answers, strict=True)}
 
 
 def _median(run: Callable[[], float], times: int = 7) -> float:

@@ -287,9 +287,20 @@ inline void widen_row(const Matrix& w, Index row, Index first, Index count, floa
   }
 }
 
-// Whether outputs are dot products.
-inline bool few_rows(const Matrix& w, Index rows) {
-  return rows <= (w.kind == FLOAT32 || BYTES == 32 ? ROWS : 2 * ROWS);
+#if PAIRS
+inline bool takes_pairs(const Matrix& w) { return w.kind == BFLOAT16 && w.outputs >= TALL; }
+#else
+inline bool takes_pairs(const Matrix&) { return false; }
+#endif
+
+// Rows that are taken in tiles; outputs of the others are dot products. These are all rows if they
+// are few, or those after the last vector of 16 if they would take as long as another vector.
+inline Index tiled_rows(const Matrix& w, Index rows) {
+  const bool rounds = w.kind == INT8_ROUNDED || takes_pairs(w);
+  const bool twice = BYTES == 64 && w.kind != FLOAT32 && !rounds;
+  if (rows <= (twice ? 2 * ROWS : ROWS)) return 0;
+  const Index rest = rows % LANES, most = rounds || w.kind == INT4 ? ROWS * 2 / 3 : ROWS;
+  return rows > LANES && rest <= most ? rows - rest : rows;
 }
 
 inline float scale_of(const Matrix& w, Index output) {
@@ -489,9 +500,10 @@ inline void put(const Matrix& w, const float* sums, Index height, Index first, I
   }
 }
 
-// Many rows, in tiles.
+// Many rows, in tiles. `rest` is called for the outputs whose weights are in the cache.
+template <class Rest>
 inline void outer_products(const Matrix& w, const float* tiles, Index rows, Index begin, Index end,
-                           float* panel, Into into) {
+                           float* panel, const Rest& rest, Into into) {
   const Index bytes = row_bytes(w), every = 64 * w.inputs / bytes;
   const Index unit = w.kind == INT4 ? GROUP : 16, parts = (w.inputs + DEPTH - 1) / DEPTH;
   const bool add = into.add, one = rows <= LANES;
@@ -533,6 +545,7 @@ inline void outer_products(const Matrix& w, const float* tiles, Index rows, Inde
       }
       put(w, sums, height, row, smaller(height, rows - row), n, count, k == 0, into);
     }
+    if (next_n != n) rest(n, n + count);
     n = next_n;
     k = next_k;
   }
@@ -584,21 +597,23 @@ inline float round_group(const float* x, std::int8_t* to, std::int32_t& offset) 
   return largest / 127.0f + total(nothing);
 }
 
-inline void round_rows(const float* x, Index rows, Index inputs, float* memory, const Member& me) {
-  const RoundedRows to(memory, rows, inputs);
-  const Index groups = inputs / BYTE_GROUP;
+// The rows after those in tiles.
+inline RoundedRows rest_of(float* memory, Index tiled, Index rows, Index inputs) {
+  return {memory + tiled * inputs / 4 + tiled * inputs / BYTE_GROUP * 2, rows - tiled, inputs};
+}
+
+inline void round_rows(const Matrix& w, const float* x, Index rows, float* memory, const Member& me) {
+  const Index inputs = w.inputs, groups = inputs / BYTE_GROUP, tiled = tiled_rows(w, rows);
+  const RoundedRows to(memory, tiled, inputs), rest = rest_of(memory, tiled, rows, inputs);
   Index begin, end;
   me.share(groups, 1, begin, end);
-  if (rows <= ROWS) {
-    for (Index r = 0; r < rows; ++r) {
-      for (Index g = begin; g < end; ++g) {
-        const Index at = r * inputs + g * BYTE_GROUP, own = r * groups + g;
-        to.scales[own] = round_group(x + at, to.bytes + at, to.offsets[own]);
-      }
+  for (Index r = 0; r < rows - tiled; ++r) {
+    for (Index g = begin; g < end; ++g) {
+      const Index at = r * inputs + g * BYTE_GROUP, own = r * groups + g;
+      rest.scales[own] = round_group(x + tiled * inputs + at, rest.bytes + at, rest.offsets[own]);
     }
-    return;
   }
-  for (Index row = 0; row < rows; row += LANES) {
+  for (Index row = 0; row < tiled; row += LANES) {
     for (Index g = begin; g < end; ++g) {
       const Index own = row * groups + g * LANES;
       std::int8_t* tile = to.bytes + row * inputs + g * BYTE_GROUP * LANES;
@@ -606,7 +621,7 @@ inline void round_rows(const float* x, Index rows, Index inputs, float* memory, 
         std::int8_t bytes[BYTE_GROUP] = {};
         to.scales[own + r] = 0.0f;
         to.offsets[own + r] = 0;
-        if (row + r < rows) {
+        if (row + r < tiled) {
           const float* from = x + (row + r) * inputs + g * BYTE_GROUP;
           to.scales[own + r] = round_group(from, bytes, to.offsets[own + r]);
         }
@@ -735,10 +750,10 @@ struct RoundedOuter {
   }
 };
 
-// Many rows, whose tiles `outer` has. Outputs [begin, end) of at least `TALL`.
-template <class Outer>
+// Many rows, whose tiles `outer` has. Outputs [begin, end) of at least `TALL`; `rest` as above.
+template <class Outer, class Rest>
 inline void tiled_products(const Outer& outer, Index rows, Index begin, Index end,
-                           const Into& into) {
+                           const Rest& rest, const Into& into) {
   const Matrix& w = outer.w;
   for (Index panel = begin; panel < end; panel += PANEL) {
     for (Index row = 0; row < rows; row += WIDE) {
@@ -760,14 +775,8 @@ inline void tiled_products(const Outer& outer, Index rows, Index begin, Index en
             into);
       }
     }
+    rest(panel, smaller(panel + PANEL, end));
   }
-}
-
-inline void rounded_products(const Matrix& w, float* memory, Index rows, Index begin, Index end,
-                             const Into& into) {
-  const RoundedRows x(memory, rows, w.inputs);
-  if (rows <= ROWS) return some_rounded<ROWS>(rows, w, x, begin, end, into);
-  tiled_products(RoundedOuter{w, x}, rows, begin, end, into);
 }
 #endif
 
@@ -777,21 +786,21 @@ inline void rounded_products(const Matrix& w, float* memory, Index rows, Index b
 // long as reading the weights, so they are multiplied in float32 after rounding.
 using Brains = std::uint16_t;
 
-inline bool takes_pairs(const Matrix& w) { return w.kind == BFLOAT16 && w.outputs >= TALL; }
-
 inline __m256i rounded_brains(const float* from) {
   return reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(load(from)));
 }
 
-inline void pair_rows(const float* x, Index rows, Index inputs, float* memory, const Member& me) {
+inline void pair_rows(const Matrix& w, const float* x, Index rows, float* memory, const Member& me) {
+  const Index inputs = w.inputs, tiled = tiled_rows(w, rows);
+  float* rest = memory + tiled * inputs / 2;
   Index begin, end;
   me.share(inputs, UNIT, begin, end);
   for (Index k = begin; k < end; k += LANES) {
     for (Index r = 0; r < rows; ++r) {
       alignas(32) std::int32_t pairs[LANES / 2];
       _mm256_store_si256(reinterpret_cast<__m256i*>(pairs), rounded_brains(x + r * inputs + k));
-      if (rows <= ROWS) {
-        store(memory + r * inputs + k, load(reinterpret_cast<const Brain*>(pairs)));
+      if (r >= tiled) {
+        store(rest + (r - tiled) * inputs + k, load(reinterpret_cast<const Brain*>(pairs)));
         continue;
       }
       std::int32_t* tile = reinterpret_cast<std::int32_t*>(memory) + r / LANES * LANES * inputs / 2;
@@ -841,8 +850,6 @@ struct PairedOuter {
     }
   }
 };
-#else
-inline bool takes_pairs(const Matrix&) { return false; }
 #endif
 
 // Makes `tiles` of rows that every thread has, for products with `w` and those of its kind; threads
@@ -850,51 +857,74 @@ inline bool takes_pairs(const Matrix&) { return false; }
 inline void prepare(const Matrix& w, const float* x, Index rows, float* tiles, const Member& me) {
 #if ROUNDS
   if (w.kind == INT8_ROUNDED) {
-    round_rows(x, rows, w.inputs, tiles, me);
+    round_rows(w, x, rows, tiles, me);
     me.wait();
     return;
   }
 #endif
 #if PAIRS
   if (takes_pairs(w)) {
-    pair_rows(x, rows, w.inputs, tiles, me);
+    pair_rows(w, x, rows, tiles, me);
     me.wait();
     return;
   }
 #endif
-  if (few_rows(w, rows)) return;
-  make_tiles(x, rows, w.inputs, tiles, me);
+  const Index tiled = tiled_rows(w, rows);
+  if (!tiled) return;
+  make_tiles(x, tiled, w.inputs, tiles, me);
   me.wait();
+}
+
+// Outputs [begin, end) of the rows after those in tiles.
+inline void rest_products(const Matrix& w, const float* x, float* tiles, Index tiled, Index rows,
+                          Index begin, Index end, float* panel, const Into& into) {
+  if (tiled == rows) return;
+  const Index rest = rows - tiled;
+  const Into to{into.out + tiled * into.width, into.width, into.add};
+#if ROUNDS
+  if (w.kind == INT8_ROUNDED) {
+    const RoundedRows rounded = rest_of(tiles, tiled, rows, w.inputs);
+    return some_rounded<ROWS>(rest, w, rounded, begin, end, to);
+  }
+#endif
+  x = takes_pairs(w) ? tiles + tiled * w.inputs / 2 : x + tiled * w.inputs;
+  switch (w.kind) {
+    case FLOAT32: return dot_products<float>(w, x, rest, begin, end, to);
+    case FLOAT16: return dot_products<Half>(w, x, rest, begin, end, to);
+    case BFLOAT16: return dot_products<Brain>(w, x, rest, begin, end, to);
+    case INT8: return dot_products<std::int8_t>(w, x, rest, begin, end, to);
+    default: break;
+  }
+  for (Index first = 0; first < rest; first += ROWS) {
+    const Into part{to.out + first * to.width, to.width, to.add};
+    some_groups<ROWS>(smaller(ROWS, rest - first), w, x + first * w.inputs, begin, end, panel, part);
+  }
 }
 
 // This thread's outputs for rows that were prepared.
 inline void product_into(const Matrix& w, const float* x, float* tiles, Index rows, float* out,
                          bool add, const Member& me) {
+  const Index tiled = tiled_rows(w, rows);
   Index begin, end;
   me.share(w.outputs, UNIT, begin, end);
   const Into into{out, w.outputs, add};
+  const auto rest = [&](Index from, Index to) {
+    rest_products(w, x, tiles, tiled, rows, from, to, me.panel, into);
+  };
+  if (!tiled) return rest(begin, end);
 #if ROUNDS
-  if (w.kind == INT8_ROUNDED) return rounded_products(w, tiles, rows, begin, end, into);
+  if (w.kind == INT8_ROUNDED) {
+    const RoundedRows rounded(tiles, tiled, w.inputs);
+    return tiled_products(RoundedOuter{w, rounded}, tiled, begin, end, rest, into);
+  }
 #endif
 #if PAIRS
   if (takes_pairs(w)) {
-    if (rows <= ROWS) return dot_products<Brain>(w, tiles, rows, begin, end, into);
     const auto* pairs = reinterpret_cast<const std::int32_t*>(tiles);
-    return tiled_products(PairedOuter{w, pairs}, rows, begin, end, into);
+    return tiled_products(PairedOuter{w, pairs}, tiled, begin, end, rest, into);
   }
 #endif
-  if (!few_rows(w, rows)) return outer_products(w, tiles, rows, begin, end, me.panel, into);
-  switch (w.kind) {
-    case FLOAT32: return dot_products<float>(w, x, rows, begin, end, into);
-    case FLOAT16: return dot_products<Half>(w, x, rows, begin, end, into);
-    case BFLOAT16: return dot_products<Brain>(w, x, rows, begin, end, into);
-    case INT8: return dot_products<std::int8_t>(w, x, rows, begin, end, into);
-    default: break;
-  }
-  for (Index first = 0; first < rows; first += ROWS) {
-    const Into part{out + first * w.outputs, w.outputs, add};
-    some_groups<ROWS>(smaller(ROWS, rows - first), w, x + first * w.inputs, begin, end, me.panel, part);
-  }
+  outer_products(w, tiles, tiled, begin, end, me.panel, rest, into);
 }
 
 // Norms and positions.
@@ -1192,7 +1222,26 @@ inline void prepare_again(const Matrix& w, const Matrix& before, const Step& s, 
   prepare(w, s.normed, s.tokens, s.tiles, me);
 }
 
-void forward(const Model& m, const Step& s, const Member& me, Work& work) {
+// Keeps only the rows of which logits are wanted, for what follows the last attention.
+inline void keep_wanted(const Model& m, Step& s, const Member& me) {
+  const Index width = m.heads * m.dim;
+  Index begin, end;
+  me.share(s.wanted, 1, begin, end);
+  for (Index r = begin; r < end; ++r) {
+    std::memcpy(s.query + r * width, s.attended + s.row[r] * width, width * sizeof(float));
+    std::memcpy(s.normed + r * m.hidden, s.x + s.row[r] * m.hidden, m.hidden * sizeof(float));
+  }
+  me.wait();
+  float *const query = s.query, *const normed = s.normed;
+  s.query = s.attended;
+  s.attended = query;
+  s.normed = s.x;
+  s.x = normed;
+  s.tokens = s.wanted;
+}
+
+void forward(const Model& m, Step s, const Member& me, Work& work) {
+  const bool fewer = s.wanted < s.tokens;
   embed(m, s, me);
   const float* after = nullptr;  // the norm of what the layer before has made
   for (Index n = 0; n < m.layer_count; ++n) {
@@ -1216,6 +1265,7 @@ void forward(const Model& m, const Step& s, const Member& me, Work& work) {
     a.window = l.window;
     attend_pieces(a, s.counters + n, work);
     me.wait();
+    if (fewer && n == m.layer_count - 1) keep_wanted(m, s, me);
     prepare(l.out, s.attended, s.tokens, s.tiles, me);
     product_into(l.out, s.attended, s.tiles, s.tokens, l.after_attention ? s.sum : s.x,
                  !l.after_attention, me);
@@ -1238,7 +1288,7 @@ void forward(const Model& m, const Step& s, const Member& me, Work& work) {
   Index begin, end;
   me.share(s.wanted, 1, begin, end);
   for (Index r = begin; r < end; ++r) {
-    normalise(s.x + s.row[r] * m.hidden, m.norm, m.hidden, m.epsilon, s.normed + r * m.hidden);
+    normalise(s.x + (fewer ? r : s.row[r]) * m.hidden, m.norm, m.hidden, m.epsilon, s.normed + r * m.hidden);
   }
   me.wait();
   prepare(m.head, s.normed, s.wanted, s.tiles, me);
@@ -1269,7 +1319,7 @@ void multiply(const Product& p) {
   const Matrix& w = p.matrix;
   const bool few = p.rows * w.inputs * w.outputs <= ALONE;
   static thread_local Scratch<float> tiles;
-  if (!few_rows(w, p.rows) || w.kind == INT8_ROUNDED || takes_pairs(w)) {
+  if (tiled_rows(w, p.rows) || w.kind == INT8_ROUNDED || takes_pairs(w)) {
     tiles.resize((p.rows + WIDE - 1) / WIDE * WIDE * w.inputs);
   }
   float* const at = tiles.data();
