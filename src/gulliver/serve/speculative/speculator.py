@@ -265,7 +265,7 @@ class Speculator(Drafter):
 
     def draft(self, wanted: Sequence[Wanted], budget: int) -> Mapping[int, Draft]:
         """Drafts as much as pays off."""
-        begun, sequences = perf_counter(), len(wanted)
+        entered, sequences = perf_counter(), len(wanted)
         self._compare(wanted)
         self.stats.rounds += 1
         self._rested = 0
@@ -277,7 +277,7 @@ class Speculator(Drafter):
         depth = self._depth(sequences)
         if not self.proposer.free and not self._guessing.measured(len(asked)):
             self.proposer.propose(asked, depth)  # not timed: first calls are slow
-            begun = perf_counter()
+        begun = perf_counter()
         proposals = self.proposer.propose(asked, depth)
         spent = max(perf_counter() - begun - self.proposer.apart, 1e-9)
         self._guessing.note(len(asked), spent / (1 if self.proposer.free else depth))
@@ -291,7 +291,7 @@ class Speculator(Drafter):
             chances = [one for one in chances for _ in range(sequences // len(asked))]
         taken = self._choose(chances[:budget], sequences, depth)
         if not self.pays(sequences):
-            self._rest_until[_level(sequences)] = self._clock + (perf_counter() - begun) / TRIAL
+            self._rest_until[_level(sequences)] = self._clock + (perf_counter() - entered) / TRIAL
         chosen: dict[int, list[int]] = {}
         for _, number, node in () if trial else ranked[:taken]:
             chosen.setdefault(number, []).append(node)
