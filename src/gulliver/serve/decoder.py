@@ -316,6 +316,7 @@ LINEAR = (
     *("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
 )
 NORMS = ("input_layernorm", "post_attention_layernorm")
+GELU = "gelu_pytorch_tanh"
 GEMMA_NORMS = ("pre_feedforward_layernorm", "post_feedforward_layernorm")
 
 
@@ -335,39 +336,19 @@ def read_dense(
         raise Unfit(f"{folder.name} needs transformers")
     try:
         heads, count = config["num_attention_heads"], config["num_hidden_layers"]
-        hidden, inner = config["hidden_size"], config["intermediate_size"]
+        hidden = config["hidden_size"]
         vocabulary, context = config["vocab_size"], config["max_position_embeddings"]
         gemma, epsilon = kind == "gemma3_text", config["rms_norm_eps"]
-        activation = (
-            config.get("hidden_activation", "gelu_pytorch_tanh") if gemma else config["hidden_act"]
-        )
+        activation = config["hidden_act"] if not gemma else config.get("hidden_activation", GELU)
         kv_heads, dim = config.get("num_key_value_heads") or heads, config.get("head_dim")
         dim = dim or hidden // heads
-        layer = LayerShape(kv_heads, dim, dim**-0.5)
-        if gemma:
-            layers, rotary, frequencies = _gemma_layers(config, layer, count)
-        else:
-            layers, rotary = [layer] * count, [0] * count
-            frequencies = [rotary_frequencies(config, dim)]
+        whole = LayerShape(kv_heads, dim, dim**-0.5)
+        layers, rotary, frequencies = _layers(config, whole, count)
+        shapes = _shapes(config, heads * dim, kv_heads * dim, dim)
         as_is = options.quantize is None and options.dtype is None
         tensors = gguf.read_tensors(folder, as_is) if gguf_file else _mapped(folder)
     except KeyError as error:
         raise Unfit(f"its files lack {error}") from None
-    queries, keys = heads * dim, kv_heads * dim
-    sides = [(queries, hidden), (keys, hidden), (keys, hidden), (hidden, queries)]
-    sides += [(inner, hidden), (inner, hidden), (hidden, inner)]
-    shapes: dict[str, tuple[int, ...]] = {"model.norm.weight": (hidden,)}
-    shapes["model.embed_tokens.weight"] = vocabulary, hidden
-    for number in range(count):
-        front = f"model.layers.{number}."
-        shapes |= {f"{front}{n}.weight": side for n, side in zip(LINEAR, sides, strict=True)}
-        norms = NORMS + GEMMA_NORMS if gemma else NORMS
-        shapes |= {f"{front}{name}.weight": (hidden,) for name in norms}
-        if gemma or kind == "qwen3":
-            shapes |= {f"{front}self_attn.{n}_norm.weight": (dim,) for n in ("q", "k")}
-        elif kind == "qwen2" or config.get("attention_bias"):
-            biased = LINEAR[: 3 if kind == "qwen2" else 4]
-            shapes |= {f"{front}{n}.bias": side[:1] for n, side in zip(biased, sides, strict=False)}
     tied = config.get("tie_word_embeddings", "lm_head.weight" not in tensors)
     head = "model.embed_tokens" if tied else "lm_head"
     shapes[f"{head}.weight"] = vocabulary, hidden
@@ -391,10 +372,34 @@ def read_dense(
     return model, context, ends
 
 
-def _gemma_layers(
+def _shapes(
+    config: Mapping[str, Any], queries: int, keys: int, dim: int
+) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of a family's tensors, without the head's."""
+    kind, hidden, inner = (config[k] for k in ("model_type", "hidden_size", "intermediate_size"))
+    sides = [(queries, hidden), (keys, hidden), (keys, hidden), (hidden, queries)]
+    sides += [(inner, hidden), (inner, hidden), (hidden, inner)]
+    shapes: dict[str, tuple[int, ...]] = {"model.norm.weight": (hidden,)}
+    shapes["model.embed_tokens.weight"] = config["vocab_size"], hidden
+    norms = NORMS + GEMMA_NORMS if kind == "gemma3_text" else NORMS
+    for number in range(config["num_hidden_layers"]):
+        front = f"model.layers.{number}."
+        shapes |= {f"{front}{n}.weight": side for n, side in zip(LINEAR, sides, strict=True)}
+        shapes |= {f"{front}{name}.weight": (hidden,) for name in norms}
+        if kind in ("gemma3_text", "qwen3"):
+            shapes |= {f"{front}self_attn.{n}_norm.weight": (dim,) for n in ("q", "k")}
+        elif kind == "qwen2" or config.get("attention_bias"):
+            biased = LINEAR[: 3 if kind == "qwen2" else 4]
+            shapes |= {f"{front}{n}.bias": side[:1] for n, side in zip(biased, sides, strict=False)}
+    return shapes
+
+
+def _layers(
     config: Mapping[str, Any], whole: LayerShape, count: int
 ) -> tuple[list[LayerShape], list[int], list[tuple[list[float], float]]]:
-    """Returns Gemma 3's layers, with and without a window, and their rotary positions."""
+    """Returns the layers, Gemma 3's with and without a window, and their rotary positions."""
+    if config["model_type"] != "gemma3_text":
+        return [whole] * count, [0] * count, [rotary_frequencies(config, whole.dim)]
     odd = "attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"
     if given := next((name for name in odd if config.get(name)), None):
         raise Unfit(f"{given} is set")
@@ -404,7 +409,10 @@ def _gemma_layers(
     ]
     ropes = config.get("rope_parameters") or {
         "sliding_attention": {"rope_theta": config["rope_local_base_freq"]},
-        "full_attention": {"rope_theta": config["rope_theta"], **(config.get("rope_scaling") or {})},
+        "full_attention": {
+            "rope_theta": config["rope_theta"],
+            **(config.get("rope_scaling") or {}),
+        },
     }
     names = list(ropes)
     whole = replace(whole, scale=config["query_pre_attn_scalar"] ** -0.5)
