@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import perf_counter, process_time
 from typing import Any
@@ -134,42 +134,6 @@ def continued(
     seconds = perf_counter() - begun[0], process_time() - begun[1]
     runner.close()
     return *seconds, list(made.values())
-
-
-def in_turns(
-    models: Mapping[str, Any],
-    texts: Sequence[Sequence[int]],
-    drafters: Mapping[str, Any],
-    tokens: int,
-) -> dict[str, tuple[float, float]]:
-    """Continues the same texts with each drafter, in turns of one step.
-
-    Whatever slows the machine down for a while slows all of them.
-
-    Returns:
-        Seconds after the prompts, by the clock and of processors.
-    """
-    count, asked = len(texts), SamplingParams(tokens, 0.0, ignore_eos=True)
-    room = count * (PROMPT + tokens + 32) + 512
-    runners = {name: LocalRunner(models[name], cache_tokens=room) for name in drafters}
-    spent = {name: [0.0, 0.0] for name in drafters}
-    engines = {}
-    for name, drafter in drafters.items():
-        engine = Engine(runners[name], None, EngineOptions(4096, count, False), drafter=drafter)
-        last = [engine.add(text, asked) for text in texts][-1]
-        while not any(event.request == last and event.tokens for event in engine.step()):
-            pass
-        engines[name] = engine
-    while any(engine.busy for engine in engines.values()):
-        for name, engine in engines.items():
-            if engine.busy:
-                begun = perf_counter(), process_time()
-                engine.step()
-                spent[name][0] += perf_counter() - begun[0]
-                spent[name][1] += process_time() - begun[1]
-    for runner in runners.values():
-        runner.close()
-    return {name: (clock, processors) for name, (clock, processors) in spent.items()}
 
 
 def rounds_of(

@@ -8,15 +8,14 @@ The target is a Llama of 2 M parameters, the drafts have as many parameters as o
 Acceptance: continuations of texts that nobody learnt, greedy and drawn, in chains of five guesses;
 intervals are bootstrapped over texts. Expansion: accepted guesses of a round at an equal number of
 verified ones. Speed: measured beside what the measured costs predict, for the trained target and
-for one of 110 M random weights. The guard: as many guesses as pay beside none, in turns of a
-step, at 1 to 64 sequences, in seconds of the clock and of processors. ``--models`` keeps the
-trained models, takes those that are there and goes on with drafts that are not whole.
+for those of 110 M and 1.2 B random weights. `real`: tasks, temperatures, loads and lengths on a
+model that exists, beside none, in turns of a step. ``--models`` keeps the trained models, takes
+those that are there and goes on with drafts that are not whole.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import os
 import statistics
 import tempfile
@@ -28,7 +27,7 @@ from typing import Any
 
 import torch
 
-from benchmarks._harness import Report, at_least, at_most, finish
+from benchmarks._harness import Report, at_most, finish
 from benchmarks._models import llama
 from benchmarks._speculation_guesses import (
     DEPTH,
@@ -40,20 +39,15 @@ from benchmarks._speculation_guesses import (
     continued,
     expansion,
     held_out,
-    in_turns,
 )
 from benchmarks._speculation_models import CONTEXT, DRAFT_ROWS, ROWS, draft_folder, make_models
 from benchmarks._speculation_real import DRAFTS, real
 from gulliver.precision.int8.replace import replace_module
 from gulliver.serve import LocalRunner, SamplingParams, load
-from gulliver.serve.speculative import Proposer, Speculator, measure_draft
-from gulliver.serve.speculative.glide import Glide, GlideDraft, load_draft
-from gulliver.serve.speculative.proposers import LookUp
+from gulliver.serve.speculative import Proposer, measure_draft
+from gulliver.serve.speculative.glide import Glide
 from gulliver.serve.speculative.train import glide_config
 from gulliver.serve.speculative.train_config import TrainDraftConfig
-
-LOADS = (1, 4, 16, 64)
-GUARDED = 128  # Tokens of each answer where the guard is measured
 
 
 def main() -> None:
@@ -95,7 +89,6 @@ def main() -> None:
             expansion(report, model, folder, texts)
         if options.parts != "guesses":
             speed(report, model, tokenizer, folder, texts, options.rounds)
-            guard(report, model, folder, texts, options.rounds)
             larger(report)
     report.notes += [
         f"{len(texts)} texts kept apart, beginnings of {PROMPT} tokens, continued by {TOKENS}, "
@@ -145,47 +138,6 @@ def _measured(
     report.figures[f"speed, {what}"] = found.to_plain()
     error = abs(found.predicted / measured - 1)
     report.bars.append(at_most(f"error of the predicted speed: {what}", error, 0.15))
-
-
-def guard(report: Report, model: Any, folder: Path, texts: list[list[int]], rounds: int) -> None:
-    """Compares guarded speculation with none, by the number of concurrent sequences."""
-    draft = load_draft(draft_folder(folder, "glide", 0))
-    worst = {"clock": 9.9, "processors": 9.9}
-    for count in LOADS:
-        some = [texts[number % len(texts)] for number in range(count)]
-        drafters: dict[str, Any] = {
-            "none": None,
-            "glide": Speculator(GlideDraft(draft)),
-            "ngram": Speculator(LookUp()),
-        }
-        models = {name: copy.deepcopy(model) for name in drafters}
-        found = [in_turns(models, some, drafters, GUARDED) for _ in range(rounds)]
-        for name in ("glide", "ngram"):
-            told = drafters[name].stats
-            # Of each run beside the plain one of that moment; the first, in which it learns, too.
-            speeds = {
-                kind: [one["none"][place] / one[name][place] for one in found]
-                for place, kind in enumerate(worst)
-            }
-            shown = {kind: statistics.median(values) for kind, values in speeds.items()}
-            worst = {kind: min(value, shown[kind]) for kind, value in worst.items()}
-            clock = speeds["clock"]
-            report.rows.append(
-                (
-                    f"guarded speed at {count} sequences: {name}",
-                    *(f"{one:.2f}x" for one in (shown["clock"], min(clock), max(clock))),
-                    f"{shown['processors']:.2f}x in processor seconds, {clock[0]:.2f}x in the "
-                    f"first run; drafted in {told.drafted / max(1, told.rounds):.0%} of rounds",
-                )
-            )
-            report.figures[f"guard, {name}, {count}"] = {
-                "speed": shown["clock"],
-                "speed in processor seconds": shown["processors"],
-                "speeds of runs": clock,
-                "why": drafters[name].why,
-            }
-    for kind, value in worst.items():
-        report.bars.append(at_least(f"guarded speed at any load, {kind}", value, 0.97))
 
 
 def larger(report: Report) -> None:

@@ -1288,7 +1288,8 @@ void forward(const Model& m, Step s, const Member& me, Work& work) {
   Index begin, end;
   me.share(s.wanted, 1, begin, end);
   for (Index r = begin; r < end; ++r) {
-    normalise(s.x + (fewer ? r : s.row[r]) * m.hidden, m.norm, m.hidden, m.epsilon, s.normed + r * m.hidden);
+    const float* x = s.x + (fewer ? r : s.row[r]) * m.hidden;
+    normalise(x, m.norm, m.hidden, m.epsilon, s.normed + r * m.hidden);
   }
   me.wait();
   prepare(m.head, s.normed, s.wanted, s.tiles, me);

@@ -22,12 +22,13 @@ from gulliver.serve.decoder import FAMILIES, Unfit, in_huge_pages, native_proble
 from gulliver.serve.local import DenseRunner
 from gulliver.serve.options import ModelOptions
 from gulliver.serve.weights import SERVED, end_tokens, load_model
-from tests.models.family_models import config_of
+from tests.models.family_models import LAYERS, config_of
 
 pytestmark = pytest.mark.skipif(native_problem() is not None, reason=str(native_problem()))
 TABLES = ([3, 9, 1, 14, 7, 20, 11, 0, 22, 23, 24, 25], [5, 2, 8, 10, 4, 6])
 PARTS = ((25, 3), (14, 4), (1, 10))
 """New tokens of two sequences in each of three batches."""
+ALTERNATING = ["sliding_attention", "full_attention"] * (LAYERS // 2)
 
 
 def decoder_model(kind: str, **more: Any) -> Any:
@@ -262,6 +263,7 @@ def test_batches_of_many_rows_have_the_logits_of_few() -> None:
         ("llama", roped("linear") | {"tie_word_embeddings": True, "attention_bias": True}),
         ("mistral", {"sliding_window": None}),
         ("qwen3", {"tie_word_embeddings": True}),
+        ("gemma3_text", {"sliding_window": 8, "layer_types": ALTERNATING}),
     ],
 )
 def test_files_are_read_as_transformers_reads_them(

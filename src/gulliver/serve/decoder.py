@@ -309,13 +309,15 @@ def dense_of(model: Any, shape: ModelShape) -> DenseModel:
 # `Unfit`, and is loaded by `gulliver.serve.weights`.
 
 
-MAPPED = ("llama", "mistral", "qwen2", "qwen3")
-"""Values of `model_type` whose attention is the same in all layers, without a window."""
+MAPPED = ("gemma3_text", "llama", "mistral", "qwen2", "qwen3")
+"""Values of `model_type` that are read; without a window, except for Gemma 3."""
 LINEAR = (
     *("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
     *("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
 )
 NORMS = ("input_layernorm", "post_attention_layernorm")
+GELU = "gelu_pytorch_tanh"
+GEMMA_NORMS = ("pre_feedforward_layernorm", "post_feedforward_layernorm")
 
 
 def read_dense(
@@ -334,49 +336,92 @@ def read_dense(
         raise Unfit(f"{folder.name} needs transformers")
     try:
         heads, count = config["num_attention_heads"], config["num_hidden_layers"]
-        hidden, inner = config["hidden_size"], config["intermediate_size"]
+        hidden = config["hidden_size"]
         vocabulary, context = config["vocab_size"], config["max_position_embeddings"]
-        epsilon, activation = config["rms_norm_eps"], config["hidden_act"]
+        gemma, epsilon = kind == "gemma3_text", config["rms_norm_eps"]
+        activation = config["hidden_act"] if not gemma else config.get("hidden_activation", GELU)
         kv_heads, dim = config.get("num_key_value_heads") or heads, config.get("head_dim")
         dim = dim or hidden // heads
-        frequencies = rotary_frequencies(config, dim)
+        whole = LayerShape(kv_heads, dim, dim**-0.5)
+        layers, rotary, frequencies = _layers(config, whole, count)
+        shapes = _shapes(config, heads * dim, kv_heads * dim, dim)
         as_is = options.quantize is None and options.dtype is None
         tensors = gguf.read_tensors(folder, as_is) if gguf_file else _mapped(folder)
     except KeyError as error:
         raise Unfit(f"its files lack {error}") from None
-    queries, keys = heads * dim, kv_heads * dim
-    sides = [(queries, hidden), (keys, hidden), (keys, hidden), (hidden, queries)]
-    sides += [(inner, hidden), (inner, hidden), (hidden, inner)]
-    shapes: dict[str, tuple[int, ...]] = {"model.norm.weight": (hidden,)}
-    shapes["model.embed_tokens.weight"] = vocabulary, hidden
-    for number in range(count):
-        front = f"model.layers.{number}."
-        shapes |= {f"{front}{n}.weight": side for n, side in zip(LINEAR, sides, strict=True)}
-        shapes |= {f"{front}{name}.weight": (hidden,) for name in NORMS}
-        if kind == "qwen3":
-            shapes |= {f"{front}self_attn.{n}_norm.weight": (dim,) for n in ("q", "k")}
-        elif kind == "qwen2" or config.get("attention_bias"):
-            biased = LINEAR[: 3 if kind == "qwen2" else 4]
-            shapes |= {f"{front}{n}.bias": side[:1] for n, side in zip(biased, sides, strict=False)}
     tied = config.get("tie_word_embeddings", "lm_head.weight" not in tensors)
     head = "model.embed_tokens" if tied else "lm_head"
     shapes[f"{head}.weight"] = vocabulary, hidden
     if tied:
         tensors.pop("lm_head.weight", None)
     if gguf.ROTARY in tensors:
-        frequencies = tensors[gguf.ROTARY].tolist(), frequencies[1]
+        frequencies = [(tensors[gguf.ROTARY].tolist(), frequencies[0][1])]
     tensors = {n: t for n, t in tensors.items() if not n.endswith("rotary_emb.inv_freq")}
     tensors = _converted(tensors, shapes, dtype)
     if options.quantize is not None:
         head = _quantize(tensors, head, options.quantize, count)
-    layer = LayerShape(kv_heads, dim, dim**-0.5)
-    shape = ModelShape((layer,) * count, dtype, vocabulary)
+    shape = ModelShape(tuple(layers), dtype, vocabulary)
     model = DenseModel(
-        *(tensors, shape, heads, activation, epsilon, [frequencies], [0] * count, head),
+        *(tensors, shape, heads, activation, epsilon, frequencies, rotary, head),
+        # As in transformers, rounded to the dtype of the weights.
+        embedding_scale=torch.tensor(hidden**0.5, dtype=dtype).item() if gemma else 1.0,
+        norm_offset=float(gemma),
         rounds=options.quantize == "int8_dynamic",
     )
     ends = gguf.end_ids(folder) if gguf_file else _end_tokens(folder, config)
     return model, context, ends
+
+
+def _shapes(
+    config: Mapping[str, Any], queries: int, keys: int, dim: int
+) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of a family's tensors, without the head's."""
+    kind, hidden, inner = (config[k] for k in ("model_type", "hidden_size", "intermediate_size"))
+    sides = [(queries, hidden), (keys, hidden), (keys, hidden), (hidden, queries)]
+    sides += [(inner, hidden), (inner, hidden), (hidden, inner)]
+    shapes: dict[str, tuple[int, ...]] = {"model.norm.weight": (hidden,)}
+    shapes["model.embed_tokens.weight"] = config["vocab_size"], hidden
+    norms = NORMS + GEMMA_NORMS if kind == "gemma3_text" else NORMS
+    for number in range(config["num_hidden_layers"]):
+        front = f"model.layers.{number}."
+        shapes |= {f"{front}{n}.weight": side for n, side in zip(LINEAR, sides, strict=True)}
+        shapes |= {f"{front}{name}.weight": (hidden,) for name in norms}
+        if kind in ("gemma3_text", "qwen3"):
+            shapes |= {f"{front}self_attn.{n}_norm.weight": (dim,) for n in ("q", "k")}
+        elif kind == "qwen2" or config.get("attention_bias"):
+            biased = LINEAR[: 3 if kind == "qwen2" else 4]
+            shapes |= {f"{front}{n}.bias": side[:1] for n, side in zip(biased, sides, strict=False)}
+    return shapes
+
+
+def _layers(
+    config: Mapping[str, Any], whole: LayerShape, count: int
+) -> tuple[list[LayerShape], list[int], list[tuple[list[float], float]]]:
+    """Returns the layers, Gemma 3's with and without a window, and their rotary positions."""
+    if config["model_type"] != "gemma3_text":
+        return [whole] * count, [0] * count, [rotary_frequencies(config, whole.dim)]
+    odd = "attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"
+    if given := next((name for name in odd if config.get(name)), None):
+        raise Unfit(f"{given} is set")
+    pattern = config.get("sliding_window_pattern", config.get("_sliding_window_pattern", 6))
+    kinds = config.get("layer_types") or [
+        "sliding_attention" if (n + 1) % pattern else "full_attention" for n in range(count)
+    ]
+    ropes = config.get("rope_parameters") or {
+        "sliding_attention": {"rope_theta": config["rope_local_base_freq"]},
+        "full_attention": {
+            "rope_theta": config["rope_theta"],
+            **(config.get("rope_scaling") or {}),
+        },
+    }
+    names = list(ropes)
+    whole = replace(whole, scale=config["query_pre_attn_scalar"] ** -0.5)
+    windowed = replace(whole, window=config["sliding_window"])
+    return (
+        [windowed if kind == "sliding_attention" else whole for kind in kinds],
+        [names.index(kind) for kind in kinds],
+        [rotary_frequencies({"rope_parameters": rope}, whole.dim) for rope in ropes.values()],
+    )
 
 
 def _converted(

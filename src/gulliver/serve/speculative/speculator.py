@@ -37,6 +37,8 @@ FEW, SHARE = 4, 8
 prefill of their texts is short compared with the batch's steps."""
 ROUNDS = 8
 """Number of rounds whose gains are averaged."""
+PLAIN_EVERY = 64
+"""While drafting is on, one of this many rounds is a plain step."""
 LOOKED_AT = 16
 """While drafting is off, one of this many steps is used for learning."""
 
@@ -239,6 +241,8 @@ class Speculator(Drafter):
         self._clock = 0.0
         # Seconds of drafting by number of sequences; those of one depth if a model drafts.
         self._guessing = StepCost()
+        # Seconds of a round of drafting besides proposing.
+        self._around = Mean()
         # Probability that a proposed path is right down to a depth.
         self._reach = [Mean(0.7 ** (depth + 1), 5) for depth in range(self.options.depth)]
 
@@ -267,10 +271,13 @@ class Speculator(Drafter):
         """Drafts as much as pays off."""
         entered, sequences = perf_counter(), len(wanted)
         self._compare(wanted)
+        compared = perf_counter() - entered
         self.stats.rounds += 1
         self._rested = 0
         measured = self.options.fixed or self.cost.measured(sequences)
-        if not measured or self._resting(sequences):
+        # A plain step now and then: what drafts are compared with changes too.
+        plain = not self.options.fixed and self.stats.rounds % PLAIN_EVERY == 0
+        if not measured or plain or self._resting(sequences):
             return {}
         trial = not self.pays(sequences)
         asked = wanted[: max(1, min(FEW, sequences // SHARE))] if trial else wanted
@@ -296,7 +303,9 @@ class Speculator(Drafter):
         for _, number, node in () if trial else ranked[:taken]:
             chosen.setdefault(number, []).append(node)
         self.stats.drafted += bool(chosen)
-        return {number: _part(proposals[number], sorted(of)) for number, of in chosen.items()}
+        drafts = {number: _part(proposals[number], sorted(of)) for number, of in chosen.items()}
+        self._around.add(compared + perf_counter() - begun - spent - self.proposer.apart)
+        return drafts
 
     def _choose(self, chances: Sequence[float], sequences: int, depth: int) -> int:
         """Returns how many guesses to verify; records whether drafting pays off."""
@@ -345,7 +354,7 @@ class Speculator(Drafter):
     def drafting(self, sequences: int, depth: int) -> float:
         """Recent average time of drafting for this many sequences, in seconds."""
         each = float(self._guessing.seconds(sequences))
-        return each if self.proposer.free else each * depth
+        return self._around.value + (each if self.proposer.free else each * depth)
 
     def _ranked(
         self, proposals: Mapping[int, Proposal], asked: Sequence[Wanted]
