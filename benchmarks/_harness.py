@@ -224,10 +224,13 @@ def slowest_rank(seconds: float) -> float:
 
 
 def commit() -> str:
-    """The commit that was measured, marked when files differ from it."""
-    run = ["git", "-C", str(RESULTS.parent), "describe", "--always", "--dirty", "--abbrev=12"]
+    """The commit that was measured, marked when files other than results differ from it."""
+    git = ["git", "-C", str(RESULTS.parent)]
+    name = [*git, "describe", "--always", "--abbrev=12"]
+    changed = [*git, "diff", "--quiet", "HEAD", "--", ":/", f":(exclude){RESULTS}"]
     try:
-        return subprocess.run(run, capture_output=True, text=True, check=True).stdout.strip()
+        found = subprocess.run(name, capture_output=True, text=True, check=True).stdout.strip()
+        return found + "-dirty" * bool(subprocess.run(changed, capture_output=True).returncode)
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
 

@@ -451,6 +451,19 @@ def test_trials_take_a_hundredth_of_the_time(monkeypatch: pytest.MonkeyPatch) ->
     assert not spec.pays(16)
 
 
+@pytest.mark.parametrize("seconds", [0.0, 2.0])
+def test_choosing_guesses_is_a_cost(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    coin, ranked = Coin(0.6, 0.6, True), Speculator._ranked
+
+    def slow(*given: Any) -> Any:
+        coin.clock += seconds
+        return ranked(*given)
+
+    monkeypatch.setattr(Speculator, "_ranked", slow)
+    gain, _ = simulated(monkeypatch, coin, 1, 0.05)
+    assert 0.97 < gain < 1.03 if seconds else gain > 1.5
+
+
 @pytest.mark.parametrize("free", [True, False])
 def test_profitable_drafts_are_enabled_despite_low_prior(
     free: bool, monkeypatch: pytest.MonkeyPatch

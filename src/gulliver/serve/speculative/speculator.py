@@ -37,8 +37,6 @@ FEW, SHARE = 4, 8
 prefill of their texts is short compared with the batch's steps."""
 ROUNDS = 8
 """Number of rounds whose gains are averaged."""
-PLAIN_EVERY = 64
-"""While drafting is on, one of this many rounds is a plain step."""
 LOOKED_AT = 16
 """While drafting is off, one of this many steps is used for learning."""
 
@@ -275,9 +273,7 @@ class Speculator(Drafter):
         self.stats.rounds += 1
         self._rested = 0
         measured = self.options.fixed or self.cost.measured(sequences)
-        # A plain step now and then: what drafts are compared with changes too.
-        plain = not self.options.fixed and self.stats.rounds % PLAIN_EVERY == 0
-        if not measured or plain or self._resting(sequences):
+        if not measured or self._resting(sequences):
             return {}
         trial = not self.pays(sequences)
         asked = wanted[: max(1, min(FEW, sequences // SHARE))] if trial else wanted
