@@ -182,7 +182,7 @@ def _random_target(*sizes: int) -> tuple[Any, list[list[int]], dict[tuple[int, .
     torch.manual_seed(0)
     # Logits far apart: rounding changes no token.
     apart = {"tie_word_embeddings": True, "initializer_range": 0.05}
-    model = llama(32_000, *sizes, 2048, **apart).eval().requires_grad_(False)
+    model = llama(32_000, *sizes, **apart).eval().requires_grad_(False)
     random = torch.Generator().manual_seed(2)
     texts = [torch.randint(32_000, (PROMPT,), generator=random).tolist() for _ in range(2)]
     _, _, answers = continued(model, texts, None, 1)
