@@ -7,7 +7,6 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from time import perf_counter, process_time
 from typing import Any
 
 import torch
@@ -112,28 +111,19 @@ def continued(
     count: int,
     tokens: int = TOKENS,
     temperature: float = 0.0,
-) -> tuple[float, float, list[list[int]]]:
-    """Continues texts, `count` at a time.
-
-    Returns:
-        Seconds after their prompts, by the clock and of processors, and the tokens.
-    """
+) -> list[list[int]]:
+    """Continues texts, `count` at a time."""
     runner = LocalRunner(model, cache_tokens=count * (PROMPT + tokens + 32) + 512)
     engine = Engine(runner, None, EngineOptions(4096, count, False), drafter=drafter)
     made: dict[int, list[int]] = {}
     for seed, text in enumerate(texts):
         asked = SamplingParams(tokens, temperature, seed=seed, ignore_eos=True)
         made[engine.add(text, asked)] = []
-    begun = perf_counter(), process_time()
-    started = False
     while engine.busy:
         for event in engine.step():
             made[event.request] += [token.id for token in event.tokens]
-        if not started and made[len(texts) - 1]:
-            started, begun = True, (perf_counter(), process_time())
-    seconds = perf_counter() - begun[0], process_time() - begun[1]
     runner.close()
-    return *seconds, list(made.values())
+    return list(made.values())
 
 
 def rounds_of(

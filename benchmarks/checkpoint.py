@@ -277,7 +277,7 @@ def bars(all_of: dict[str, Figures], options: Options) -> list[Bar]:
     """Returns the bars for the contestants that ran."""
     made = []
     ours = all_of.get(SHADOW)
-    theirs = [all_of[name].held.median for name in TORCH_ASYNC if name in all_of]
+    theirs = [all_of[name] for name in TORCH_ASYNC if name in all_of]
     if ours is not None and TORCH_SAVE in all_of:
         them = all_of[TORCH_SAVE]
         part = ours.held.median / them.held.median
@@ -285,12 +285,10 @@ def bars(all_of: dict[str, Figures], options: Options) -> list[Bar]:
     if ours is not None and theirs:
         # Copying and writing alone take 0.18 s per GB from steps, so no bar over torch.save, which
         # takes 0.7 to 2.5 s per GB as the page cache has it.
-        least = min(all_of[name].beyond.median for name in TORCH_ASYNC if name in all_of)
-        part = ours.beyond.median / least
+        part = ours.beyond.median / min(one.beyond.median for one in theirs)
         made.append(at_most("seconds beyond calm steps, over torch's async's", part, 0.5))
-        made.append(
-            at_least("torch's async holds up longer, times", min(theirs) / ours.held.median, 3.0)
-        )
+        longer = min(one.held.median for one in theirs) / ours.held.median
+        made.append(at_least("torch's async holds up longer, times", longer, 3.0))
     if ours is not None:
         made.append(at_least("write rate over the raw disk's", ours.rate.median, 0.9))
         limit = 1 + TOLERANCE

@@ -62,9 +62,9 @@ class Options:
 
 
 def kendall(rows: Sequence[Row]) -> float:
-    """Kendall's tau of the searched and measured seconds: pairs in one order, less the others.
+    """Kendall's tau of searched and measured seconds: share of pairs in one order, less the others.
 
-    Of pairs that were measured further apart than steps of either grid.
+    Only pairs whose measured seconds differ by more than the spread of each grid's steps count.
     """
     signs = [
         (a.searched > b.searched) == (a.measured > b.measured)

@@ -185,7 +185,7 @@ def _random_target(*sizes: int) -> tuple[Any, list[list[int]], dict[tuple[int, .
     model = llama(32_000, *sizes, **apart).eval().requires_grad_(False)
     random = torch.Generator().manual_seed(2)
     texts = [torch.randint(32_000, (PROMPT,), generator=random).tolist() for _ in range(2)]
-    _, _, answers = continued(model, texts, None, 1)
+    answers = continued(model, texts, None, 1)
     return model, texts, {tuple(text): answer for text, answer in zip(texts, answers, strict=True)}
 
 

@@ -294,7 +294,8 @@ inline bool takes_pairs(const Matrix&) { return false; }
 #endif
 
 // Rows that are taken in tiles; outputs of the others are dot products. These are all rows if they
-// are few, or those after the last vector of 16 if they would take as long as another vector.
+// are few, or a few after the last full vector, which would take as long as another vector. With
+// more than so many, dot products are no faster; fewer where rows are rounded or groups scaled.
 inline Index tiled_rows(const Matrix& w, Index rows) {
   const bool rounds = w.kind == INT8_ROUNDED || takes_pairs(w);
   const bool twice = BYTES == 64 && w.kind != FLOAT32 && !rounds;

@@ -316,8 +316,8 @@ LINEAR = (
     *("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
 )
 NORMS = ("input_layernorm", "post_attention_layernorm")
-GELU = "gelu_pytorch_tanh"
 GEMMA_NORMS = ("pre_feedforward_layernorm", "post_feedforward_layernorm")
+GELU = "gelu_pytorch_tanh"
 
 
 def read_dense(
@@ -407,12 +407,10 @@ def _layers(
     kinds = config.get("layer_types") or [
         "sliding_attention" if (n + 1) % pattern else "full_attention" for n in range(count)
     ]
+    scaling = config.get("rope_scaling") or {}
     ropes = config.get("rope_parameters") or {
         "sliding_attention": {"rope_theta": config["rope_local_base_freq"]},
-        "full_attention": {
-            "rope_theta": config["rope_theta"],
-            **(config.get("rope_scaling") or {}),
-        },
+        "full_attention": {"rope_theta": config["rope_theta"], **scaling},
     }
     names = list(ropes)
     whole = replace(whole, scale=config["query_pre_attn_scalar"] ** -0.5)
