@@ -19,6 +19,8 @@ from gulliver.booster import (
 )
 from gulliver.comm import World
 from gulliver.errors import GulliverError
+from gulliver.memory.buffers import Presence
+from gulliver.parallel.zero import optimizer as zero_optimizer
 from tests.hybrid.hybrid_models import batch, build
 from tests.parallel.test_zero_loops import Lamb, Net, data
 from tests.pool import Pool
@@ -186,6 +188,30 @@ def _buffers(world: World) -> None:
 
 def test_running_statistics_are_broadcast_from_rank_0(pool: Pool) -> None:
     pool.run(_buffers, 2)
+
+
+def _sent_first(world: World) -> list[bool]:
+    """Whether gathers were on their way when buffers were sent, by stage."""
+    found = []
+    for stage in (1, 2):
+        torch.manual_seed(0)
+        booster = Booster(LowLevelZeroPlugin(stage, chunk_mb=1e-4, verbose=False))
+        model, optimizer, *_ = booster.boost(plain := _Counting(), _sgd(plain))
+        sent = zero_optimizer.broadcast
+
+        def watched(*given: Any, sent: Any = sent, optimizer: Any = optimizer) -> None:
+            found.append(any(c.presence is Presence.ARRIVING for c in optimizer.chunks))
+            sent(*given)
+
+        zero_optimizer.broadcast = watched
+        booster.backward(model(data(0, world.rank)), optimizer)
+        optimizer.step()
+        zero_optimizer.broadcast = sent
+    return found
+
+
+def test_buffers_are_sent_before_gathers_as_a_step_would_wait_for_these(pool: Pool) -> None:
+    assert pool.run(_sent_first, 2) == [[False] * 2] * 2
 
 
 def _hybrid_optimizers(world: World) -> list[str]:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import threading
+from queue import SimpleQueue
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +23,7 @@ from gulliver.comm import (
     launch,
     reduce_scatter,
     shutdown,
+    steps,
 )
 from gulliver.comm.collectives import any_rank, broadcast_object, group_size
 from gulliver.comm.groups import RankGroup
@@ -147,6 +151,53 @@ def _objects(world: World) -> tuple:
     tensor = torch.full((3,), float(world.rank))
     broadcast(tensor, 0)
     return flags, sent, gather_objects(world.rank**2), tensor.tolist(), (group_rank(), group_size())
+
+
+class _Gate:
+    """Messages that arrive when a test says."""
+
+    def __init__(self) -> None:
+        self.arrived = threading.Event()
+
+    def wait(self) -> None:
+        assert self.arrived.wait(60)
+
+
+def test_few_collectives_of_a_group_are_in_flight_and_each_end_begins_the_next() -> None:
+    threads, gates = steps._Threads(), [_Gate() for _ in range(8)]
+    begun: SimpleQueue[int] = SimpleQueue()
+
+    def collective(number: int, fails: bool) -> steps.Steps:
+        begun.put(number)
+        yield gates[number]
+        if fails:
+            raise GulliverError("lost")
+
+    class Group:
+        pass
+
+    def submit(group: Any, number: int, nbytes: int) -> steps.PendingCollective:
+        exchange = steps.PendingCollective()
+        threads.enqueue(group, nbytes, collective(number, number == 1), exchange)
+        return exchange
+
+    one, other = Group(), Group()
+    large = [submit(one, number, steps.FLYING_BYTES) for number in range(6)]
+    assert [begun.get(timeout=60) for _ in range(steps.FLYING)] == [0, 1, 2]
+    submit(other, 6, steps.FLYING_BYTES)  # of another group: it does not wait
+    submit(other, 7, 1)
+    assert [begun.get(timeout=60) for _ in range(2)] == [6, 7]
+    for number in range(3):
+        gates[number].arrived.set()
+        if number == 1:  # an error makes room, too
+            with pytest.raises(GulliverError, match="lost"):
+                large[number].wait()
+        else:
+            large[number].wait()
+        assert begun.get(timeout=60) == number + 3
+        assert begun.empty()
+    for gate in gates:
+        gate.arrived.set()
 
 
 def test_objects_and_votes(pool: Pool) -> None:

@@ -209,7 +209,7 @@ def reduce_scatter(
     rank_groups = _rank_groups(group)
     if sends_directly(rank_groups[0].process_group, input):
         steps = segmented_reduce_scatter(output, input, op, rank_groups, purpose)
-        return _sent(steps, rank_groups, async_op)
+        return _sent(steps, rank_groups, async_op, input.nbytes - output.nbytes)
     if isinstance(group, Torus):
         chained = partial(chained_reduce_scatter, output, input, op, rank_groups)
         return _finished(_chained_handle([output, input], chained), async_op)
@@ -269,7 +269,7 @@ def all_gather(
     rank_groups = _rank_groups(group)
     if sends_directly(rank_groups[0].process_group, input):
         steps = segmented_all_gather(output, input, rank_groups, purpose)
-        return _sent(steps, rank_groups, async_op)
+        return _sent(steps, rank_groups, async_op, output.nbytes - input.nbytes)
     if isinstance(group, Torus):
         chained = partial(chained_all_gather, output, input, rank_groups)
         return _finished(_chained_handle([output, input], chained), async_op)
@@ -341,16 +341,26 @@ def _plain(group: Group, rank: int = 0) -> tuple[dist.ProcessGroup | None, int]:
 
 
 def _sent(
-    collectives: list[Steps], rank_groups: tuple[RankGroup, ...], async_op: bool, here: bool = False
+    collectives: list[Steps],
+    rank_groups: tuple[RankGroup, ...],
+    async_op: bool,
+    limited: int = 0,
+    here: bool = False,
 ) -> Handle:
-    axes = len(rank_groups)
+    """Starts collectives; with `limited`, their bytes, few are in flight together."""
+    axes, size = len(rank_groups), rank_groups[0].size
     if not async_op and len(collectives) == 1 and (here or axes > 1):
         # The caller has nothing else to do, and a thread would cost tens of microseconds.
         drive(collectives[0])
         return Handle()
     # Along one axis, there are at most two exchanges, which can share a lane: see [Note: two
     # lanes].
-    works = [start(steps, apart=axes > 1) for steps in collectives]
+    # With one peer, messages are sent in order anyway. All-reduces are not limited, because one
+    # gathers while another reduces.
+    group = None
+    if limited and size > 2 and axes == 1:
+        group = rank_groups[0].process_group or dist.group.WORLD
+    works = [start(steps, axes > 1, group, limited) for steps in collectives]
     return _finished(Handle(*works), async_op)
 
 

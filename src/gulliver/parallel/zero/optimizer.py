@@ -73,9 +73,10 @@ class LossScaler:
 # Buffers, such as running statistics: after every step all ranks have rank 0's values.
 #
 # Like torch's DDP, which sends them in the first forward after a step. Here they are sent in the
-# step itself, which all ranks run anyway, so that one rank may then evaluate or save alone. All
-# buffers are sent: writes through ``.data`` and fused kernels do not increment version counters, so
-# changed ones cannot be detected without reading them.
+# step itself, which all ranks run anyway, so that one rank may then evaluate or save alone; before
+# the gathers start, because the step would otherwise wait for these. All buffers are sent: writes
+# through ``.data`` and fused kernels do not increment version counters, so changed ones cannot be
+# detected without reading them.
 
 
 MESSAGE_BYTES = 1 << 25
@@ -303,12 +304,15 @@ class ZeroOptimizer(BoostedOptimizer):
         if self._early is not None:
             self._early.check_whole()
             if self._early.begun:
-                self._early.finish(self._vote_and_flush(), self._finish_step)
+                used = self._vote_and_flush()
+                self._send_buffers()
+                self._early.finish(used, self._finish_step)
                 return
         for sharded in self.all_chunks:
             sharded.chunk.check_parameters()
         self.gatherer.release_all()
         used = self._vote_and_flush()
+        self._send_buffers()
         self.shards.groups.check_members()  # clipping may have voted before
         if math.isfinite(self.options.max_norm):
             self.clip_grad_by_norm(self.options.max_norm)
@@ -328,11 +332,13 @@ class ZeroOptimizer(BoostedOptimizer):
         finally:
             self.shards.end_updates()
 
+    def _send_buffers(self) -> None:
+        if self._buffers is not None:
+            self._buffers.sync()
+
     def _finish_step(self) -> None:
         self._used = None
         self._reducer.end_step()
-        if self._buffers is not None:
-            self._buffers.sync()
         self.gatherer.end_step()
         if self.shards.manager is not None:
             self.shards.manager.end_step()
