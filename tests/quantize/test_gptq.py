@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -146,6 +147,67 @@ def test_a_block_sees_what_the_rounded_blocks_before_it_give():
     assert told[0] == "block 1 of 3, blocks.0: 1 layers"
     errors = {layer.path: layer.error for layer in report_of(quantised).replaced}
     assert all(errors[name] is not None and 0.01 < errors[name] < 0.2 for name in wanted)
+
+
+class Residual(nn.Module):
+    """A block that counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.calls = nn.Linear(64, 64), 0
+
+    def forward(self, x: Tensor, early: Tensor | None = None) -> Tensor:
+        self.calls += 1
+        return x + torch.tanh(self.a(x if early is None else x - early))
+
+
+class Chain(nn.Module):
+    """Blocks, of which the last may also read the output of the first."""
+
+    def __init__(self, skips: bool) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.blocks, self.skips = nn.ModuleList(Residual() for _ in range(6)), skips
+        self.head = nn.Linear(64, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        early = None
+        for number, block in enumerate(self.blocks):
+            x = block(x, early if self.skips and number == 5 else None)
+            early = x if number == 0 else early
+        return self.head(x)
+
+
+@pytest.mark.parametrize(("skips", "calls"), [(False, 9), (True, 17)])
+@torch.no_grad()
+def test_blocks_run_again_only_where_a_later_one_reads_more_than_the_one_before(
+    skips: bool, calls: int
+) -> None:
+    """Rounded like by hand; in a line the first of 6 blocks runs in 4 passes and a trial."""
+    model = Chain(skips).eval()
+    batches = [torch.randn(3, 40, 64), torch.randn(2, 40, 64)]
+    by_hand, wanted = copy.deepcopy(model), {}
+    for name in (*(f"blocks.{n}.a" for n in range(6)), "head"):
+        layer, products = by_hand.get_submodule(name), torch.zeros(64, 64)
+
+        def add(_: object, args: Any, __: object, products: Tensor = products) -> None:
+            x = args[0].flatten(0, 1)
+            products += x.t() @ x
+
+        hook = layer.register_forward_hook(add)
+        for batch in batches:
+            by_hand(batch)
+        hook.remove()
+        assert isinstance(layer, nn.Linear)
+        wanted[name] = round_calibrated(layer.weight, products, "int4")
+        layer.weight.copy_(from_int4(*wanted[name], torch.float32))
+    quantised = replace_calibrated(copy.deepcopy(model), batches)
+    for name, (values, _) in wanted.items():
+        found = quantised.get_submodule(name).weight.view(torch.uint8)
+        assert (found == values.view(torch.uint8)).float().mean() > 0.99, name
+    first = quantised.blocks[0]
+    assert isinstance(first, Residual)
+    assert first.calls == calls
 
 
 def test_layers_that_gptq_takes_are_those_that_are_replaced():

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -22,12 +22,15 @@ from gulliver.precision.int8.formats import (
 from gulliver.precision.int8.replace import Rounded, linear_modes, matrix_of, replace_module
 
 Model = TypeVar("Model", bound=nn.Module)
+Within = Callable[[int], AbstractContextManager[None]]
+"""The context in which a batch, by its number, runs."""
 
 
-# [Note: in order] Layers are quantized block by block, in the order in which the model calls them.
-# For each block the data runs through the model up to that block, so its inputs already include the
-# error of the quantized blocks before it. A model of L blocks therefore runs about L / 2 times over
-# the data. Extra memory is needed only for the input products of one block.
+# [Note: in order] Layers are quantized block by block, in the order in which the model calls them,
+# and the inputs of a block include the error of the quantized blocks before it. If each block only
+# reads the output of the one before, that output is kept and given by all finished blocks instead
+# of running them: a pass runs two blocks. Otherwise it runs all blocks up to the current one. Extra
+# memory: these outputs, and the input products of one block.
 @torch.no_grad()
 def replace_calibrated(
     model: Model,
@@ -72,11 +75,13 @@ def replace_calibrated(
         if modes[path] == "int4":
             check_int4(largest, path)
     blocks = _called(model, modules, modes, batches)
+    line = _Line(model, [modules[name] for name in blocks if name not in modes], batches)
     rounded: dict[str, Rounded] = {}
     for number, (name, calls) in enumerate(blocks.items(), 1):
         told(f"block {number} of {len(blocks)}, {name}: {len(calls)} layers")
-        for path, products in _products(model, modules, calls, batches).items():
-            rounded[path] = _rounded(modules[path], products, modes[path])
+        products = _products(model, modules, calls, batches, line.reaching(modules[name]))
+        for path, found in products.items():
+            rounded[path] = _rounded(modules[path], found, modes[path])
     given = exclude, outlier_threshold, embeddings, convolutions
     return replace_module(model, mode, *given, errors=True, rounded=rounded)
 
@@ -124,6 +129,7 @@ def _products(
     modules: Mapping[str, nn.Module],
     calls: Mapping[str, int],
     batches: Sequence[Any],
+    within: Within,
 ) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
 
@@ -137,7 +143,7 @@ def _products(
 
     # The first pass counted the calls over all batches.
     most = max(1, sum(calls.values()) // len(batches))
-    _watched(model, modules, calls, batches, note, most)
+    _watched(model, modules, calls, batches, note, most, within)
     return found
 
 
@@ -148,6 +154,7 @@ def _watched(
     batches: Sequence[Any],
     note: Callable[[str, Tensor], None],
     most: int | None = None,
+    within: Within = lambda number: nullcontext(),
 ) -> None:
     """Runs batches and records layer inputs; stops each batch after `most` calls."""
     left = [0]
@@ -163,13 +170,106 @@ def _watched(
 
     handles = [modules[path].register_forward_hook(hook(path)) for path in paths]
     try:
-        for batch in batches:
+        for number, batch in enumerate(batches):
             left[0] = -1 if most is None else most
-            with suppress(_Enough):
-                model(**batch) if isinstance(batch, Mapping) else model(batch)
+            with within(number), suppress(_Enough):
+                _run(model, batch)
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _run(model: nn.Module, batch: Any) -> None:
+    model(**batch) if isinstance(batch, Mapping) else model(batch)
+
+
+class _Line:
+    """The blocks of a model that read only the output of the block before.
+
+    Whether they do is tried with the first batch: each block must give the same output when all
+    blocks before it give the output of the last of them.
+    """
+
+    def __init__(
+        self, model: nn.Module, modules: Sequence[nn.Module], batches: Sequence[Any]
+    ) -> None:
+        found: dict[nn.Module, list[Any]] = {m: [] for m in modules if "forward" not in vars(m)}
+        with _keeping(found):
+            _run(model, batches[0])
+        once = all(len(outputs) == 1 for outputs in found.values())
+        self.blocks = [*found] if once and self._is_line(model, batches[0], found) else []
+        # The output of the second to last finished block, by batch.
+        self.kept: list[Any] = [None] * len(batches)
+
+    @staticmethod
+    def _is_line(model: nn.Module, batch: Any, found: dict[nn.Module, list[Any]]) -> bool:
+        blocks = list(found)
+        for number, block in enumerate(blocks[1:], 1):
+            again: dict[nn.Module, list[Any]] = {block: []}
+            # Whatever is raised without the blocks before, such as for a missing cache: not a line.
+            with (
+                suppress(Exception),
+                _giving(blocks[:number], found[blocks[number - 1]][0]),
+                _keeping(again, stop=True),
+            ):
+                _run(model, batch)
+            if not again[block] or not _equal(again[block][0], found[block][0]):
+                return False
+        return True
+
+    def reaching(self, block: nn.Module) -> Within:
+        """Returns the context of passes up to a block, by batch."""
+
+        @contextmanager
+        def within(number: int) -> Iterator[None]:
+            place = self.blocks.index(block) if block in self.blocks else 0
+            if not place:
+                yield
+                return
+            *done, last = self.blocks[:place]
+            found: dict[nn.Module, list[Any]] = {last: []}
+            with _giving(done, self.kept[number]), _keeping(found):
+                yield
+            self.kept[number] = found[last][0]
+
+        return within
+
+
+@contextmanager
+def _keeping(found: dict[nn.Module, list[Any]], stop: bool = False) -> Iterator[None]:
+    """Adds the outputs of modules."""
+
+    def note(module: nn.Module, _: Any, out: Any) -> None:
+        found[module].append(out)
+        if stop:
+            raise _Enough
+
+    handles = [module.register_forward_hook(note) for module in found]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _giving(blocks: Sequence[nn.Module], output: Any) -> Iterator[None]:
+    """Lets blocks give an output instead of running."""
+    for block in blocks:
+        vars(block)["forward"] = lambda *args, **kwargs: output
+    try:
+        yield
+    finally:
+        for block in blocks:
+            del vars(block)["forward"]
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, tuple | list) and type(one) is type(other) and len(one) == len(other):
+        return all(map(_equal, one, other))
+    return one is None and other is None
 
 
 def _rounded(module: nn.Module, products: Tensor, mode: str) -> Rounded:
