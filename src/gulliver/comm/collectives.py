@@ -203,7 +203,8 @@ def reduce_scatter(
         packer = _packer(wire, op, group, input, purpose)
         output, input = output.detach(), input.detach()
         steps = packed_reduce_scatter(output, input, op == "mean", packer, error)
-        return _finished(Handle(*run_packed(steps, packer, [output, input], None)), async_op)
+        works = run_packed(steps, packer, [output, input], limited=input.numel())
+        return _finished(Handle(*works), async_op)
     if (team := host_team(group)) is not None and team.takes(output, input, op):
         return _finished(Handle(team.reduce_scatter(output, input, op, purpose)), async_op)
     rank_groups = _rank_groups(group)
@@ -263,7 +264,8 @@ def all_gather(
         packer = _packer(wire, "sum", group, output, purpose)
         output, input = output.detach(), input.detach()
         steps = packed_all_gather(output, input, packer, add)
-        return _finished(Handle(*run_packed(steps, packer, [output, input], None)), async_op)
+        works = run_packed(steps, packer, [output, input], limited=output.numel())
+        return _finished(Handle(*works), async_op)
     if input.device.type == "cpu" and (team := host_team(group)) is not None:
         return _finished(Handle(team.all_gather(output, input, purpose)), async_op)
     rank_groups = _rank_groups(group)
@@ -347,20 +349,11 @@ def _sent(
     limited: int = 0,
     here: bool = False,
 ) -> Handle:
-    """Starts collectives; with `limited`, their bytes, few are in flight together."""
-    axes, size = len(rank_groups), rank_groups[0].size
-    if not async_op and len(collectives) == 1 and (here or axes > 1):
+    if not async_op and len(collectives) == 1 and (here or len(rank_groups) > 1):
         # The caller has nothing else to do, and a thread would cost tens of microseconds.
         drive(collectives[0])
         return Handle()
-    # Along one axis, there are at most two exchanges, which can share a lane: see [Note: two
-    # lanes].
-    # With one peer, messages are sent in order anyway. All-reduces are not limited, because one
-    # gathers while another reduces.
-    group = None
-    if limited and size > 2 and axes == 1:
-        group = rank_groups[0].process_group or dist.group.WORLD
-    works = [start(steps, axes > 1, group, limited) for steps in collectives]
+    works = [start(steps, rank_groups, limited) for steps in collectives]
     return _finished(Handle(*works), async_op)
 
 

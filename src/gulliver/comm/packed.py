@@ -112,7 +112,11 @@ class Packer:
 
 
 def run_packed(
-    steps: Steps, packer: Packer, tensors: Sequence[Tensor], finish: Callable[[], None] | None
+    steps: Steps,
+    packer: Packer,
+    tensors: Sequence[Tensor],
+    finish: Callable[[], None] | None = None,
+    limited: int = 0,
 ) -> list[Any]:
     def whole() -> Steps:
         yield from steps
@@ -120,7 +124,7 @@ def run_packed(
             finish()
 
     if packer.gloo:
-        return [start(whole(), apart=len(packer.rank_groups) > 1)]
+        return [start(whole(), packer.rank_groups, limited)]
     return run_chained(tensors, lambda: drive(whole()))
 
 

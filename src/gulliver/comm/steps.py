@@ -55,7 +55,8 @@ FLYING, FLYING_BYTES = 3, 1 << 20
 # are in flight together, all messages to the first peer are sent before those to the next, so the
 # first all-gather ends with the last, after 256 ms instead of 14. So a group has few in flight, and
 # the others wait in order. This cannot deadlock, because only collectives of the same group are
-# waited for, which all of its ranks submit in the same order.
+# waited for, which all of its ranks submit in the same order. All-reduces have two exchanges, and
+# are not limited: some gather while others reduce.
 class Arriving(Protocol):
     """Messages in flight."""
 
@@ -170,19 +171,20 @@ _threads: _Threads | None = None
 _under_way: WeakSet[PendingCollective] = WeakSet()
 
 
-def start(
-    steps: Steps, apart: bool = False, group: dist.ProcessGroup | None = None, nbytes: int = 0
-) -> PendingCollective:
-    """Starts a collective; of a group, few that send many bytes are in flight together."""
+def start(steps: Steps, rank_groups: Sequence[RankGroup], limited: int = 0) -> PendingCollective:
+    """Starts a collective; with `limited`, the bytes that it sends, few are in flight together."""
     global _threads
     if _threads is None:
         _threads = _Threads()
     exchange = PendingCollective()
     _under_way.add(exchange)
-    if apart:
+    axis, *more = rank_groups
+    if more:
         _threads.drive(steps, exchange)
-    elif group is not None:
-        _threads.enqueue(group, nbytes, steps, exchange)
+    elif limited and axis.size > 2:  # to one peer, messages go in order anyway
+        group = axis.process_group or dist.group.WORLD
+        assert group is not None, "the world is initialized"
+        _threads.enqueue(group, limited, steps, exchange)
     else:
         _threads.begun.put((steps, exchange))
     return exchange
