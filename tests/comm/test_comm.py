@@ -163,14 +163,14 @@ class _Gate:
         assert self.arrived.wait(60)
 
 
-def test_few_collectives_of_a_group_are_in_flight_and_each_end_begins_the_next() -> None:
+def test_few_bytes_of_a_group_are_in_flight_and_each_end_begins_the_next() -> None:
     threads, gates = steps._Threads(), [_Gate() for _ in range(8)]
     begun: SimpleQueue[int] = SimpleQueue()
 
-    def collective(number: int, fails: bool) -> steps.Steps:
+    def collective(number: int) -> steps.Steps:
         begun.put(number)
         yield gates[number]
-        if fails:
+        if number == 1:
             raise GulliverError("lost")
 
     class Group:
@@ -178,26 +178,27 @@ def test_few_collectives_of_a_group_are_in_flight_and_each_end_begins_the_next()
 
     def submit(group: Any, number: int, nbytes: int) -> steps.PendingCollective:
         exchange = steps.PendingCollective()
-        threads.enqueue(group, nbytes, collective(number, number == 1), exchange)
+        threads.enqueue(group, nbytes, collective(number), exchange)
         return exchange
 
     one, other = Group(), Group()
-    large = [submit(one, number, steps.FLYING_BYTES) for number in range(6)]
-    assert [begun.get(timeout=60) for _ in range(steps.FLYING)] == [0, 1, 2]
-    submit(other, 6, steps.FLYING_BYTES)  # of another group: it does not wait
-    submit(other, 7, 1)
-    assert [begun.get(timeout=60) for _ in range(2)] == [6, 7]
-    for number in range(3):
+    third = [submit(one, number, steps.FLYING_BYTES // 3) for number in range(5)]
+    assert [begun.get(timeout=60) for _ in range(3)] == [0, 1, 2]
+    submit(other, 5, 2 * steps.FLYING_BYTES)  # of another group: it does not wait
+    large = submit(other, 6, 1)
+    assert begun.get(timeout=60) == 5
+    for number in range(2):
         gates[number].arrived.set()
         if number == 1:  # an error makes room, too
             with pytest.raises(GulliverError, match="lost"):
-                large[number].wait()
+                third[number].wait()
         else:
-            large[number].wait()
+            third[number].wait()
         assert begun.get(timeout=60) == number + 3
         assert begun.empty()
     for gate in gates:
         gate.arrived.set()
+    large.wait()
 
 
 def test_objects_and_votes(pool: Pool) -> None:

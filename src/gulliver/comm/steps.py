@@ -37,8 +37,8 @@ from gulliver.comm.watchdog import ANY, Purpose, flight_recorder, wait_for
 
 THREADS = 8
 """Maximum number of multi-axis collectives in flight; further ones are queued."""
-FLYING, FLYING_BYTES = 3, 1 << 20
-"""Collectives of a group along one axis in flight, or more while they send fewer bytes."""
+FLYING_BYTES = 3 << 20
+"""Bytes that collectives of a group in flight send at most, unless a single one sends more."""
 
 
 # [Note: two lanes] A collective waits only for its own messages, and collectives begin in the order
@@ -95,9 +95,7 @@ class PendingCollective:
 class _Queue:
     """Collectives of one group."""
 
-    # In flight, and the bytes that they send.
-    flying: int = 0
-    nbytes: int = 0
+    nbytes: int = 0  # Sent by those in flight
     waiting: deque[tuple[int, Steps, PendingCollective]] = field(default_factory=deque)
 
 
@@ -132,17 +130,15 @@ class _Threads:
 
     def _ended(self, queue: _Queue, nbytes: int) -> None:
         with self._lock:
-            queue.flying -= 1
             queue.nbytes -= nbytes
             self._admit(queue)
 
     def _admit(self, queue: _Queue) -> None:
         while queue.waiting:
             nbytes, steps, exchange = queue.waiting[0]
-            if queue.flying >= FLYING and queue.nbytes + nbytes > FLYING_BYTES:
+            if queue.nbytes and queue.nbytes + nbytes > FLYING_BYTES:
                 return
             queue.waiting.popleft()
-            queue.flying += 1
             queue.nbytes += nbytes
             self.begun.put((steps, exchange))
 

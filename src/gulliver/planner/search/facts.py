@@ -33,7 +33,7 @@ from gulliver.planner.model import HALVES, cast_floats, convert, modules_kept, r
 from gulliver.planner.ranks import cut_numel
 
 STAGES = (0, 1, 2, 3)
-CHUNKS_MB = (4, 8, 16, 32)  # chunk sizes to try for ZeRO; the first is the default
+CHUNKS_MB = (4, 2, 1, 8, 16, 32)  # chunk sizes to try for ZeRO; the first is the default
 
 
 @dataclass(frozen=True, order=True)
