@@ -100,7 +100,7 @@ def test_two_ranks_get_the_same_bits_from_the_backend_and_from_direct_messages(p
 
 
 def _term(rank: int) -> torch.Tensor:
-    return torch.randn(40_000, generator=torch.Generator().manual_seed(rank))
+    return torch.randn(300_000, generator=torch.Generator().manual_seed(rank))
 
 
 def _sums_in_any_order(world: World) -> list[torch.Tensor]:

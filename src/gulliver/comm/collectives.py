@@ -392,10 +392,10 @@ def _check_sum(dtype: torch.dtype) -> None:
 def _backend_is_cheaper(tensor: Tensor, op: Op, size: int, any_order: bool) -> bool:
     """Whether gloo's own all-reduce is cheaper and its order of summation is acceptable."""
     # Gloo receives, adds and sends in one C++ thread, while our reduce-scatter and all-gather wake
-    # Python for each message. At 128 KiB and 1 MiB, gloo takes about half the CPU time, which
-    # counts if the communicating core also computes. The sum of two terms does not depend on their
-    # order; with more, gloo's order depends on the position in the tensor. Its ring takes 2 (n - 1)
-    # messages in sequence instead of 2, so small tensors are exchanged directly.
+    # Python for each message. Gloo takes about half the CPU time, which counts if the communicating
+    # core also computes. The sum of two terms does not depend on their order; with more, gloo's
+    # order depends on the position in the tensor. Its ring takes 2 (n - 1) messages in sequence
+    # instead of 2, so tensors below `RING_BYTES` are exchanged directly.
     if os.environ.get("GULLIVER_ALL_REDUCE", "auto") == "direct":
         return False
     if op == "max" or tensor.dtype not in (torch.float32, torch.float64):

@@ -35,10 +35,9 @@ Collective = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all"]
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 BACKWARD_OF_LINEAR, BACKWARD_OF_ATTENTION = 2.0, 2.5
 """FLOPs of backward relative to forward: linear layers have 2 products for 1, attention 5 for 2."""
-RING_BYTES = 128 << 10
-"""Message size above which gloo's ring is assumed to be faster with more than two ranks, unless
-measured. Below, its 2 (n - 1) sequential messages cost more than the CPU time it saves
-(single-threaded ranks over loopback, see docs/collectives.md).
+RING_BYTES = 1 << 20
+"""Message size from which gloo's ring is faster with more than two ranks. Below, its 2 (n - 1)
+sequential messages cost more than the CPU time it saves (4 ranks, 500 Mbit/s, see docs/lab-notes.md).
 """
 
 
