@@ -44,17 +44,38 @@ def by_least_squares(weight: Tensor, x: Tensor, mode: str, damping: float) -> Te
     wanted = weight.double() @ rows.t()
     current, done = weight.double().clone(), torch.zeros_like(weight, dtype=torch.float64)
     steps, least = weight.abs().amax(1).float().div(127).double(), torch.zeros(len(weight))
-    for column in range(inputs):
-        if mode == "int4" and column % 32 == 0:
-            steps, least = pairs_int4(current[:, column : column + 32].float()).double().unbind(1)
+    squares, width = x.square().sum(0), 32 if mode == "int4" else 1
+    groups = sorted(range(inputs // width), key=lambda n: -squares[n * width :][:width].sum())
+    order = [
+        column
+        for n in groups
+        for column in sorted(range(n * width, (n + 1) * width), key=lambda c: -squares[c])
+    ]
+    for place, column in enumerate(order):
+        if mode == "int4" and place % 32 == 0:
+            own = order[place : place + 32]
+            # What later columns leave of a column's inputs.
+            apart = torch.stack(
+                [_apart(rows, c, order[place + 1 + n :]) for n, c in enumerate(own)]
+            )
+            steps, least = pairs_int4(current[:, own].float(), apart.float()).double().unbind(1)
         low, high = (0, 15) if mode == "int4" else (-127, 127)
         codes = ((current[:, column] - least) / steps).round().clamp(low, high)
         done[:, column] = codes * steps + least
-        if column + 1 < inputs:
+        if later := order[place + 1 :]:
             missing = wanted - done @ rows.t()
-            found = torch.linalg.lstsq(rows[:, column + 1 :], missing.t()).solution
-            current[:, column + 1 :] = found.t()
+            current[:, later] = torch.linalg.lstsq(rows[:, later], missing.t()).solution.t()
     return done
+
+
+def _apart(rows: Tensor, column: int, later: list[int]) -> Tensor:
+    """Sum of squares of a column that the later ones do not explain."""
+    left = rows[:, column]
+    if later:
+        left = (
+            left - rows[:, later] @ torch.linalg.lstsq(rows[:, later], left[:, None]).solution[:, 0]
+        )
+    return left.square().sum()
 
 
 @pytest.mark.parametrize(("mode", "inputs"), [("int8", 37), ("int8_dynamic", 130), ("int4", 256)])

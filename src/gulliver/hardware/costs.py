@@ -37,7 +37,7 @@ BACKWARD_OF_LINEAR, BACKWARD_OF_ATTENTION = 2.0, 2.5
 """FLOPs of backward relative to forward: linear layers have 2 products for 1, attention 5 for 2."""
 RING_BYTES = 1 << 20
 """Message size from which gloo's ring is faster with more than two ranks. Below, its 2 (n - 1)
-sequential messages cost more than the CPU time it saves (4 ranks, 500 Mbit/s, see docs/lab-notes.md).
+sequential messages cost more than the CPU time it saves (4 ranks, see docs/lab-notes.md).
 """
 
 

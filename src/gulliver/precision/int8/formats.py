@@ -93,13 +93,15 @@ def _codes(groups: Tensor, pairs: Tensor) -> Tensor:
     return ((groups - least) * inverse).round_().clamp_(0, 15)
 
 
-def pairs_int4(groups: Tensor) -> Tensor:
+def pairs_int4(groups: Tensor, importance: Tensor | None = None) -> Tensor:
     """Returns scale and minimum in float16 for groups ``[..., GROUP]``: a least-squares fit."""
     # Weights are rounded with the range from minimum to maximum, then scale and minimum are fitted
-    # to the rounded values; large weights count more, as in llama.cpp's K formats.
+    # to the rounded values; large weights count more, as in llama.cpp's K formats, and those of
+    # important columns.
     low, high = torch.aminmax(groups, dim=-1, keepdim=True)
     codes = _codes(groups, torch.cat([(high - low) / 15, low], -1))
     share = groups.abs() + groups.square().mean(-1, keepdim=True).sqrt_()
+    share *= 1.0 if importance is None else importance
     share /= share.sum(-1, keepdim=True).clamp_(min=1e-30)
     mean = (share * codes).sum(-1, keepdim=True)
     centre = (share * groups).sum(-1, keepdim=True)
@@ -133,11 +135,13 @@ def from_int4(packed: Tensor, pairs: Tensor, dtype: torch.dtype) -> Tensor:
 # error, as far as their inputs are correlated with its own: a least squares solution, which follows
 # from the Cholesky factor of the inverse of ``x^T x``.
 #
-# Results have the formats above, and use the same kernels. In int4, a group's scale and minimum are
-# computed from its weights when the group is reached. Columns whose inputs are always 0 are rounded
-# to nearest.
+# Results have the formats above, and use the same kernels. Columns with large inputs are rounded
+# first, while most others can still compensate; in int4, groups are ordered, and columns in a
+# group. A group's scale and minimum are fitted to its weights when it is reached, each with the
+# importance that GPTQ gives its error: the part of its input that later columns do not explain.
+# Columns whose inputs are always 0 are rounded to nearest.
 #
-# Source: Frantar et al., GPTQ, 2022 (arXiv 2210.17323), without reordering.
+# Source: Frantar et al., GPTQ, 2022 (arXiv 2210.17323).
 
 
 BLOCK = 128
@@ -151,11 +155,14 @@ def round_calibrated(
     weight: Tensor, products: Tensor, mode: str, damping: float = DAMPING
 ) -> tuple[Tensor, Tensor]:
     """Rounds a weight with GPTQ, given the sum of outer products of calibration inputs."""
-    factor = _factor(products, damping)
-    left = torch.empty(weight.shape, dtype=torch.float64, device=weight.device).copy_(weight)
+    four = mode == "int4"
+    order = _order(products.diagonal(), GROUP if four else 1)
+    factor = _factor(products[order][:, order], damping)
+    importance = factor.diagonal().pow(-2).float()
+    left = torch.empty(weight.shape, dtype=torch.float64, device=weight.device)
+    left.copy_(weight[:, order])
     codes = torch.empty_like(left)  # row by row, as kernels read it, whatever the weight is
     outputs, inputs = left.shape
-    four = mode == "int4"
     scales = weight.detach().float().abs().amax(1) / 127.0
     if four:
         scales = scales.new_empty(outputs, inputs // GROUP, 2, dtype=torch.float16)
@@ -166,9 +173,9 @@ def round_calibrated(
         errors = torch.empty_like(left[:, start:stop])
         for column in range(start, stop):
             if four and column % GROUP == 0:
-                group = left[:, column : column + GROUP].float()
-                scales[:, column // GROUP] = pairs_int4(group)
-                step, least = scales[:, column // GROUP].double().unbind(1)
+                group, place = slice(column, column + GROUP), order[column] // GROUP
+                scales[:, place] = pairs_int4(left[:, group].float(), importance[group])
+                step, least = scales[:, place].double().unbind(1)
             own = left[:, column]
             inverse = torch.where(step.abs() > 1e-36, 1.0 / step, 0.0)
             codes[:, column] = ((own - least) * inverse).round().clamp(low, high)
@@ -176,9 +183,18 @@ def round_calibrated(
             left[:, column:stop] -= error[:, None] * factor[column, column:stop]
             errors[:, column - start] = error
         left[:, stop:] -= errors @ factor[start:stop, stop:]
+    codes = torch.empty_like(codes).index_copy_(1, order, codes)
     if four:
         return packed_int4(codes.unflatten(1, (-1, GROUP))), scales
     return codes.to(torch.int8), scales
+
+
+def _order(squares: Tensor, group: int) -> Tensor:
+    """Orders columns by the squares of their inputs, largest first: groups, and columns in each."""
+    squares = squares.double().unflatten(0, (-1, group))
+    groups = squares.sum(1).argsort(descending=True, stable=True)
+    within = squares.argsort(dim=1, descending=True, stable=True)
+    return (groups[:, None] * group + within[groups]).flatten()
 
 
 def _factor(products: Tensor, damping: float) -> Tensor:
