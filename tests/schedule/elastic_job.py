@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,10 @@ from gulliver.booster.booster import Booster
 from gulliver.booster.plugins import LowLevelZeroPlugin
 from gulliver.schedule import elastic
 from gulliver.schedule.live.training import Elastic
+
+LARGE = ("torch._dynamo", "torch._dynamo.convert_frame")
+"""Modules that take seconds to import, which a step of the optimizer needs."""
+BEFORE = [name in sys.modules for name in LARGE]
 
 
 @dataclass(frozen=True)
@@ -103,6 +108,8 @@ def note(options: Options, job: Elastic, step: int, mine: range) -> None:
 
         line = {"step": step, "attempt": job.attempt, "samples": [mine.start, mine.stop]}
         line["pid"] = os.getpid()
+        late = zip(LARGE, BEFORE, strict=True)
+        line["imported"] = [name for name, before in late if name in sys.modules and not before]
         with open(options.drawn / f"rank-{current_world().rank}.jsonl", "a") as file:
             file.write(json.dumps(line) + "\n")
 

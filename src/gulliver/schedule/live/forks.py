@@ -16,7 +16,10 @@ from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
-PRELOADED = ("torch", "gulliver.booster", "gulliver.checkpoint", "gulliver.schedule")
+PRELOADED = (
+    *("torch", "torch._dynamo", "gulliver.booster.booster", "gulliver.booster.plugins"),
+    *("gulliver.booster.checkpoint", "gulliver.schedule.live.training"),
+)
 DIE_WITH_PARENT = 1  # `PR_SET_PDEATHSIG` of prctl
 
 
