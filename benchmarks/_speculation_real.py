@@ -66,7 +66,7 @@ def beside(
         Tokens per second while all requests run, their seconds over those of as many plain steps
         of the same engine, the part of answers that equal the plain ones, and the drafter's own
         account, by drafter. Plain steps of equal engines differ by up to 6 %, depending on where
-        their memory lies: what a drafter costs is told by its own engine.
+        their memory lies, so the cost of a drafter shows only within its own engine.
     """
     room = len(texts) * (PROMPT + tokens + 32)
     options = ModelOptions(dtype="float32", cache_tokens=room)

@@ -21,6 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 # function is first called.
 uncompiled: Callable[..., Any] = torch._disable_dynamo  # pyright: ignore
 """Keeps a function out of compiled graphs."""
+COMPILER = "torch._dynamo"
+"""Module that takes seconds to import; the first step of an optimizer needs it."""
 
 DispatchMode = TorchDispatchMode
 

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from gulliver.booster import (
     LowLevelZeroPlugin,
     TorchDDPPlugin,
 )
-from gulliver.comm import World
+from gulliver.comm import World, broadcast
 from gulliver.errors import GulliverError
 from gulliver.memory.buffers import Presence
 from gulliver.parallel.zero import optimizer as zero_optimizer
@@ -197,16 +198,14 @@ def _sent_first(world: World) -> list[bool]:
         torch.manual_seed(0)
         booster = Booster(LowLevelZeroPlugin(stage, chunk_mb=1e-4, verbose=False))
         model, optimizer, *_ = booster.boost(plain := _Counting(), _sgd(plain))
-        sent = zero_optimizer.broadcast
 
-        def watched(*given: Any, sent: Any = sent, optimizer: Any = optimizer) -> None:
+        def watched(*given: Any, optimizer: Any = optimizer) -> None:
             found.append(any(c.presence is Presence.ARRIVING for c in optimizer.chunks))
-            sent(*given)
+            broadcast(*given)
 
-        zero_optimizer.broadcast = watched
-        booster.backward(model(data(0, world.rank)), optimizer)
-        optimizer.step()
-        zero_optimizer.broadcast = sent
+        with patch.object(zero_optimizer, "broadcast", watched):
+            booster.backward(model(data(0, world.rank)), optimizer)
+            optimizer.step()
     return found
 
 

@@ -182,9 +182,9 @@ def test_few_bytes_of_a_group_are_in_flight_and_each_end_begins_the_next() -> No
         return exchange
 
     one, other = Group(), Group()
-    third = [submit(one, number, steps.FLYING_BYTES // 3) for number in range(5)]
+    third = [submit(one, number, steps.IN_FLIGHT_BYTES // 3) for number in range(5)]
     assert [begun.get(timeout=60) for _ in range(3)] == [0, 1, 2]
-    submit(other, 5, 2 * steps.FLYING_BYTES)  # of another group: it does not wait
+    submit(other, 5, 2 * steps.IN_FLIGHT_BYTES)  # of another group: it does not wait
     large = submit(other, 6, 1)
     assert begun.get(timeout=60) == 5
     for number in range(2):

@@ -204,7 +204,7 @@ class Chain(nn.Module):
 def test_blocks_run_again_only_where_a_later_one_reads_more_than_the_one_before(
     skips: bool, calls: int
 ) -> None:
-    """Rounded like by hand; in a line the first of 6 blocks runs in 4 passes and a trial."""
+    """Rounded like by hand; the first of 6 sequential blocks runs in 4 passes and a trial."""
     model = Chain(skips).eval()
     batches = [torch.randn(3, 40, 64), torch.randn(2, 40, 64)]
     by_hand, wanted = copy.deepcopy(model), {}

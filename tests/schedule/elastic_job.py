@@ -17,14 +17,14 @@ import torch
 import tyro
 from torch import Tensor, nn
 
+from gulliver._compat import COMPILER
 from gulliver.booster.booster import Booster
 from gulliver.booster.plugins import LowLevelZeroPlugin
 from gulliver.schedule import elastic
 from gulliver.schedule.live.training import Elastic
 
-LARGE = ("torch._dynamo", "torch._dynamo.convert_frame")
-"""Modules that take seconds to import, which a step of the optimizer needs."""
-BEFORE = [name in sys.modules for name in LARGE]
+PRELOADED = COMPILER in sys.modules
+"""Whether this process began with what takes seconds to import."""
 
 
 @dataclass(frozen=True)
@@ -108,8 +108,7 @@ def note(options: Options, job: Elastic, step: int, mine: range) -> None:
 
         line = {"step": step, "attempt": job.attempt, "samples": [mine.start, mine.stop]}
         line["pid"] = os.getpid()
-        late = zip(LARGE, BEFORE, strict=True)
-        line["imported"] = [name for name, before in late if name in sys.modules and not before]
+        line["preloaded"] = PRELOADED
         with open(options.drawn / f"rank-{current_world().rank}.jsonl", "a") as file:
             file.write(json.dumps(line) + "\n")
 

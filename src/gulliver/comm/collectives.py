@@ -203,6 +203,7 @@ def reduce_scatter(
         packer = _packer(wire, op, group, input, purpose)
         output, input = output.detach(), input.detach()
         steps = packed_reduce_scatter(output, input, op == "mean", packer, error)
+        # Most formats take about a byte per element.
         works = run_packed(steps, packer, [output, input], limited=input.numel())
         return _finished(Handle(*works), async_op)
     if (team := host_team(group)) is not None and team.takes(output, input, op):

@@ -37,7 +37,7 @@ from gulliver.comm.watchdog import ANY, Purpose, flight_recorder, wait_for
 
 THREADS = 8
 """Maximum number of multi-axis collectives in flight; further ones are queued."""
-FLYING_BYTES = 3 << 20
+IN_FLIGHT_BYTES = 3 << 20
 """Bytes that collectives of a group in flight send at most, unless a single one sends more."""
 
 
@@ -73,7 +73,7 @@ class PendingCollective:
     def __init__(self) -> None:
         self._done = threading.Event()
         self._error: BaseException | None = None
-        self.then: Callable[[], None] | None = None
+        self.on_end: Callable[[], None] | None = None
 
     def wait(self) -> None:
         wait_for(self._done)
@@ -87,8 +87,8 @@ class PendingCollective:
         self._error = error
         _under_way.discard(self)
         self._done.set()
-        if self.then is not None:
-            self.then()
+        if self.on_end is not None:
+            self.on_end()
 
 
 @dataclass
@@ -124,7 +124,7 @@ class _Threads:
         """Begins a collective when few others of its group are in flight."""
         with self._lock:
             queue = self._queues.setdefault(group, _Queue())
-            exchange.then = partial(self._ended, queue, nbytes)
+            exchange.on_end = partial(self._ended, queue, nbytes)
             queue.waiting.append((nbytes, steps, exchange))
             self._admit(queue)
 
@@ -136,7 +136,7 @@ class _Threads:
     def _admit(self, queue: _Queue) -> None:
         while queue.waiting:
             nbytes, steps, exchange = queue.waiting[0]
-            if queue.nbytes and queue.nbytes + nbytes > FLYING_BYTES:
+            if queue.nbytes and queue.nbytes + nbytes > IN_FLIGHT_BYTES:
                 return
             queue.waiting.popleft()
             queue.nbytes += nbytes
@@ -168,7 +168,7 @@ _under_way: WeakSet[PendingCollective] = WeakSet()
 
 
 def start(steps: Steps, rank_groups: Sequence[RankGroup], limited: int = 0) -> PendingCollective:
-    """Starts a collective; with `limited`, the bytes that it sends, few are in flight together."""
+    """Starts a collective; with `limited`, its bytes, it may wait for others of its group."""
     global _threads
     if _threads is None:
         _threads = _Threads()

@@ -22,14 +22,14 @@ from gulliver.precision.int8.formats import (
 from gulliver.precision.int8.replace import Rounded, linear_modes, matrix_of, replace_module
 
 Model = TypeVar("Model", bound=nn.Module)
-Within = Callable[[int], AbstractContextManager[None]]
+Within = Callable[[int], AbstractContextManager[object]]
 """The context in which a batch, by its number, runs."""
 
 
 # [Note: in order] Layers are quantized block by block, in the order in which the model calls them,
 # and the inputs of a block include the error of the quantized blocks before it. If each block only
-# reads the output of the one before, that output is kept and given by all finished blocks instead
-# of running them: a pass runs two blocks. Otherwise it runs all blocks up to the current one. Extra
+# reads the output of the one before, that output is kept, and all finished blocks return it instead
+# of running: a pass runs two blocks. Otherwise it runs all blocks up to the current one. Extra
 # memory: these outputs, and the input products of one block.
 @torch.no_grad()
 def replace_calibrated(
@@ -75,11 +75,13 @@ def replace_calibrated(
         if modes[path] == "int4":
             check_int4(largest, path)
     blocks = _called(model, modules, modes, batches)
-    line = _Line(model, [modules[name] for name in blocks if name not in modes], batches)
+    sequence = _SequentialBlocks(
+        model, [modules[name] for name in blocks if name not in modes], batches
+    )
     rounded: dict[str, Rounded] = {}
     for number, (name, calls) in enumerate(blocks.items(), 1):
         told(f"block {number} of {len(blocks)}, {name}: {len(calls)} layers")
-        products = _products(model, modules, calls, batches, line.reaching(modules[name]))
+        products = _products(model, modules, calls, batches, sequence.up_to(modules[name]))
         for path, found in products.items():
             rounded[path] = _rounded(modules[path], found, modes[path])
     given = exclude, outlier_threshold, embeddings, convolutions
@@ -154,7 +156,7 @@ def _watched(
     batches: Sequence[Any],
     note: Callable[[str, Tensor], None],
     most: int | None = None,
-    within: Within = lambda number: nullcontext(),
+    within: Within = nullcontext,
 ) -> None:
     """Runs batches and records layer inputs; stops each batch after `most` calls."""
     left = [0]
@@ -183,41 +185,41 @@ def _run(model: nn.Module, batch: Any) -> None:
     model(**batch) if isinstance(batch, Mapping) else model(batch)
 
 
-class _Line:
+class _SequentialBlocks:
     """The blocks of a model that read only the output of the block before.
 
     Whether they do is tried with the first batch: each block must give the same output when all
-    blocks before it give the output of the last of them.
+    blocks before it return the output of the last of them.
     """
 
     def __init__(
         self, model: nn.Module, modules: Sequence[nn.Module], batches: Sequence[Any]
     ) -> None:
         found: dict[nn.Module, list[Any]] = {m: [] for m in modules if "forward" not in vars(m)}
-        with _keeping(found):
+        with _recording(found):
             _run(model, batches[0])
         once = all(len(outputs) == 1 for outputs in found.values())
-        self.blocks = [*found] if once and self._is_line(model, batches[0], found) else []
+        self.blocks = [*found] if once and self._is_sequential(model, batches[0], found) else []
         # The output of the second to last finished block, by batch.
         self.kept: list[Any] = [None] * len(batches)
 
     @staticmethod
-    def _is_line(model: nn.Module, batch: Any, found: dict[nn.Module, list[Any]]) -> bool:
+    def _is_sequential(model: nn.Module, batch: Any, found: dict[nn.Module, list[Any]]) -> bool:
         blocks = list(found)
         for number, block in enumerate(blocks[1:], 1):
             again: dict[nn.Module, list[Any]] = {block: []}
-            # Whatever is raised without the blocks before, such as for a missing cache: not a line.
+            # Whatever is raised without the blocks before, as for a missing cache, they need more.
             with (
                 suppress(Exception),
-                _giving(blocks[:number], found[blocks[number - 1]][0]),
-                _keeping(again, stop=True),
+                _returning(blocks[:number], found[blocks[number - 1]][0]),
+                _recording(again, stop=True),
             ):
                 _run(model, batch)
             if not again[block] or not _equal(again[block][0], found[block][0]):
                 return False
         return True
 
-    def reaching(self, block: nn.Module) -> Within:
+    def up_to(self, block: nn.Module) -> Within:
         """Returns the context of passes up to a block, by batch."""
 
         @contextmanager
@@ -228,7 +230,7 @@ class _Line:
                 return
             *done, last = self.blocks[:place]
             found: dict[nn.Module, list[Any]] = {last: []}
-            with _giving(done, self.kept[number]), _keeping(found):
+            with _returning(done, self.kept[number]), _recording(found):
                 yield
             self.kept[number] = found[last][0]
 
@@ -236,8 +238,8 @@ class _Line:
 
 
 @contextmanager
-def _keeping(found: dict[nn.Module, list[Any]], stop: bool = False) -> Iterator[None]:
-    """Adds the outputs of modules."""
+def _recording(found: dict[nn.Module, list[Any]], stop: bool = False) -> Iterator[None]:
+    """Records outputs of modules."""
 
     def note(module: nn.Module, _: Any, out: Any) -> None:
         found[module].append(out)
@@ -253,8 +255,8 @@ def _keeping(found: dict[nn.Module, list[Any]], stop: bool = False) -> Iterator[
 
 
 @contextmanager
-def _giving(blocks: Sequence[nn.Module], output: Any) -> Iterator[None]:
-    """Lets blocks give an output instead of running."""
+def _returning(blocks: Sequence[nn.Module], output: Any) -> Iterator[None]:
+    """Lets blocks return an output instead of running."""
     for block in blocks:
         vars(block)["forward"] = lambda *args, **kwargs: output
     try:

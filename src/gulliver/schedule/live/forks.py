@@ -16,8 +16,9 @@ from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
+# Modules, because packages import theirs lazily.
 PRELOADED = (
-    *("torch", "torch._dynamo", "gulliver.booster.booster", "gulliver.booster.plugins"),
+    *("torch", "gulliver.booster.booster", "gulliver.booster.plugins"),
     *("gulliver.booster.checkpoint", "gulliver.schedule.live.training"),
 )
 DIE_WITH_PARENT = 1  # `PR_SET_PDEATHSIG` of prctl
@@ -168,7 +169,9 @@ def main() -> None:
     os.set_inheritable(commands, False)
     os.set_inheritable(answers, False)
     os.dup2(2, 1)
-    for name in PRELOADED:
+    from gulliver._compat import COMPILER  # imports torch, which may print
+
+    for name in (*PRELOADED, COMPILER):
         import_module(name)
     os.write(answers, b'{"ready": true}\n')
     Forker(commands, answers).run()
