@@ -139,6 +139,7 @@ def from_int4(packed: Tensor, pairs: Tensor, dtype: torch.dtype) -> Tensor:
 # first, while most others can still compensate; in int4, groups are ordered, and columns in a
 # group. A group's scale and minimum are fitted to its weights when it is reached, each with the
 # importance that GPTQ gives its error: the part of its input that later columns do not explain.
+# When all values are known, all scales and minimums of a row are fitted to its outputs.
 # Columns whose inputs are always 0 are rounded to nearest.
 #
 # Source: Frantar et al., GPTQ, 2022 (arXiv 2210.17323).
@@ -146,6 +147,8 @@ def from_int4(packed: Tensor, pairs: Tensor, dtype: torch.dtype) -> Tensor:
 
 BLOCK = 128
 """Columns after which the others are updated, in one product."""
+FITTED = 2**24
+"""Elements of the largest temporary tensor while scales and minimums are fitted."""
 DAMPING = 0.01
 """Fraction of the mean diagonal that is added to the diagonal, for a stable inverse."""
 
@@ -157,7 +160,8 @@ def round_calibrated(
     """Rounds a weight with GPTQ, given the sum of outer products of calibration inputs."""
     four = mode == "int4"
     order = _order(products.diagonal(), GROUP if four else 1)
-    factor = _factor(products[order][:, order], damping)
+    products = _damped(products, damping)
+    factor = _factor(products[order][:, order])
     importance = factor.diagonal().pow(-2).float()
     left = torch.empty(weight.shape, dtype=torch.float64, device=weight.device)
     left.copy_(weight[:, order])
@@ -185,7 +189,11 @@ def round_calibrated(
         left[:, stop:] -= errors @ factor[start:stop, stop:]
     codes = torch.empty_like(codes).index_copy_(1, order, codes)
     if four:
-        return packed_int4(codes.unflatten(1, (-1, GROUP))), scales
+        values = codes.unflatten(1, (-1, GROUP))
+        rows = max(1, FITTED // (inputs * inputs // GROUP))
+        parts = (each.split(rows) for each in (weight.double(), values, scales))
+        scales = torch.cat([_fitted(*part, products) for part in zip(*parts, strict=True)])
+        return packed_int4(values), scales
     return codes.to(torch.int8), scales
 
 
@@ -197,12 +205,40 @@ def _order(squares: Tensor, group: int) -> Tensor:
     return (groups[:, None] * group + within[groups]).flatten()
 
 
-def _factor(products: Tensor, damping: float) -> Tensor:
-    """Returns the upper Cholesky factor of the inverse of the damped products."""
-    damped = products.double()
-    diagonal = damped.diagonal()
-    more = damping * diagonal.mean()
-    unseen = diagonal == 0
-    damped = damped + torch.diag(torch.where(unseen, 1.0, more))
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
+def _damped(products: Tensor, damping: float) -> Tensor:
+    diagonal = products.diagonal().double()
+    return products + torch.diag(torch.where(diagonal == 0, 1.0, damping * diagonal.mean()))
+
+
+def _factor(products: Tensor) -> Tensor:
+    """Returns the upper Cholesky factor of the inverse."""
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(products))
     return torch.linalg.cholesky(inverse, upper=True)
+
+
+def _fitted(weight: Tensor, values: Tensor, pairs: Tensor, products: Tensor) -> Tensor:
+    """Fits scales and minimums of rows of int4 values by least squares of their outputs."""
+    groups, before = len(products) // GROUP, pairs.double()
+
+    def squared(errors: Tensor) -> Tensor:
+        return ((errors @ products) * errors).sum(1)
+
+    def grouped(x: Tensor) -> Tensor:
+        return x.unflatten(-1, (groups, GROUP))
+
+    # Normal equations of all scales and minimums of a row, for the change of both.
+    errors = weight - (values * before[..., :1] + before[..., 1:]).flatten(1)
+    slopes = grouped(errors @ products)
+    blocks = products.unflatten(0, (groups, GROUP))
+    sums = grouped(values.transpose(0, 1) @ blocks)
+    scales, mixed = (sums * values).sum(-1).transpose(0, 1), sums.sum(-1).transpose(0, 1)
+    minimums = grouped(blocks.sum(1)).sum(-1).expand_as(mixed)
+    normal = torch.cat([torch.cat([scales, mixed], 2), torch.cat([mixed.mT, minimums], 2)], 1)
+    diagonal = normal.diagonal(dim1=1, dim2=2)
+    diagonal += 1e-6 * diagonal.mean(1, keepdim=True)
+    right = torch.cat([(values * slopes).sum(-1), slopes.sum(-1)], 1)
+    change = torch.linalg.solve(normal, right).unflatten(1, (2, groups)).mT
+    after = (before + change).half()
+    change = after.double() - before
+    left = errors - (values * change[..., :1] + change[..., 1:]).flatten(1)
+    return torch.where((squared(left) < squared(errors))[:, None, None], after, pairs)
