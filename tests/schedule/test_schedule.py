@@ -295,6 +295,13 @@ def test_the_shortest_goes_first_and_a_pause_costs_its_resize() -> None:
     assert ends == pytest.approx({"b": 6, "a": 4 + 2 + 3 + 6})
 
 
+def test_a_job_waits_for_slots_that_others_leave() -> None:
+    costs = {"resize_seconds": 3.0, "leave_seconds": 2.0}
+    jobs = [job("a", 0, 10, 2, **costs), job("b", 4, 2, 2, start_seconds=1.0)]
+    ends = simulate(jobs, JobCluster(2), make_policy("srpt")).ends
+    assert ends == pytest.approx({"b": 4 + 2 + 1 + 2, "a": 4 + 2 + 1 + 2 + 3 + 6})
+
+
 def test_tiresias_lets_a_job_sink_when_its_service_is_due() -> None:
     jobs = [job("a", 0, 100, 2), job("b", 5, 100, 2)]
     result = simulate(jobs, JobCluster(2), Tiresias((40.0,)))

@@ -85,6 +85,8 @@ def test_a_resize_saves_leaves_and_goes_on_from_there(tmp_path: Path) -> None:
     (seconds,) = job.resizes
     assert 1.5 <= seconds <= 1.9
     assert job.job().resize_seconds == seconds
+    # Until its slots were free: what it had begun of a step, and the save.
+    assert 0.5 <= job.job().leave_seconds <= 0.9
     cluster.finish()
     assert cluster.backend.drawn["a"] == list(range(100))
 

@@ -65,6 +65,7 @@ class Job:
         tenant: the user who owns the job, for quotas.
         resize_seconds: seconds lost when its slots change or it resumes after a pause.
         start_seconds: seconds from its first slots to its first step.
+        leave_seconds: seconds from a resize until its slots are free for other jobs.
         most_slots: largest number of slots that it can use; None for no limit.
         announced: whether policies know `samples`; otherwise they estimate it.
         curvature: decay rate of its loss as seen by policies, exp(-curvature x progress).
@@ -87,6 +88,7 @@ class Job:
     announced: bool = True
     curvature: Annotated[float, POSITIVE_TIME] = 3.0
     start_seconds: Annotated[float, AT_LEAST_0] = 0.0
+    leave_seconds: Annotated[float, AT_LEAST_0] = 0.0
 
     def __post_init__(self) -> None:
         label = f"job {self.name!r}: "

@@ -355,6 +355,12 @@ class _Simulation:
         if self.cluster.nodes > 1:
             chosen = on_nodes(self.present, chosen, self.cluster)
         self._check(chosen)
+        free = {
+            slot: self.now + state.job.leave_seconds
+            for state in self.present
+            if chosen.get(state.job.name, ((), 0))[0] != state.slots
+            for slot in state.slots
+        }
         changes = []
         for state in self.present:
             slots, batch = chosen.get(state.job.name, ((), 0))
@@ -366,7 +372,9 @@ class _Simulation:
                 if slots:
                     started = state.started is not None
                     lost = state.job.resize_seconds if started else state.job.start_seconds
-                    state.ready = self.now + lost
+                    begins = max(free.get(slot, self.now) for slot in slots)
+                    left = state.job.leave_seconds if state.slots else 0.0
+                    state.ready = max(self.now + lost, begins + max(0.0, lost - left))
                     state.resizes += started
                     state.started = state.started if started else self.now
                 state.changed, state.epochs_since = self.now, 0.0

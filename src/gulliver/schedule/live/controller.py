@@ -46,7 +46,7 @@ class Controller:
         self.jobs: dict[str, LiveJob] = {}
         self.slots: dict[int, str] = {}
         self.rounds: deque[Round] = deque(maxlen=ROUNDS)
-        self.measured = MeasuredSeconds([], [])
+        self.measured = MeasuredSeconds([], [], [])
         self.wake: float | None = None
         self.refused: dict[str, str] = {}
         self.changed, self.draining = True, False
@@ -147,13 +147,16 @@ class Controller:
         """Handles the end of an attempt: the job is done, has left, or has failed."""
         self._read_progress(job, now)
         left = bool(job.progress.get("leaving")) and job.progress.get("attempt") == job.attempt
-        job.held, job.asked = (), None
+        asked, job.held, job.asked = job.asked, (), None
         if job.stopping:
             return self._finish(job, Phase.STOPPED, now, job.note or "stopped on request")
         if job.first_failed:
             return self._failed(job, now)
         if left:
             job.saving = max(0.0, now - (job.progress["time"] - self.begun))
+            if asked is not None:
+                job.leaves.append(now - asked)
+                self.measured.leaves.append(job.leaves[-1])
             job.set_phase(Phase.WAITING, "saved and left its slots")
             self.changed = True
             return []

@@ -23,7 +23,7 @@ from gulliver.schedule.simulator import Change, Result, Round, Segment, follow
 
 PLAIN = (
     "note", "batch", "attempt", "launched", "heard", "silent", "stopping", "progress", "resizes",
-    "starts", "base", "failures", "ended",
+    "starts", "leaves", "base", "failures", "ended",
 )  # fmt: skip
 """Attributes of a `LiveJob` that are stored unchanged."""
 STATE = ("done", "drawn", "started", "changed", "service", "resizes", "batch")

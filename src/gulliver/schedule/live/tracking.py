@@ -127,6 +127,8 @@ class MeasuredSeconds(NamedTuple):
     starts: list[float]
     # Seconds from the last step before a resize to the first one after.
     resizes: list[float]
+    # Seconds from the request for a resize to the end of all ranks.
+    leaves: list[float]
 
     @classmethod
     def of(cls, jobs: Iterable[LiveJob]) -> MeasuredSeconds:
@@ -140,7 +142,7 @@ class MeasuredSeconds(NamedTuple):
         )
 
 
-NOTHING = MeasuredSeconds([], [])
+NOTHING = MeasuredSeconds([], [], [])
 
 
 class Phase(Enum):
@@ -211,6 +213,8 @@ class LiveJob:
     resizes: list[float] = field(default_factory=list)
     # Seconds from its first slots to its first step.
     starts: list[float] = field(default_factory=list)
+    # Seconds from requests to leave to the end of all ranks.
+    leaves: list[float] = field(default_factory=list)
     # Samples per second, by slots and batch.
     points: dict[tuple[int, int], float] = field(default_factory=dict)
     scaling: Scaling | None = None
@@ -253,7 +257,7 @@ class LiveJob:
 
     @property
     def measured(self) -> MeasuredSeconds:
-        return MeasuredSeconds(self.starts, self.resizes)
+        return MeasuredSeconds(self.starts, self.resizes, self.leaves)
 
     def job(self, others: MeasuredSeconds = NOTHING) -> Job:
         """Creates the job that policies see, from the latest measurements."""
@@ -263,6 +267,7 @@ class LiveJob:
         scaling = self.scaling or self.submission.first_scaling
         return replace(
             self.submission.job(self.arrival, scaling, resize, start),
+            leave_seconds=fmean(known.leaves) if known.leaves else 0.0,
             noise=float(self.progress.get("noise") or self.submission.noise),
         )
 
