@@ -1,6 +1,7 @@
 """Policies of sharing a cluster, simulated on drawn traces: completion times and a lower bound.
 
 All policies on four kinds of traces. Nothing is timed, and the same seeds give the same figures.
+`--real ray` runs eight jobs instead, and compares them with their simulation (about 7 minutes).
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 import tyro
 
+from benchmarks import _schedule_real
 from benchmarks._harness import Report, at_least, at_most, finish
 from gulliver.schedule import Policy, Rollout, Summary, generate, simulate
 from gulliver.schedule.policies import make_policy
@@ -36,6 +39,8 @@ class Options:
 
     seeds: int = 10  # Traces of each kind
     processes: int = 2  # Processes that simulate
+    real: Literal["ray", "here"] | None = None  # Where to run real jobs
+    rounds: int = 3  # Rounds of real jobs
     keep: bool = False  # Write the result files
 
 
@@ -93,6 +98,9 @@ def rows_of(trace: str, found: Found) -> list[tuple[str, ...]]:
 
 
 def main(options: Options) -> None:
+    if options.real is not None:
+        finish(_schedule_real.report_of(options.real, ("fifo", OURS), options.rounds), options.keep)
+        return
     report = Report(
         "schedule_kinds",
         f"60 jobs on 16 slots, means of {options.seeds} traces of each kind, simulated",
