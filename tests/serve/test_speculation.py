@@ -487,6 +487,18 @@ def test_choosing_guesses_is_a_cost(seconds: float, monkeypatch: pytest.MonkeyPa
     assert 0.97 < gain < 1.03 if seconds else gain > 1.5
 
 
+def test_a_slow_first_draft_does_not_disable_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    coin, proposed = Coin(0.9, 0.9, True), Coin.propose
+
+    def slow(self: Coin, *given: Any) -> Any:
+        self.clock += 0.0 if self.asked else 50.0
+        return proposed(self, *given)
+
+    monkeypatch.setattr(Coin, "propose", slow)
+    gain, _ = simulated(monkeypatch, coin, 1, 0.01, rounds=100)
+    assert gain > 1.5
+
+
 @pytest.mark.parametrize("free", [True, False])
 def test_profitable_drafts_are_enabled_despite_low_prior(
     free: bool, monkeypatch: pytest.MonkeyPatch

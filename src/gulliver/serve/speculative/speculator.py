@@ -74,6 +74,11 @@ class Mean:
         self.count = min(self.count + 1, self.memory)
         self.value += (value - self.value) / self.count
 
+    def add_seconds(self, seconds: float) -> None:
+        # What took three times as long was disturbed by something else: now, or before.
+        self.count *= 3 * seconds > self.value
+        self.add(min(seconds, 3 * self.value) if self.count else seconds)
+
 
 class StepCost:
     """Seconds of a forward by its number of tokens."""
@@ -94,10 +99,7 @@ class StepCost:
         key = tokens if tokens <= 32 else 12 + round(4 * math.log2(tokens))
         size, mean = self._points.setdefault(key, (Mean(), Mean()))
         seconds /= self._scale
-        # A forward that took three times as long was disturbed by something else: this one, or
-        # those before it.
-        mean.count *= 3 * seconds > mean.value
-        mean.add(min(seconds, 3 * mean.value) if mean.count else seconds)
+        mean.add_seconds(seconds)
         size.add(tokens)
 
     def measured(self, sequences: int) -> bool:
@@ -313,14 +315,14 @@ class Speculator(Drafter):
         if trial:  # the other sequences would have guesses like those of the few
             chances = [one for one in chances for _ in range(sequences // len(asked))]
         taken = self._choose(chances[:budget], sequences, depth)
-        if not self.pays(sequences):
+        if not self.pays(sequences) and self._around.count:  # the first time is slow
             self._rest_until[_level(sequences)] = self._clock + (perf_counter() - entered) / TRIAL
         chosen: dict[int, list[int]] = {}
         for _, number, node in () if trial else ranked[:taken]:
             chosen.setdefault(number, []).append(node)
         self.stats.drafted += bool(chosen)
         drafts = {number: _part(proposals[number], sorted(of)) for number, of in chosen.items()}
-        self._around.add(compared + perf_counter() - begun - spent - self.proposer.apart)
+        self._around.add_seconds(compared + perf_counter() - begun - spent - self.proposer.apart)
         return drafts
 
     def _choose(self, chances: Sequence[float], sequences: int, depth: int) -> int:
