@@ -315,7 +315,8 @@ class Speculator(Drafter):
         if trial:  # the other sequences would have guesses like those of the few
             chances = [one for one in chances for _ in range(sequences // len(asked))]
         taken = self._choose(chances[:budget], sequences, depth)
-        if not self.pays(sequences) and self._around.count:  # the first time is slow
+        first = self.proposer.free and not self._around.count  # slow; others had a call before
+        if not self.pays(sequences) and not first:
             self._rest_until[_level(sequences)] = self._clock + (perf_counter() - entered) / TRIAL
         chosen: dict[int, list[int]] = {}
         for _, number, node in () if trial else ranked[:taken]:
