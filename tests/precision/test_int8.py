@@ -477,6 +477,28 @@ def test_layers_whose_weights_are_asked_for_their_dtype_are_kept() -> None:
         model.body(torch.zeros(1, 64, dtype=torch.int8))
 
 
+class _Reading(nn.Module):
+    """Multiplies by a layer's weight itself."""
+
+    def __init__(this) -> None:  # noqa: N805
+        super().__init__()
+        this.inner, this.out = nn.Linear(64, 64), nn.Linear(64, 64, bias=False)
+
+    def forward(this, x: Tensor) -> Tensor:  # noqa: N805
+        return nn.functional.linear(this.inner(x), this.out.weight.to(x.dtype))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mode", ["int8", "int8_dynamic", "int4"])
+def test_layers_whose_weights_are_read_by_others_are_kept(mode: str) -> None:
+    torch.manual_seed(0)
+    model, x = _Reading().eval(), torch.randn(40, 64)
+    expected = model(x)
+    gulliver.replace_module(model, mode)
+    assert [layer.path for layer in report_of(model).kept] == ["out"]
+    assert (model(x) - expected).norm() < 0.15 * expected.norm()
+
+
 class _Slicing(nn.Module):
     """Has a branch for slices of a weight, as BLOOM does, and adds rows of an embedding."""
 

@@ -251,6 +251,8 @@ def test_work_is_conserved_and_slots_are_never_exceeded(
 
 def check(result: Result) -> None:
     """Each sample is counted once, each slot has one job, nobody runs before it came."""
+    # A job may also wait for slots of others that are being resized.
+    resizes = math.fsum(j.resize_seconds * result.states[j.name].resizes for j in result.jobs)
     for each in result.jobs:
         own = [s for s in result.segments if s.job == each.name]
         done = math.fsum(s.rate * (s.end - s.begin) for s in own)
@@ -264,7 +266,7 @@ def check(result: Result) -> None:
         assert min(s.begin for s in own) >= each.arrival
         assert all(each.smallest <= s.batch <= each.largest for s in own)
         lost = math.fsum(s.end - s.begin for s in own if not s.rate)
-        assert lost <= each.resize_seconds * result.states[each.name].resizes + 1e-6
+        assert lost <= resizes + 1e-6
     moments = sorted({s.begin for s in result.segments})
     for moment in moments:
         held = [n for s in result.segments if s.begin <= moment < s.end for n in s.slots]
@@ -299,7 +301,39 @@ def test_a_job_waits_for_slots_that_others_leave() -> None:
     costs = {"resize_seconds": 3.0, "leave_seconds": 2.0}
     jobs = [job("a", 0, 10, 2, **costs), job("b", 4, 2, 2, start_seconds=1.0)]
     ends = simulate(jobs, JobCluster(2), make_policy("srpt")).ends
-    assert ends == pytest.approx({"b": 4 + 2 + 1 + 2, "a": 4 + 2 + 1 + 2 + 3 + 6})
+    # The second of a's resize that is left passes when it has its slots again.
+    assert ends == pytest.approx({"b": 4 + 2 + 1 + 2, "a": 4 + 2 + 1 + 2 + 1 + 6})
+    with pytest.raises(GulliverError, match="leave_seconds"):
+        job("a", 0, 10, 2, resize_seconds=1.0, leave_seconds=2.0)
+
+
+class Told(Policy):
+    """Gives a job slots by the time."""
+
+    name, what = "told", "as told"
+
+    def __init__(self, plan: dict[float, dict[str, tuple[int, ...]]]) -> None:
+        self.plan = plan
+
+    def decide(self, view: View) -> Decision:
+        last = max(moment for moment in self.plan if moment <= view.now + 1e-9)
+        names = {state.job.name for state in view.jobs}
+        chosen = {n: Allotment(s, 64) for n, s in self.plan[last].items() if n in names}
+        later = [moment for moment in self.plan if moment > view.now + 1e-9]
+        return Decision(chosen, wake=min(later, default=None))
+
+
+def test_a_resize_waits_for_a_start_and_for_slots_that_others_leave() -> None:
+    starts = [job("a", 0, 20, 2, start_seconds=10.0, resize_seconds=5.0)]
+    plan = {0.0: {"a": (0, 1)}, 4.0: {"a": (0, 1, 2, 3)}}
+    assert simulate(starts, JobCluster(4), Told(plan)).ends == pytest.approx({"a": 10 + 5 + 10})
+    costs = {"resize_seconds": 40.0, "leave_seconds": 40.0}
+    jobs = [job("a", 0, 100, 2, **costs), job("b", 0, 10, 2)]
+    swapped = {0.0: {"a": (0, 1)}, 10.0: {"b": (0, 1)}, 20.0: {"b": (0, 1, 2, 3)}}
+    swapped[90.0] = {"a": (0, 1)}
+    ends = simulate(jobs, JobCluster(4), Told(swapped)).ends
+    # b begins when a has left, although it was given more slots meanwhile.
+    assert ends == pytest.approx({"b": 10 + 40 + 5, "a": 90 + 90})
 
 
 def test_tiresias_lets_a_job_sink_when_its_service_is_due() -> None:

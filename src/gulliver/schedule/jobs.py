@@ -65,7 +65,7 @@ class Job:
         tenant: the user who owns the job, for quotas.
         resize_seconds: seconds lost when its slots change or it resumes after a pause.
         start_seconds: seconds from its first slots to its first step.
-        leave_seconds: seconds from a resize until its slots are free for other jobs.
+        leave_seconds: part of `resize_seconds` until its slots are free for other jobs.
         most_slots: largest number of slots that it can use; None for no limit.
         announced: whether policies know `samples`; otherwise they estimate it.
         curvature: decay rate of its loss as seen by policies, exp(-curvature x progress).
@@ -101,6 +101,11 @@ class Job:
             )
         if costs.sample_seconds + costs.step_seconds <= 0:
             raise GulliverError(f"{label}a step takes no time; use sample_seconds > 0")
+        if self.leave_seconds > self.resize_seconds:
+            raise GulliverError(
+                f"{label}leave_seconds={self.leave_seconds:g} is part of "
+                f"resize_seconds={self.resize_seconds:g}; use at most that"
+            )
         if not self.smallest <= self.batch <= self.largest:
             raise GulliverError(
                 f"{label}batch {self.batch} is outside of {self.smallest} to {self.largest}; use "

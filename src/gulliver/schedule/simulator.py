@@ -245,6 +245,8 @@ class _Simulation:
         self.result = Result(jobs, cluster, policy.name)
         # Index of each job's last segment.
         self._last: dict[str, int] = {}
+        # When jobs that change their slots have left them, by slot.
+        self._free: dict[int, float] = {}
         self.present: list[JobState] = []
         self.finished: list[JobState] = []
         self.now = 0.0
@@ -355,12 +357,12 @@ class _Simulation:
         if self.cluster.nodes > 1:
             chosen = on_nodes(self.present, chosen, self.cluster)
         self._check(chosen)
-        free = {
-            slot: self.now + state.job.leave_seconds
-            for state in self.present
-            if chosen.get(state.job.name, ((), 0))[0] != state.slots
-            for slot in state.slots
-        }
+        left = {}
+        for state in self.present:
+            if state.slots and chosen.get(state.job.name, ((), 0))[0] != state.slots:
+                # Only a job that runs can save and leave.
+                left[state.job.name] = max(self.now, state.ready) + state.job.leave_seconds
+                self._free |= dict.fromkeys(state.slots, left[state.job.name])
         changes = []
         for state in self.present:
             slots, batch = chosen.get(state.job.name, ((), 0))
@@ -371,10 +373,11 @@ class _Simulation:
                 changes.append(Change(state.job.name, before, len(slots)))
                 if slots:
                     started = state.started is not None
-                    lost = state.job.resize_seconds if started else state.job.start_seconds
-                    begins = max(free.get(slot, self.now) for slot in slots)
-                    left = state.job.leave_seconds if state.slots else 0.0
-                    state.ready = max(self.now + lost, begins + max(0.0, lost - left))
+                    begins = [left.get(state.job.name, self.now)]
+                    begins += [self._free.get(slot, self.now) for slot in slots]
+                    again = state.job.resize_seconds - state.job.leave_seconds
+                    lost = again if started else state.job.start_seconds
+                    state.ready = max(self.now, *begins) + lost
                     state.resizes += started
                     state.started = state.started if started else self.now
                 state.changed, state.epochs_since = self.now, 0.0

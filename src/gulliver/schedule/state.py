@@ -56,7 +56,9 @@ class JobState:
         """Seconds without progress if the job gets `count` slots now."""
         if count == self.count:
             return max(0.0, self.ready - now)
-        return self.job.start_seconds if self.started is None else self.job.resize_seconds
+        if self.started is None:
+            return self.job.start_seconds
+        return (max(0.0, self.ready - now) if self.slots else 0.0) + self.job.resize_seconds
 
 
 class View(NamedTuple):

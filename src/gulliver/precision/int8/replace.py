@@ -338,8 +338,7 @@ class _Replacing:
             return "it is the model itself", mode
         if isinstance(parent, nn.MultiheadAttention | nn.TransformerEncoderLayer):
             return f"nn.{type(parent).__name__} reads its weights past the layer", mode
-        what = "" if isinstance(module, nn.Embedding) else ".dtype"
-        if _reads_weight(parent, path.rpartition(".")[2], what):
+        if _reads_weight(parent, path.rpartition(".")[2], isinstance(module, nn.Embedding)):
             return f"{type(parent).__name__}.forward reads its weight past the layer", mode
         hooked = "weight" in vars(module)  # by nn.utils.weight_norm or spectral_norm
         if parametrize.is_parametrized(module) or hooked:
@@ -422,13 +421,13 @@ def matrix_of(module: Any) -> Tensor:
     return weight.t() if is_transposed(module) or getattr(module, "transposed", False) else weight
 
 
-def _reads_weight(parent: nn.Module | None, name: str, what: str) -> bool:
+def _reads_weight(parent: nn.Module | None, name: str, slices: bool) -> bool:
     """Whether a module's forward reads its child layer's weight, as CLIP's does for the dtype."""
-    # Forwards that mention int8 are assumed to support quantized weights, as T5's does. Only reads
-    # of the dtype count: BLOOM's forward has a branch for slices of its weights that is never
-    # taken.
+    # Forwards that mention int8 are assumed to support quantized weights, as T5's does. Slices of
+    # linear weights do not count: BLOOM's forward has a branch with them that is never taken.
     source = "" if parent is None else _source(type(parent))
-    asked = re.search(rf"\bself\.{re.escape(name)}\.weight{re.escape(what)}\b", source)
+    unread = "device" if slices else r"device|\["
+    asked = re.search(rf"\w\.{re.escape(name)}\.weight\b(?!\.?({unread}))", source)
     return asked is not None and "int8" not in source
 
 

@@ -267,7 +267,7 @@ class LiveJob:
         scaling = self.scaling or self.submission.first_scaling
         return replace(
             self.submission.job(self.arrival, scaling, resize, start),
-            leave_seconds=fmean(known.leaves) if known.leaves else 0.0,
+            leave_seconds=min(resize, fmean(known.leaves)) if known.leaves else 0.0,
             noise=float(self.progress.get("noise") or self.submission.noise),
         )
 
