@@ -50,8 +50,9 @@ def begun(folder: Path, nodes: Nodes, policy: Policy) -> Controller:
 
 def submit(controller: Controller, name: str, steps: int, slots: int) -> None:
     drawn = controller.spool.job(name) / "drawn"
-    costs = {"sample_seconds": COSTS.sample_seconds, "step_seconds": COSTS.step_seconds}
-    flags = {"steps": steps, "every": 50, "drawn": drawn, **costs}
+    sample_s, step_s = COSTS.sample_seconds, COSTS.step_seconds
+    flags = {"steps": steps, "every": 50, "drawn": drawn}
+    flags |= {"sample_seconds": sample_s, "step_seconds": step_s}
     arguments = [t for k, v in flags.items() for t in (f"--{k.replace('_', '-')}", str(v))]
     controller.spool.submit(
         Submission(
@@ -61,7 +62,8 @@ def submit(controller: Controller, name: str, steps: int, slots: int) -> None:
             slots=slots,
             samples=float(steps * BATCH),
             arguments=tuple(arguments),
-            **costs,
+            sample_seconds=sample_s,
+            step_seconds=step_s,
         )
     )
     drawn.mkdir()

@@ -480,11 +480,11 @@ def test_layers_whose_weights_are_asked_for_their_dtype_are_kept() -> None:
 class _Reading(nn.Module):
     """Multiplies by a layer's weight itself."""
 
-    def __init__(this) -> None:  # noqa: N805
+    def __init__(this) -> None:
         super().__init__()
         this.inner, this.out = nn.Linear(64, 64), nn.Linear(64, 64, bias=False)
 
-    def forward(this, x: Tensor) -> Tensor:  # noqa: N805
+    def forward(this, x: Tensor) -> Tensor:
         return nn.functional.linear(this.inner(x), this.out.weight.to(x.dtype))
 
 

@@ -357,7 +357,7 @@ class _Simulation:
         if self.cluster.nodes > 1:
             chosen = on_nodes(self.present, chosen, self.cluster)
         self._check(chosen)
-        left = {}
+        left: dict[str, float] = {}
         for state in self.present:
             if state.slots and chosen.get(state.job.name, ((), 0))[0] != state.slots:
                 # Only a job that runs can save and leave.

@@ -191,8 +191,8 @@ def round_calibrated(
     if four:
         values = codes.unflatten(1, (-1, GROUP))
         rows = max(1, FITTED // (inputs * inputs // GROUP))
-        parts = (each.split(rows) for each in (weight.double(), values, scales))
-        scales = torch.cat([_fitted(*part, products) for part in zip(*parts, strict=True)])
+        parts = zip(weight.split(rows), values.split(rows), scales.split(rows), strict=True)
+        scales = torch.cat([_fitted(w.double(), v, s, products) for w, v, s in parts])
         return packed_int4(values), scales
     return codes.to(torch.int8), scales
 
