@@ -169,23 +169,26 @@ def read(path: Path) -> Result:
     return Result(kept["claim"], date, commit, facts[1].partition("; ")[0], bars, path.name)
 
 
-def newest(results: Sequence[Result]) -> dict[str, Result]:
-    """Returns the newest result of each claim from a committed tree; of one day, the worst."""
+def newest(results: Sequence[Result]) -> dict[str, list[Result]]:
+    """Returns each claim's results from committed trees, newest first; of one day, worst first."""
     clean = [result for result in results if not result.commit.endswith("-dirty")]
     clean.sort(key=lambda result: (result.date, sum(not bar.holds for bar in result.bars)))
-    return {result.claim: result for result in clean}
+    found: dict[str, list[Result]] = {}
+    for result in reversed(clean):
+        found.setdefault(result.claim, []).append(result)
+    return found
 
 
-def worst(claim: Claim, results: dict[str, Result]) -> tuple[Result, Bar]:
-    """Returns the bar of a claim that is nearest to failing, with its result."""
-    result = results[claim.result]
+def worst(claim: Claim, results: dict[str, list[Result]]) -> tuple[Result, Bar]:
+    """Returns the bar of a claim that is nearest to failing, in its newest result with the bar."""
     # The name of a case stands before the bar's: "2 ranks, loopback: times faster than DTensor".
-    bars = [bar for bar in result.bars if bar.name == claim.bar or bar.name.endswith(claim.bar)]
+    found = ((r, [b for b in r.bars if b.name.endswith(claim.bar)]) for r in results[claim.result])
+    result, bars = next((result, bars) for result, bars in found if bars)
     at_least = any((bar.value > bar.bar) == bar.holds and bar.value != bar.bar for bar in bars)
     return result, (min if at_least else max)(bars, key=lambda bar: bar.value)
 
 
-def rows(results: dict[str, Result]) -> list[tuple[str, ...]]:
+def rows(results: dict[str, list[Result]]) -> list[tuple[str, ...]]:
     """Returns a row for each claim that has a result."""
     found = []
     for claim in CLAIMS:
@@ -198,7 +201,7 @@ def rows(results: dict[str, Result]) -> list[tuple[str, ...]]:
     return found
 
 
-def draw(results: dict[str, Result], path: Path) -> None:
+def draw(results: dict[str, list[Result]], path: Path) -> None:
     """Draws the speeds relative to peers, on a logarithmic axis."""
     import matplotlib
 
