@@ -56,7 +56,8 @@ IN_FLIGHT_BYTES = 3 << 20
 # first all-gather ends with the last, after 256 ms instead of 14. So a group has few in flight, and
 # the others wait in order. This cannot deadlock, because only collectives of the same group are
 # waited for, which all of its ranks submit in the same order. All-reduces have two exchanges, and
-# are not limited: some gather while others reduce.
+# are not limited: some gather while others reduce. Between 2 ranks the forward waited for all gathers,
+# too (242 ms of a pass of 101, with few in flight 179).
 class Arriving(Protocol):
     """Messages in flight."""
 
@@ -177,7 +178,7 @@ def start(steps: Steps, rank_groups: Sequence[RankGroup], limited: int = 0) -> P
     axis, *more = rank_groups
     if more:
         _threads.drive(steps, exchange)
-    elif limited and axis.size > 2:  # to one peer, messages go in order anyway
+    elif limited and axis.size > 1:
         group = axis.process_group or dist.group.WORLD
         assert group is not None, "the world is initialized"
         _threads.enqueue(group, limited, steps, exchange)
