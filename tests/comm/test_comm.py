@@ -8,6 +8,7 @@ import signal
 import threading
 from queue import SimpleQueue
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -161,6 +162,16 @@ class _Gate:
 
     def wait(self) -> None:
         assert self.arrived.wait(60)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_few_bytes_are_in_flight_whatever_the_size_of_a_group(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads, group = Mock(), Mock(size=size)
+    monkeypatch.setattr(steps, "_threads", threads)
+    steps.start(iter(()), [group], limited=5)
+    assert threads.enqueue.call_args.args[:2] == (group.process_group, 5)
 
 
 def test_few_bytes_of_a_group_are_in_flight_and_each_end_begins_the_next() -> None:

@@ -117,6 +117,11 @@ def test_inputs_that_were_never_seen_are_rounded_to_the_nearest():
     values, scales = round_calibrated(weight, x.t() @ x, "int4")
     packed, steps = to_int4(weight)
     assert torch.equal(values, packed)
+    fitted, nearest = (
+        (from_int4(packed, pairs, torch.float32) - weight).square().sum(1)
+        for pairs in (scales, steps)
+    )
+    assert (fitted <= nearest).all()
     torch.testing.assert_close(scales, steps, rtol=0.05, atol=0.05)
     x[:, :3] = torch.randn(64, 1)  # three that are one
     values, scales = round_calibrated(weight, x.t() @ x, "int4")

@@ -56,8 +56,8 @@ IN_FLIGHT_BYTES = 3 << 20
 # first all-gather ends with the last, after 256 ms instead of 14. So a group has few in flight, and
 # the others wait in order. This cannot deadlock, because only collectives of the same group are
 # waited for, which all of its ranks submit in the same order. All-reduces have two exchanges, and
-# are not limited: some gather while others reduce. Between 2 ranks a forward of 101 ms waited 141
-# for gathers, too, and waits 78 with few in flight.
+# are not limited: some gather while others reduce. Between 2 ranks, too, a forward of 101 ms
+# waited 141 ms for gathers, and waits 78 with few in flight.
 class Arriving(Protocol):
     """Messages in flight."""
 

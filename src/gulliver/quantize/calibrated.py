@@ -208,7 +208,7 @@ class _SequentialBlocks:
         blocks = list(found)
         for number, block in enumerate(blocks[1:], 1):
             again: dict[nn.Module, list[Any]] = {block: []}
-            # Whatever is raised without the blocks before, as for a missing cache, they need more.
+            # Any error without the blocks before, as for a missing cache, means they are needed.
             with (
                 suppress(Exception),
                 _returning(blocks[:number], found[blocks[number - 1]][0]),

@@ -373,11 +373,10 @@ class _Simulation:
                 changes.append(Change(state.job.name, before, len(slots)))
                 if slots:
                     started = state.started is not None
-                    begins = [left.get(state.job.name, self.now)]
-                    begins += [self._free.get(slot, self.now) for slot in slots]
+                    free = [self._free.get(slot, self.now) for slot in slots]
                     again = state.job.resize_seconds - state.job.leave_seconds
                     lost = again if started else state.job.start_seconds
-                    state.ready = max(self.now, *begins) + lost
+                    state.ready = max(self.now, left.get(state.job.name, self.now), *free) + lost
                     state.resizes += started
                     state.started = state.started if started else self.now
                 state.changed, state.epochs_since = self.now, 0.0

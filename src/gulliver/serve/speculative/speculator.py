@@ -76,7 +76,8 @@ class Mean:
 
     def add_seconds(self, seconds: float) -> None:
         # What took three times as long was disturbed by something else: now, or before.
-        self.count *= 3 * seconds > self.value
+        if 3 * seconds < self.value:
+            self.count = 0
         self.add(min(seconds, 3 * self.value) if self.count else seconds)
 
 
@@ -315,7 +316,8 @@ class Speculator(Drafter):
         if trial:  # the other sequences would have guesses like those of the few
             chances = [one for one in chances for _ in range(sequences // len(asked))]
         taken = self._choose(chances[:budget], sequences, depth)
-        first = self.proposer.free and not self._around.count  # slow; others had a call before
+        # The first call is slow; proposers that run a model were called once before.
+        first = self.proposer.free and not self._around.count
         if not self.pays(sequences) and not first:
             self._rest_until[_level(sequences)] = self._clock + (perf_counter() - entered) / TRIAL
         chosen: dict[int, list[int]] = {}
