@@ -170,7 +170,7 @@ def test_few_bytes_are_in_flight_whatever_the_size_of_a_group(
 ) -> None:
     threads, group = Mock(), Mock(size=size)
     monkeypatch.setattr(steps, "_threads", threads)
-    steps.start(iter(()), [group], limited=5)
+    steps.start(Mock(), [group], limited=5)
     assert threads.enqueue.call_args.args[:2] == (group.process_group, 5)
 
 
