@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -29,12 +30,16 @@ DEEPSPEED_BUCKET = 5_000_000
 """Elements of its buckets: by default all of a small model is one, and nothing overlaps."""
 
 
+Step = Callable[[int], tuple[float, tuple[float, float, float]]]
+"""A step on the batch of a seed: its loss, and seconds of forward, backward and update."""
+
+
 @dataclass
 class Contestant:
     """A model in training."""
 
     name: str  # in the table
-    step: Callable[[int], float]  # one step on the batch of a seed; returns the loss
+    step: Step
     # parameters, gradients and optimizer state that this rank holds now
     tensors: Callable[[], Iterable[Any]]
     optimizer: Any = None  # that steps; ours, where it is ours
@@ -48,11 +53,14 @@ class Contestant:
     steps: int = 0  # done so far
     loss: float = float("nan")  # of the last step
     losses: list[float] = field(default_factory=list)  # of all steps that `advance` did
+    # seconds of forward, backward and update of the same steps
+    passes: list[tuple[float, float, float]] = field(default_factory=list)
 
     def advance(self, rank: int, ranks: int) -> None:
         """A step on this rank's next batch."""
-        self.loss = self.step(self.steps * ranks + rank)
+        self.loss, passes = self.step(self.steps * ranks + rank)
         self.losses.append(self.loss)
+        self.passes.append(passes)
         self.steps += 1
 
     @property
@@ -139,12 +147,9 @@ def boosted(name: str, task: Task, plugin: Plugin, work: Work | None = None) -> 
     net, wrapped, *_ = booster.boost(model, optimizer)
     sharded = hasattr(wrapped, "all_chunks")
 
-    def step(seed: int) -> float:
-        loss = task.loss(net, seed)
-        booster.backward(loss, wrapped)
-        wrapped.step()
-        wrapped.zero_grad()
-        return float(loss.detach())
+    step = _timed(
+        lambda seed: task.loss(net, seed), lambda loss: booster.backward(loss, wrapped), wrapped
+    )
 
     def tensors() -> Iterator[Any]:
         if not sharded:
@@ -245,11 +250,7 @@ def deepspeed(
             model=model, optimizer=inner, config=_deepspeed_config(stage, offload)
         )
 
-    def step(seed: int) -> float:
-        loss = task.loss(engine, seed)
-        engine.backward(loss)
-        engine.step()
-        return float(loss.detach())
+    step = _timed(lambda seed: task.loss(engine, seed), engine.backward, engine)
 
     def tensors() -> Iterator[Any]:
         yield from _all(model, inner)
@@ -303,15 +304,22 @@ def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
 
-def _stepper(
-    task: Task, model: nn.Module, optimizer: torch.optim.Optimizer
-) -> Callable[[int], float]:
-    def step(seed: int) -> float:
-        loss = task.loss(model, seed)
-        loss.backward()
+def _stepper(task: Task, model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+    return _timed(lambda seed: task.loss(model, seed), torch.Tensor.backward, optimizer)
+
+
+def _timed(forward: Callable[[int], Any], backward: Callable[[Any], Any], optimizer: Any) -> Step:
+    def step(seed: int) -> tuple[float, tuple[float, float, float]]:
+        begun = time.perf_counter()
+        loss = forward(seed)
+        computed = time.perf_counter()
+        backward(loss)
+        differentiated = time.perf_counter()
         optimizer.step()
         optimizer.zero_grad()
-        return float(loss.detach())
+        updated = time.perf_counter()
+        passes = computed - begun, differentiated - computed, updated - differentiated
+        return float(loss.detach()), passes
 
     return step
 

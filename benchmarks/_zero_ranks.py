@@ -10,6 +10,7 @@ Read `measure`. It does not know what the figures are held against.
 from __future__ import annotations
 
 import os
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -87,6 +88,7 @@ class Entry:
     predicted_s: float | None = None  # seconds of a step, as the plan has them
     losses: tuple[float, ...] = ()  # of this rank's steps
     chunk_mb: float | None = None  # of ours, as tuned
+    passes: tuple[float, ...] = ()  # median seconds of forward, backward and update, of this rank
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,7 @@ def measure(options: Options, names: Sequence[str], shaped: bool, cache: str) ->
     turns[COMMUNICATION] = _communication(count, world)
     times = alternate(turns, options.rounds, warm_up=0)  # all have settled
     entries = {
-        c.name: _entry(c, times[c.name], wire[c.name], peaks[c.name], predicted.get(c.name))
+        c.name: _entry(options, c, times[c.name], wire[c.name], peaks[c.name], predicted)
         for c in contestants
     }
     leave()
@@ -208,15 +210,22 @@ def _communication(count: int, world: World) -> Callable[[], float]:
 
 
 def _entry(
-    contestant: Contestant, step: Spread, wire: list[float], peak: int, predicted: float | None
+    options: Options,
+    contestant: Contestant,
+    step: Spread,
+    wire: list[float],
+    peak: int,
+    predicted: dict[str, float],
 ) -> Entry:
+    measured = contestant.passes[-options.rounds * (options.steps + 1) :]
     return Entry(
         step,
         sorted(wire)[len(wire) // 2] if wire else None,
         contestant.bytes(),
         peak,
         contestant.planned() if contestant.planned is not None else None,
-        predicted,
+        predicted.get(contestant.name),
         tuple(contestant.losses),
         contestant.chunk_mb,
+        tuple(statistics.median(seconds) for seconds in zip(*measured, strict=True)),
     )

@@ -105,6 +105,7 @@ def joined(name: str, found: Sequence[Found], foreign: float) -> Network:
             entry.predicted_s,
             tuple(sum(x) / len(x) for x in zip(*(e.losses for e in entries), strict=True)),
             entry.chunk_mb,
+            entry.passes,
         )
     communication, size = first.communication, first.parameter_bytes
     return Network(name, len(found), results, communication, size, first.absent, foreign)
@@ -168,7 +169,8 @@ def _time_bars(network: Network) -> list[Bar]:
 
 
 COLUMNS = (
-    *("", "step ms (quartiles)", "predicted", "exposed", "/ best peer", "MB sent"),
+    *("", "step ms (quartiles)", "forward, backward, update", "predicted", "exposed"),
+    *("/ best peer", "MB sent"),
     *("state MiB: held, peak, plan", "chunk MiB", "loss off"),
 )
 
@@ -202,6 +204,7 @@ def _row(
     return [
         name,
         step.shown(".0f", 1e-3),
+        ", ".join(f"{1e3 * seconds:.0f}" for seconds in result.passes),
         f"{1e3 * result.predicted_s:.0f}" if result.predicted_s else "",
         "" if alone else f"{1e3 * (step.median - network.compute_s):.0f}",
         "" if alone else f"{step.median / base:.2f}",
@@ -216,6 +219,7 @@ def _figures(result: Entry) -> dict[str, Any]:
     return {
         "step_s": result.step.median,
         "quartiles_s": [result.step.low, result.step.high],
+        "passes_s": list(result.passes),
         "sent_bytes": result.wire,
         "state_bytes": result.held,
         "peak_state_bytes": result.peak,

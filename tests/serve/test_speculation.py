@@ -366,13 +366,22 @@ class Coin(Proposer):
 
     name = "coin"
 
-    def __init__(self, right: float, sure: float, free: bool, seconds: float = 0.0) -> None:
+    def __init__(
+        self, right: float, sure: float, free: bool, seconds: float = 0.0, reading: float = 0.0
+    ) -> None:
         self.right, self.sure, self.free, self.seconds = right, sure, free, seconds
         self.random, self.asked, self.clock = random.Random(0), 0, 0.0
+        # Seconds of reading a text of 100 tokens, and the texts that were read.
+        self.reading, self.read = reading, set[int]()
+
+    def unread(self, one: Wanted) -> int:
+        return 100 if self.reading and one.sequence not in self.read else 0
 
     def propose(self, wanted: Sequence[Wanted], depth: int) -> Mapping[int, Proposal]:
         self.asked += len(wanted)
-        self.clock += self.seconds * depth
+        self.apart = self.reading * len({one.sequence for one in wanted} - self.read)
+        self.read |= {one.sequence for one in wanted}
+        self.clock += self.seconds * depth + self.apart
         made = {}
         for one in wanted:
             # The stand-in says the sum of all before, so that what is right can be known.
@@ -398,10 +407,12 @@ def simulated(
     slope: float,
     rounds: int = 600,
     slower: float = 1.0,
+    life: int = 10**6,
 ) -> tuple[float, Any]:
     """Tokens per second over those without drafts, where a step of n tokens takes 1 + slope x n.
 
-    The first steps without drafts were `slower` than that.
+    The first steps without drafts were `slower` than that. After `life` tokens, another request
+    takes a sequence's place.
 
     Returns:
         The gain in the second half of the rounds, and the speculator.
@@ -411,13 +422,20 @@ def simulated(
     for tokens in (1, 2, 4, 8, 16, 32, 64, 128, 256):
         for _ in range(10 if slower > 1 else 1):
             spec.cost.note(tokens, (1 + slope * tokens) * (slower if tokens <= sequences else 1))
-    texts = [[number % 7, 1] for number in range(sequences)]
+    texts = {number: [number % 7, 1] for number in range(sequences)}
     asked, gains = SamplingParams(temperature=0), [0.0, 0.0]
     for number in range(rounds):
         begun = coin.clock
-        wanted = [Wanted(n, t, len(t) - 1, (), 99, asked) for n, t in enumerate(texts)]
+        for old in [n for n, text in texts.items() if len(text) >= life]:
+            spec.dropped(old)
+            texts[old + sequences] = texts.pop(old)[:2]
+        wanted = [
+            Wanted(n, t, len(t) - 1, (), max(1, min(99, life - len(t))), asked)
+            for n, t in texts.items()
+        ]
         drafts, made, tokens = spec.draft(wanted, 10_000), 0, 0
-        for one, text in zip(wanted, texts, strict=True):
+        for one in wanted:
+            text = texts[one.sequence]
             draft = drafts.get(one.sequence)
             tokens += 1 + (len(draft.tokens) if draft else 0)
             right = [said(text)]
@@ -485,6 +503,13 @@ def test_choosing_guesses_is_a_cost(seconds: float, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Speculator, "_ranked", slow)
     gain, _ = simulated(monkeypatch, coin, 1, 0.05)
     assert 0.97 < gain < 1.03 if seconds else gain > 1.5
+
+
+@pytest.mark.parametrize(("life", "pays"), [(12, False), (1000, True)])
+def test_reading_a_text_is_a_cost(life: int, pays: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Drafts are twice as fast, but reading a text takes as long as ten steps.
+    gain, _ = simulated(monkeypatch, Coin(0.7, 0.7, False, 0.01, 20.0), 4, 0.02, 1200, life=life)
+    assert gain > 1.5 if pays else 0.97 < gain < 1.03
 
 
 def test_a_slow_first_draft_does_not_disable_drafts(monkeypatch: pytest.MonkeyPatch) -> None:

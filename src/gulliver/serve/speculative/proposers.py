@@ -55,6 +55,11 @@ class Proposer(ABC):
     def propose(self, wanted: Sequence[Wanted], depth: int) -> Mapping[int, Proposal]:
         """Returns proposals by sequence number, none deeper than `depth` or its sequence's room."""
 
+    def unread(self, one: Wanted) -> int:
+        """Number of a sequence's tokens whose work is counted in `apart`, not in `propose`."""
+        del one
+        return 0
+
     def dropped(self, sequence: int) -> None:  # noqa: B027 - optional
         ...
 

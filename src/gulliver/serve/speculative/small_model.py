@@ -162,6 +162,10 @@ class ModelDraft(Proposer):
             news = more
         return {number: path.proposal() for number, path in paths.items() if path.tokens}
 
+    def unread(self, one: Wanted) -> int:
+        unread = len(one.tokens) - self._known.get(one.sequence, 0)
+        return unread if unread > SHORT else 0
+
     def _caught_up(self, news: Sequence[New]) -> list[New]:
         """Runs long unseen texts in chunks; returns the short remainder."""
         begun, left, chunk, size = perf_counter(), [], [], 0

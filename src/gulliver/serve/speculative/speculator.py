@@ -3,10 +3,10 @@
 Read `draft`. A guess is accepted about as often as similar ones were recently (`AcceptanceRate`).
 For s sequences and the n likeliest guesses of all, with probabilities p, the speedup over no drafts
 is (1 + sum(p) / s) t(s) / (t(s + n) + d), where t is the time of a forward and d that of drafting,
-both measured. The best n is verified (`best`). If the recent mean is below 1.02, drafting is off
-for this number of sequences, except for trials on a few of them that take less than a hundredth of
-the time. While it is on, one forward after 4, 8, 16, ... 64 with drafts has none, so that t(s) is
-measured again.
+both measured; a draft model's prefill of a text is spread over the tokens that it may still get.
+The best n is verified (`best`). If the recent mean is below 1.02, drafting is off for this number
+of sequences, except for trials on a few of them that take less than a hundredth of the time. While
+it is on, one forward after 4, 8, 16, ... 64 with drafts has none, so that t(s) is measured again.
 """
 
 from __future__ import annotations
@@ -254,6 +254,10 @@ class Speculator(Drafter):
         self._guessing = StepCost()
         # Seconds of a round of drafting besides proposing.
         self._around = Mean()
+        # Seconds in which the proposer reads a token of a new text, and how many such tokens each
+        # sequence has for each token that it may still get: reading is spread over these.
+        self._reading = Mean()
+        self._to_read: dict[int, float] = {}
         # Probability that a proposed path is right down to a depth.
         self._reach = [Mean(0.7 ** (depth + 1), 5) for depth in range(self.options.depth)]
 
@@ -300,11 +304,18 @@ class Speculator(Drafter):
             return {}
         trial = not self.pays(sequences)
         asked = wanted[: max(1, min(FEW, sequences // SHARE))] if trial else wanted
+        for one in wanted:
+            if one.sequence not in self._to_read:
+                self._to_read[one.sequence] = self.proposer.unread(one) / max(1, one.most)
         depth = self._depth(sequences)
+        unread, read_s = sum(map(self.proposer.unread, asked)), 0.0
         if not self.proposer.free and not self._guessing.measured(len(asked)):
             self.proposer.propose(asked, depth)  # not timed: first calls are slow
+            read_s = self.proposer.apart
         begun = perf_counter()
         proposals = self.proposer.propose(asked, depth)
+        if unread:
+            self._reading.add_seconds((read_s + self.proposer.apart) / unread)
         spent = max(perf_counter() - begun - self.proposer.apart, 1e-9)
         self._guessing.note(len(asked), spent / (1 if self.proposer.free else depth))
         for one in asked:
@@ -334,6 +345,7 @@ class Speculator(Drafter):
             self.choice = GuessChoice(len(chances), sum(chances))
             return len(chances)
         drafting = self.drafting(sequences, depth)
+        drafting += self._reading.value * sum(self._to_read.values())
         self.choice = choice = best(chances, sequences, self.cost, drafting)
         plain, came = float(self.cost.seconds(sequences)), choice.gain
         if came < LEAST_GAIN:  # nothing is verified: the guesses were for nothing
@@ -445,11 +457,13 @@ class Speculator(Drafter):
 
     def dropped(self, sequence: int) -> None:
         self._pending.pop(sequence, None)
+        self._to_read.pop(sequence, None)
         self.proposer.dropped(sequence)
 
     def close(self) -> None:
         """Frees the proposer's memory."""
         self._pending.clear()
+        self._to_read.clear()
         self.proposer.close()
 
     def __str__(self) -> str:
