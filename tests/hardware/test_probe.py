@@ -30,6 +30,7 @@ from gulliver.hardware.links import (
     pair_rounds,
     probe_collectives,
     probe_links,
+    probe_overlap,
     proposed_axes,
 )
 from gulliver.hardware.probe import kept_path, probe_device, probe_disk
@@ -295,6 +296,42 @@ def _current(world: World) -> tuple[Cluster, Path]:
         barrier()
         if world.is_main:
             path.unlink()  # other tests' plans are not of these machines
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+def test_overlap_is_the_share_of_communication_that_costs_no_compute(share: float) -> None:
+    # On a clock that only compute (3 ms a product) and collectives move: each occupies the link for
+    # 10 ms, in which it needs the processor for 1 - `share` of the time.
+    clock, link, owed = [0.0], [0.0], [0.0]
+
+    def work(seconds: float) -> None:
+        clock[0] += seconds + owed[0]
+        owed[0] = 0.0
+
+    def wait(end: float) -> None:
+        clock[0], owed[0] = max(clock[0], end), 0.0
+
+    def begin() -> Any:
+        link[0] = end = max(clock[0], link[0]) + 10e-3
+        owed[0] += 10e-3 * (1 - share)
+        return lambda: wait(end)
+
+    def once(run: Any, _: Any) -> float:
+        before = clock[0]
+        run()
+        return clock[0] - before
+
+    def gather(into: list[float], one: float) -> None:
+        into[:] = [one]
+
+    with (
+        patch.object(_links, "once", once),
+        patch.object(_links, "_computing", lambda _: lambda: work(3e-3)),
+        patch.object(torch.distributed, "get_world_size", lambda: 1),
+        patch.object(torch.distributed, "all_gather_object", gather),
+    ):
+        found = probe_overlap(begin)
+    assert found == pytest.approx(share, abs=0.05)
 
 
 def test_ranks_measure_links_and_collectives_into_one_file(pool: Pool, tmp_path: Path) -> None:

@@ -41,6 +41,7 @@ from gulliver.hardware.cluster import Along, Axis, Cluster, Curve, Device, Disk
 from gulliver.hardware.links import (
     probe_collectives,
     probe_links,
+    probe_overlap,
     proposed_axes,
     with_collectives,
 )
@@ -133,16 +134,17 @@ def measured_cluster(
     """Measures device and links; all ranks get the same result (collective)."""
     # All ranks at once, because they also share the machine in a step.
     devices: list[Device] = gather_objects(probe_device(world.device, progress))
-    axes, order = (), None
+    axes, order, overlap = (), None, None
     if world.size > 1:
         axes, order = proposed_axes(world.size, probe_links(progress))
         axes = _with_collectives(axes, order, world.device, progress)
         axes = _with_host_rate(axes, order, world.device, progress)
+        overlap = _overlap(world.device, progress)
     # The slowest rank's device counts for all, because a step waits for it.
     device = min(devices, key=lambda d: d.matmul["float32"])
     return Cluster(
         name=f"{world.size} x {device.name}",
-        device=device,
+        device=replace(device, overlap=overlap),
         axes=axes,
         disk=disk,
         measured=True,
@@ -173,6 +175,8 @@ def show(cluster: Cluster, packing: Mapping[str, PackRates] | None = None) -> No
     spread = _percent(device.memory_curve and device.memory_curve.spread)
     table.add_row("memory", f"{device.memory_rate / 1e9:,.1f} GB/s", spread)
     table.add_row("start of an operation", f"{1e6 * device.launch_s:,.1f} us")
+    if device.overlap is not None:
+        table.add_row("communication hidden by compute", _percent(device.overlap))
     for name, rate in (
         ("copy to the device", device.to_device_rate),
         ("copy to the host", device.to_host_rate),
@@ -266,6 +270,19 @@ def _with_host_rate(
         fast = [replace(axis, link=replace(axis.link, host_rate=rate)) for axis in found]
         return *axes[: len(axes) - len(found)], *fast
     return axes
+
+
+def _overlap(device: torch.device, progress: Progress) -> float | None:
+    """Measures how much of a gather the ranks' own compute hides, on CPUs."""
+    if device.type != "cpu":
+        return None  # copy engines and NCCL's own blocks communicate
+    size = torch.distributed.get_world_size()
+    part = torch.ones(HOST_BYTES // 4 // size)
+
+    def begin() -> Callable[[], object]:
+        return all_gather(torch.ones(part.numel() * size), part, async_op=True).wait
+
+    return probe_overlap(begin, progress)
 
 
 def _backend_reduce(group: Any, count: int) -> Callable[[], object]:

@@ -35,6 +35,8 @@ NEAR = 2.0  # links between nodes must be slower than the links inside nodes by 
 BUSY_SIDE, BUSY_PRODUCTS = 512, 4
 """Side and number of the matrices multiplied before a collective that is timed under load."""
 SEEN_BY = 1 << 20  # message size in bytes at which links are compared
+OVERLAP_S, OVERLAP_COUNT, OVERLAP_TURNS = 0.1, 32, 5
+"""Seconds of communication beside compute, the most collectives, and the number of turns."""
 
 
 # [Note: from a meeting] All ranks synchronize before each timed message, as before each collective.
@@ -107,6 +109,49 @@ def probe_collectives(
         name: curve_of({count: middle[key, count] for key, count in times if key == name})
         for name in operations
     }
+
+
+def probe_overlap(
+    begin: Callable[[], Callable[[], object]], progress: Progress = lambda _: None
+) -> float:
+    """Measures how much of communication does not slow down compute (collective; a fraction).
+
+    Args:
+        begin: starts a collective along all ranks, and returns what waits for it.
+        progress: called with what is measured.
+    """
+    # Sockets take time of the processors, which ranks that use all cores have to share.
+    device = link_device()
+    compute = _computing(device)
+
+    def send(count: int) -> Callable[[], object]:
+        waits = [begin() for _ in range(count)]
+        return lambda: [wait() for wait in waits]
+
+    def slowest(run: Callable[[], object]) -> float:
+        took = [0.0] * dist.get_world_size()
+        dist.all_gather_object(took, once(run, device))
+        return max(took)
+
+    slowest(lambda: send(1)())
+    one, product = slowest(lambda: send(1)()), slowest(compute)
+    count = max(1, min(OVERLAP_COUNT, round(OVERLAP_S / one)))
+    products = max(1, round(count * one / product))
+
+    def both() -> None:
+        wait = send(count)
+        for _ in range(products):
+            compute()
+        wait()
+
+    found = []
+    for turn in range(OVERLAP_TURNS):
+        progress(f"communication beside compute, round {turn + 1} of {OVERLAP_TURNS}")
+        sent_s = slowest(lambda: send(count)())
+        computed_s = slowest(lambda: [compute() for _ in range(products)])
+        hidden = sent_s + computed_s - slowest(both)
+        found.append(hidden / min(sent_s, computed_s))
+    return max(0.0, min(1.0, statistics.median(found)))
 
 
 def pair_rounds(size: int) -> list[list[Pair]]:
