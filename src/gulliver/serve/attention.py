@@ -126,18 +126,17 @@ class Pages:
         for piece in self._pieces:
             at = slice(piece.first, piece.first + piece.count)
             # A span that starts at the first token attends only to keys that were just computed.
-            whole = piece.start == 0 and piece.mask is None
-            near = (key[:, at], value[:, at]) if whole else self._gathered(piece, keys, values)
+            near = key[:, at], value[:, at]
+            if piece.start > 0 or piece.mask is not None:
+                near = gather_blocks(keys, piece), gather_blocks(values, piece)
             out[at] = attend_gathered(query[:, at], *near, piece, scale, window, slopes)
         return out
 
-    def _gathered(self, piece: PagedSpan, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Gathers a sequence's keys and values [H', L, D] contiguously."""
-        end = piece.start + piece.count
-        key, value = (
-            kept[piece.blocks].transpose(0, 1).flatten(1, 2)[:, :end] for kept in (keys, values)
-        )
-        return key, value
+
+def gather_blocks(kept: Tensor, piece: PagedSpan) -> Tensor:
+    """Gathers the keys or values [H', L, D] of a sequence's blocks contiguously."""
+    end = piece.start + piece.count
+    return kept[piece.blocks].transpose(0, 1).flatten(1, 2)[:, :end]
 
 
 def attend_gathered(
