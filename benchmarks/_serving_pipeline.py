@@ -38,7 +38,7 @@ from gulliver.serve import Batch, LocalRunner, Span
 from gulliver.serve.batch import Facts
 from gulliver.serve.ranks.controller import RanksRunner
 from gulliver.serve.ranks.stage import Layout, RankSizes
-from gulliver.serve.ranks.worker import CARRY_TAG, RankMessage, work
+from gulliver.serve.ranks.worker import CARRY_TAG, RankMessage, RankWorker
 
 WAYS = ("blocking", "non-blocking")
 RATE = "200mbit"
@@ -172,7 +172,7 @@ def _staged(address: str, layout: Layout, rank: int, seconds: Sequence[float]) -
     link.recv()
     link.send(RankMessage("ready"))
     model = Fixed(seconds[rank], rank == layout.stages - 1)
-    work(link, model, layout, rank, RankGroup(tuple(range(layout.ranks)), rank))
+    RankWorker(link, model, layout, rank).run()
     link.close()
 
 

@@ -192,13 +192,24 @@ class Order {
   std::vector<std::unique_ptr<Places>> places_;
 };
 
-// What a search tries; the numbers are those of packing.py.
-struct Tries {
-  int tries;
-  double close, first, shorter;
-  std::vector<double> widen;
-  std::vector<std::tuple<double, int, double>> otherwise;
+// What a search tries.
+constexpr int kTries = 10;        // number of times
+constexpr double kClose = 0.004;  // ratio to the bound below which bisection stops
+constexpr double kFirst = 1.05;   // first time, relative to the bound
+// Failure n, counted from 0, multiplies the time by kWidened ** (2 ** min(n, kMostWidened)).
+constexpr double kWidened = 1.06;
+constexpr int kMostWidened = 6;
+constexpr double kShorter = 0.01;  // relative improvement that a second attempt must reach
+
+// A second attempt: the weight of the time that a shape's samples leave unused in a group; the number
+// by which the ranks are divided for the widest group, as one wide group makes all samples pay for
+// its messages; and the gap to the bound above which the attempt is made.
+struct Attempt {
+  double lost;
+  int part;
+  double gap;
 };
+constexpr Attempt kOtherwise[] = {{0.5, 1, 0.02}, {2.0, 1, 0.06}, {0.0, 2, 0.06}, {0.0, 4, 0.06}};
 
 class Packing {
  public:
@@ -215,7 +226,7 @@ class Packing {
 
   // Fills groups up to a time, the shapes of the widest groups and the largest first.
   std::optional<Packed> packed(double limit, std::vector<int>& degrees, double lost, bool partly,
-                               std::optional<int> most) {
+                               int most) {
     if (!choose(limit, degrees, lost, partly, most)) return std::nullopt;
     Order& order = ordered(degrees);
     const std::vector<int>& members = order.members();
@@ -258,31 +269,23 @@ class Packing {
     return found;
   }
 
-  std::pair<std::optional<Told>, std::vector<int>> pack(double limit, std::vector<int> degrees,
-                                                          double lost, bool partly,
-                                                          std::optional<int> most) {
-    if (degrees.size() != counts_.size()) throw std::invalid_argument("a degree for each shape");
-    const std::optional<Packed> found = packed(limit, degrees, lost, partly, most);
-    return {found ? std::optional(told(*found)) : std::nullopt, std::move(degrees)};
-  }
-
-  std::optional<Answer> search(double bound, const Tries& tries) {
+  std::optional<Answer> search(double bound) {
     std::optional<Packed> best;
-    double longest = bisected(bound, tries, best);
+    double longest = bisected(bound, best);
     if (!best && repeat_) {
       best = together();
       if (!best) return std::nullopt;
       longest = best->groups[0].seconds;
     }
-    for (const auto& [lost, part, gap] : tries.otherwise) {
+    for (const auto& [lost, part, gap] : kOtherwise) {
       if (best && longest > (1 + gap) * bound) {
-        const int most = std::max(1, part > 0 ? ranks_ / part : ranks_);
-        longest = shortened(bound, tries, *best, longest, lost, most);
+        const int most = std::max(1, ranks_ / part);
+        longest = shortened(bound, *best, longest, lost, most);
       }
     }
     if (!best) {
       std::vector<int> degrees(counts_.size());
-      best = packed(kInfinity, degrees, 0.0, true, std::nullopt);
+      best = packed(kInfinity, degrees, 0.0, true, ranks_);
       if (!best) return std::nullopt;
       longest = best->longest();
     }
@@ -291,18 +294,12 @@ class Packing {
 
  private:
   // Chooses the degree of every shape; returns whether all have one.
-  bool choose(double limit, std::vector<int>& degrees, double lost, bool partly,
-              std::optional<int> most) const {
+  bool choose(double limit, std::vector<int>& degrees, double lost, bool partly, int most) const {
     for (std::size_t shape = 0; shape < counts_.size(); ++shape) {
-      if (degrees[shape]) {
-        const Row* ends = shapes_[shape]->at(degrees[shape]);
-        if (!ends) throw std::invalid_argument("a degree that a shape has");
-        if ((*ends)[1] <= limit) continue;
-      }
+      if (degrees[shape] && (*shapes_[shape]->at(degrees[shape]))[1] <= limit) continue;
       const Count count = counts_[shape];
-      // As in Python, 0 stands for no limit.
-      int degree = chosen(shape, count, limit, most && *most ? *most : ranks_, lost);
-      if (!degree && most) degree = chosen(shape, count, limit, ranks_, lost);
+      int degree = chosen(shape, count, limit, most, lost);
+      if (!degree) degree = chosen(shape, count, limit, ranks_, lost);
       if (!degree && !partly) return false;
       degrees[shape] = degree;
     }
@@ -358,16 +355,16 @@ class Packing {
   }
 
   // Bisects for the least time for which the ranks suffice.
-  double bisected(double bound, const Tries& tries, std::optional<Packed>& best) {
-    double low = bound, high = 0.0, limit = tries.first * bound, longest = kInfinity;
+  double bisected(double bound, std::optional<Packed>& best) {
+    double low = bound, high = 0.0, limit = kFirst * bound, longest = kInfinity;
     std::vector<int> degrees(counts_.size());
-    for (int number = 0; number < tries.tries; ++number) {
+    for (int number = 0; number < kTries; ++number) {
       std::vector<int> chosen = degrees;
-      std::optional<Packed> found = packed(limit, chosen, 0.0, false, std::nullopt);
+      std::optional<Packed> found = packed(limit, chosen, 0.0, false, ranks_);
       if (!found || !found->whole()) {
         low = limit;
-        const std::size_t step = std::min<std::size_t>(number, tries.widen.size() - 1);
-        limit = high != 0.0 ? (low + high) / 2 : limit * tries.widen[step];
+        const int squared = std::min(number, kMostWidened);
+        limit = high != 0.0 ? (low + high) / 2 : limit * std::pow(kWidened, 1 << squared);
         continue;
       }
       degrees = std::move(chosen);
@@ -377,18 +374,17 @@ class Packing {
         longest = seconds;
       }
       high = std::min(seconds, limit);
-      if (high - low < tries.close * bound) break;
+      if (high - low < kClose * bound) break;
       limit = (low + high) / 2;
     }
     return longest;
   }
 
   // Tries shorter and shorter times with other degrees, until the ranks do not suffice.
-  double shortened(double bound, const Tries& tries, Packed& best, double longest, double lost,
-                   int most) {
+  double shortened(double bound, Packed& best, double longest, double lost, int most) {
     std::vector<int> degrees(counts_.size());
-    double shorter = tries.shorter;
-    for (int number = 0; number < tries.tries; ++number) {
+    double shorter = kShorter;
+    for (int number = 0; number < kTries; ++number) {
       const double limit = std::max(bound, (1 - shorter) * longest);
       std::vector<int> chosen = degrees;
       std::optional<Packed> found = packed(limit, chosen, lost, false, most);
@@ -399,7 +395,7 @@ class Packing {
         shorter *= 2;
       } else {
         shorter /= 2;
-        if (shorter < tries.shorter) break;
+        if (shorter < kShorter) break;
       }
     }
     return longest;
@@ -478,22 +474,11 @@ class Tables {
 }  // namespace
 
 NB_MODULE(_packer, module) {
-  module.attr("INTERFACE") = 1;
-  nb::class_<Tries>(module, "Tries")
-      .def("__init__",
-           [](Tries* place, int tries, double close, double first, double shorter,
-              std::vector<double> widen, std::vector<std::tuple<double, int, double>> otherwise) {
-             if (widen.empty()) throw std::invalid_argument("factors to widen by");
-             new (place) Tries{tries,   close, first, shorter, std::move(widen),
-                               std::move(otherwise)};
-           });
+  module.attr("INTERFACE") = 2;
   nb::class_<Answer>(module, "Answer")
       .def_ro("seconds", &Answer::seconds)
       .def("packed", [](const Answer& answer) { return told(answer.packed); });
-  nb::class_<Packing>(module, "Packing")
-      .def("pack", &Packing::pack, nb::arg("limit"), nb::arg("degrees"), nb::arg("lost"),
-           nb::arg("partly"), nb::arg("most").none())
-      .def("search", &Packing::search);
+  nb::class_<Packing>(module, "Packing").def("search", &Packing::search);
   nb::class_<Tables>(module, "Tables")
       .def(nb::init<int, bool>())
       .def("learn", &Tables::learn)

@@ -19,7 +19,7 @@ from gulliver.serve import Batch, Engine, EngineOptions, SamplingParams, Span
 from gulliver.serve.batch import RunnerLost
 from gulliver.serve.ranks.controller import RanksRunner
 from gulliver.serve.ranks.stage import Layout, RankSizes, plan_ranks
-from gulliver.serve.ranks.worker import RankMessage, work
+from gulliver.serve.ranks.worker import RankMessage, RankWorker
 from gulliver.serve.weights import SERVED
 from tests.pool import Pool
 from tests.serve.serving_models import Slots, next_token, prompts
@@ -186,9 +186,9 @@ def test_requests_go_on_from_their_tokens_after_a_rank_was_lost(fault: str) -> N
         try:
             if fault == "lost command":
                 losing: Any = Losing()
-                work(losing, Stub(lambda batch: None), ONE, rank)
+                RankWorker(losing, Stub(lambda batch: None), ONE, rank).run()
             else:
-                work(link, Stub(hook), ONE, rank)
+                RankWorker(link, Stub(hook), ONE, rank).run()
         except EOFError:
             link.close()
         except Exception as error:
@@ -216,7 +216,7 @@ def test_a_rank_that_fails_every_time_ends_the_step_with_its_error() -> None:
     def start(rank: int, link: Any, attempt: int) -> None:
         greet(link)
         try:
-            work(link, Stub(breaks), ONE, rank)
+            RankWorker(link, Stub(breaks), ONE, rank).run()
         except RuntimeError as error:
             link.send(RankMessage("failed", value=str(error)))
 

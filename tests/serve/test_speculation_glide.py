@@ -44,8 +44,7 @@ def glide(kind: str, layers: int = 1, looking: bool = True, drafted: int = 0) ->
     token = torch.zeros(1, 1, dtype=torch.int64)
     keys, _, heads = glimpses_of(model, token, (last,))
     config = GlideConfig(
-        *(VOCABULARY, 32, 2, 48, layers, places, kind, heads, keys[0].shape[-1]),
-        *(model.config.hidden_size, 5, drafted),
+        *(VOCABULARY, 32, 2, 48, layers, places, heads, keys[0].shape[-1], 5, drafted),
     )
     torch.manual_seed(5)
     draft = Glide(config, target_frequencies(model) if looking else ())
@@ -221,7 +220,7 @@ def test_draft_learns_pairs_from_target_cache(looking: bool) -> None:
     torch.manual_seed(0)
     frequencies = (10_000.0 ** (-torch.arange(0, dim, 2) / dim)).tolist()
     stands = torch.randn(count, heads * dim)
-    sizes = GlideConfig(count, 48, 1, 64, 1, (0,) if looking else (), "llama", heads, dim, 48)
+    sizes = GlideConfig(count, 48, 1, 64, 1, (0,) if looking else (), heads, dim)
     draft = Glide(sizes, frequencies if looking else ())
     optimizer = torch.optim.AdamW(draft.parameters(), lr=5e-3, weight_decay=0.0)
     positions, losses = torch.arange(4 * pairs)[None].expand(rows, -1), []
@@ -301,7 +300,7 @@ def test_loss_is_over_the_drafted_tokens(distill: bool) -> None:
 def test_vectors_start_from_the_largest_directions_of_the_targets(width: int) -> None:
     scales = torch.linspace(1, 3, 48)
     embedding, head = (torch.randn(VOCABULARY, 48) * scales for _ in range(2))
-    draft = Glide(GlideConfig(VOCABULARY, width, 1, 64, 1, (), "llama", 2, 24, 48, 5, 20))
+    draft = Glide(GlideConfig(VOCABULARY, width, 1, 64, 1, (), 2, 24, 5, 20))
     draft.start_from(embedding, head, torch.arange(3, 23))
     for rows, got in ((head[3:23], draft.head.weight), (embedding, draft.embedding.weight)):
         left, sizes, _ = torch.linalg.svd(rows, full_matrices=False)
@@ -436,10 +435,12 @@ def test_a_killed_training_goes_on_bit_for_bit(
 def test_drafts_of_other_targets_are_refused(tmp_path: Path) -> None:
     draft = glide("llama")
     save_draft(tmp_path / "draft", draft.config, dict(draft.state_dict()), {})
+    known = json.loads((tmp_path / "draft" / "config.json").read_text())
+    facts = known | {"target_type": "llama"}  # written by earlier versions
+    (tmp_path / "draft" / "config.json").write_text(json.dumps(facts))
     again = load_draft(tmp_path / "draft")
     for mine, theirs in zip(draft.state_dict().values(), again.state_dict().values(), strict=True):
         assert torch.equal(mine, theirs)
-    known = json.loads((tmp_path / "draft" / "config.json").read_text())
     old = {k: v for k, v in known.items() if k != "block"}
     (tmp_path / "draft" / "config.json").write_text(json.dumps(old))
     with pytest.raises(GulliverError, match="lacks block: train the draft again"):

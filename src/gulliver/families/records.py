@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gulliver.families.hugging_face import BLOCKS
+from gulliver.families.hugging_face import BLOCKS, GENERAL
 from gulliver.families.record import (
     SHARED_BY_SEQUENCE,
     SHARED_BY_TENSOR,
@@ -27,6 +27,11 @@ def _tensors(patterns: Mapping[str, str], **options: Any) -> Tensors:
     """Creates the rules from the patterns of each style, which are separated by spaces."""
     rules = {name: style for style, names in patterns.items() for name in names.split()}
     return Tensors(rules, **options)
+
+
+def _general(replicated: str = "", **rules: str) -> Tensors:
+    """Returns the general rules, and the modules to replicate; others need a rule of the user."""
+    return Tensors({**GENERAL.rules, **rules, **dict.fromkeys(replicated.split(), "replicate")})
 
 
 # Llama, Mistral and Qwen2: decoders with rotary positions and their own tensor plan.
@@ -138,10 +143,6 @@ GPT2 = Family(
 
 
 # OPT: positions are computed from the padding mask, and two modules run after the blocks.
-SEPARATE = {"column by heads": "q_proj k_proj v_proj"}
-FC = {"column": "fc1", "row": "fc2"}
-
-
 def _counted(mask: Tensor) -> Tensor:
     """Returns positions: the number of non-padding tokens before each token in its row."""
     return (mask.long().cumsum(1) * mask - 1).long()
@@ -149,16 +150,7 @@ def _counted(mask: Tensor) -> Tensor:
 
 OPT = Family(
     "opt",
-    tensors=_tensors(
-        {
-            **SEPARATE,
-            **FC,
-            "row by heads": "out_proj",
-            "vocabulary": "embed_tokens",
-            "head": "lm_head",
-            "replicate": "embed_positions project_in project_out score qa_outputs",
-        }
-    ),
+    tensors=_general("embed_positions project_in project_out score qa_outputs"),
     blocks=Blocks(after=("final_layer_norm", "project_out")),
     sequences=Sequences(
         causal=True,
@@ -195,17 +187,9 @@ BLOOM = Family(
 # BERT: an encoder with bidirectional attention.
 BERT = Family(
     "bert",
-    tensors=_tensors(
-        {
-            "column by heads": "self.query self.key self.value",
-            "row by heads": "attention.output.dense crossattention.output.dense",
-            "column": "intermediate.dense",
-            "row": "output.dense",
-            "vocabulary": "word_embeddings",
-            "head": "predictions.decoder",
-            "replicate": "position_embeddings token_type_embeddings pooler.dense transform.dense "
-            "seq_relationship classifier qa_outputs",
-        }
+    tensors=_general(
+        "position_embeddings token_type_embeddings pooler.dense transform.dense seq_relationship "
+        "classifier qa_outputs"
     ),
     blocks=Blocks(),
     sequences=Sequences(
@@ -219,18 +203,7 @@ BERT = Family(
 # T5: an encoder and a decoder, whose first blocks compute a bias for all others.
 T5 = Family(
     "t5",
-    tensors=_tensors(
-        {
-            "column by heads": "SelfAttention.q SelfAttention.k SelfAttention.v "
-            "EncDecAttention.q EncDecAttention.k EncDecAttention.v",
-            "row by heads": "SelfAttention.o EncDecAttention.o",
-            "embedding by heads": "relative_attention_bias",
-            "column": "DenseReluDense.wi DenseReluDense.wi_0 DenseReluDense.wi_1",
-            "row": "DenseReluDense.wo",
-            "vocabulary": "shared embed_tokens",
-            "head": "lm_head",
-        }
-    ),
+    tensors=_general(),
     blocks=Blocks(
         lists=("encoder.block", "decoder.block"),
         extra=2,
@@ -243,16 +216,7 @@ T5 = Family(
 # Whisper: an audio encoder with convolutional tokens, and a text decoder.
 WHISPER = Family(
     "whisper",
-    tensors=_tensors(
-        {
-            **SEPARATE,
-            **FC,
-            "row by heads": "out_proj",
-            "vocabulary": "embed_tokens",
-            "head": "proj_out",
-            "replicate": "conv1 conv2 embed_positions",
-        }
-    ),
+    tensors=_general("conv1 conv2 embed_positions", proj_out="head"),
     blocks=Blocks(lists=("encoder.layers", "decoder.layers")),
     sequences=Sequences(
         SHARED_BY_TENSOR, masks=(), why="its encoder creates tokens by convolution"
@@ -263,15 +227,7 @@ WHISPER = Family(
 # ViT: a separate module creates tokens from patches of a picture.
 VIT = Family(
     "vit",
-    tensors=_tensors(
-        {
-            **SEPARATE,
-            "row by heads": "attention.o_proj",
-            "column": "mlp.fc1",
-            "row": "mlp.fc2",
-            "replicate": "embeddings projection pooler.dense classifier",
-        }
-    ),
+    tensors=_general("embeddings projection pooler.dense classifier"),
     blocks=Blocks(),
     sequences=Sequences(
         masks=("full",),

@@ -12,44 +12,25 @@ from typing import TYPE_CHECKING
 from gulliver._lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from gulliver.serve.batch import Batch, Draft, Drafter, Runner, Span
-    from gulliver.serve.engine import Engine
-    from gulliver.serve.llm import LLM
-    from gulliver.serve.local import LocalRunner
-    from gulliver.serve.options import EngineOptions, ModelOptions
-    from gulliver.serve.sampling import (
-        Completion,
-        CompletionOutput,
-        Event,
-        Output,
-        RequestOutput,
-        SamplingParameters,
-        SamplingParams,
-        Token,
-    )
-    from gulliver.serve.weights import end_tokens, load
-
-__all__ = [
-    "LLM",
-    "Batch",
-    "Completion",
-    "CompletionOutput",
-    "Draft",
-    "Drafter",
-    "Engine",
-    "EngineOptions",
-    "Event",
-    "LocalRunner",
-    "ModelOptions",
-    "Output",
-    "RequestOutput",
-    "Runner",
-    "SamplingParameters",
-    "SamplingParams",
-    "Span",
-    "Token",
-    "end_tokens",
-    "load",
-]
+    from gulliver.serve.batch import Batch as Batch
+    from gulliver.serve.batch import Draft as Draft
+    from gulliver.serve.batch import Drafter as Drafter
+    from gulliver.serve.batch import Runner as Runner
+    from gulliver.serve.batch import Span as Span
+    from gulliver.serve.engine import Engine as Engine
+    from gulliver.serve.llm import LLM as LLM
+    from gulliver.serve.local import LocalRunner as LocalRunner
+    from gulliver.serve.options import EngineOptions as EngineOptions
+    from gulliver.serve.options import ModelOptions as ModelOptions
+    from gulliver.serve.sampling import Completion as Completion
+    from gulliver.serve.sampling import CompletionOutput as CompletionOutput
+    from gulliver.serve.sampling import Event as Event
+    from gulliver.serve.sampling import Output as Output
+    from gulliver.serve.sampling import RequestOutput as RequestOutput
+    from gulliver.serve.sampling import SamplingParameters as SamplingParameters
+    from gulliver.serve.sampling import SamplingParams as SamplingParams
+    from gulliver.serve.sampling import Token as Token
+    from gulliver.serve.weights import end_tokens as end_tokens
+    from gulliver.serve.weights import load as load
 
 __getattr__, __dir__ = lazy_exports(__name__)

@@ -126,18 +126,17 @@ class Pages:
         for piece in self._pieces:
             at = slice(piece.first, piece.first + piece.count)
             # A span that starts at the first token attends only to keys that were just computed.
-            whole = piece.start == 0 and piece.mask is None
-            near = (key[:, at], value[:, at]) if whole else self._gathered(piece, keys, values)
+            near = key[:, at], value[:, at]
+            if piece.start > 0 or piece.mask is not None:
+                near = gather_blocks(keys, piece), gather_blocks(values, piece)
             out[at] = attend_gathered(query[:, at], *near, piece, scale, window, slopes)
         return out
 
-    def _gathered(self, piece: PagedSpan, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Gathers a sequence's keys and values [H', L, D] contiguously."""
-        end = piece.start + piece.count
-        key, value = (
-            kept[piece.blocks].transpose(0, 1).flatten(1, 2)[:, :end] for kept in (keys, values)
-        )
-        return key, value
+
+def gather_blocks(kept: Tensor, piece: PagedSpan) -> Tensor:
+    """Gathers the keys or values [H', L, D] of a sequence's blocks contiguously."""
+    end = piece.start + piece.count
+    return kept[piece.blocks].transpose(0, 1).flatten(1, 2)[:, :end]
 
 
 def attend_gathered(
@@ -277,21 +276,20 @@ def _bloom_attention(
 ) -> tuple[Tensor, None]:
     del args, more
     query, key, value = self._reshape(self.query_key_value(hidden_states))
-    slopes = _slopes(self, alibi)
-    scale = self.inv_norm_factor
+    if not hasattr(self, "gulliver_slopes"):
+        self.gulliver_slopes = alibi_slopes(self.num_heads, alibi)
+    scale, slopes = self.inv_norm_factor, self.gulliver_slopes
     out = self.gulliver_pages.attend(
         self.layer_idx, query[0], key[0], value[0], scale, None, slopes
     )
     return self.dense(out.flatten(1)[None]) + residual, None
 
 
-def _slopes(layer: Any, alibi: Tensor) -> Tensor:
+def alibi_slopes(heads: int, like: Tensor) -> Tensor:
+    """Returns BLOOM's slope of each head, with the type and device of a tensor."""
     from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
-    if not hasattr(layer, "gulliver_slopes"):
-        ones = alibi.new_ones(1, 2)
-        layer.gulliver_slopes = build_alibi_tensor(ones, layer.num_heads, alibi.dtype)[:, 0, 1]
-    return layer.gulliver_slopes
+    return build_alibi_tensor(like.new_ones(1, 2), heads, like.dtype)[:, 0, 1]
 
 
 OWN_FORWARD: dict[str, Callable[..., Any]] = {"BloomAttention": _bloom_attention}

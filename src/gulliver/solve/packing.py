@@ -102,9 +102,7 @@ class FallbackPacking:
     ) -> None:
         self._ends, self._counts, self._ranks, self._repeat = ends, counts, ranks, repeat
 
-    def pack(
-        self, limit: float, degrees: list[int], lost: float = 0.0, partly: bool = False
-    ) -> Packed | None:
+    def pack(self, limit: float, partly: bool = False) -> Packed | None:
         """Fills groups up to a time limit, widest groups and largest shapes first."""
         chosen = [self._degree(shape, limit, self._ranks) for shape in range(len(self._ends))]
         if not partly and not all(chosen):
@@ -132,7 +130,7 @@ class FallbackPacking:
         low, limit = bound, 1.05 * bound
         best: FallbackAnswer | None = None
         for _ in range(FALLBACK_TRIES):
-            packed = self.pack(limit, [])
+            packed = self.pack(limit)
             if packed is None or any(packed[1]):
                 low = limit
             else:
@@ -148,7 +146,7 @@ class FallbackPacking:
             if shared and self._repeat:
                 ends = [{shared: row[shared]} for row in self._ends]
                 last = FallbackPacking(ends, self._counts, self._ranks, self._repeat)
-            packed = last.pack(float("inf"), [], partly=not self._repeat)
+            packed = last.pack(float("inf"), partly=not self._repeat)
             best = None if packed is None else _answer(packed)
         return best
 
@@ -194,58 +192,24 @@ def _answer(packed: Packed) -> FallbackAnswer:
 # the same.
 
 
-TRIES = 10  # number of times to try
-FIRST = 1.05  # first time limit to try, relative to the bound
-WIDENED = tuple(1.06 ** (2**number) for number in range(7))
-"""Factors by which the limit grows after each failed attempt."""
-OTHERWISE = ((0.5, 1, 0.02), (2.0, 1, 0.06), (0.0, 2, 0.06), (0.0, 4, 0.06))
-"""Parameters of second attempts: the weight of the time that a shape's samples leave unused in a
-group;
-1 / the maximum fraction of ranks in a group (one wide group makes all samples pay for its
-messages); and the gap to the bound above which the attempt is made.
-"""
-SHORTER = 0.01  # relative improvement over the best result that a second attempt must reach
-INTERFACE = 1
+INTERFACE = 2
 """Version of the extension's interface; increment it on both sides if its calls change."""
 PACKERS = ("native", "python")
 """Values of ``$GULLIVER_PACKER``; if unset, the first available one is used."""
-
-
-class NativePacking:
-    """Packing by the native extension."""
-
-    def __init__(self, core: Any, tries: Any) -> None:
-        self._core, self._tries = core, tries
-
-    def pack(
-        self,
-        limit: float,
-        degrees: list[int],
-        lost: float = 0.0,
-        partly: bool = False,
-        most: int | None = None,
-    ) -> Packed | None:
-        packed, degrees[:] = self._core.pack(limit, degrees, lost, partly, most)
-        return packed
-
-    def search(self, bound: float) -> Any:
-        return self._core.search(bound, self._tries)
 
 
 class NativeTables:
     """End times and rates of all shapes, in the native extension."""
 
     def __init__(self, ranks: int, repeat: bool) -> None:
-        built = _extension()
-        self._core = built.Tables(ranks, repeat)
-        self._tries = built.Tries(TRIES, CLOSE, FIRST, SHORTER, list(WIDENED), list(OTHERWISE))
+        self._core = _extension().Tables(ranks, repeat)
 
     def learn(self, number: int, ends: Mapping[int, list[float]], rate: float) -> None:
         """Stores a shape's end times by degree, and its minimum rank-seconds per sample."""
         self._core.learn(number, list(map(int, ends)), list(ends.values()), rate)
 
-    def packing(self, numbers: Sequence[int], counts: Sequence[int]) -> NativePacking:
-        return NativePacking(self._core.packing(numbers, list(map(int, counts))), self._tries)
+    def packing(self, numbers: Sequence[int], counts: Sequence[int]) -> Any:
+        return self._core.packing(numbers, list(map(int, counts)))
 
 
 def packer_problem() -> str | None:

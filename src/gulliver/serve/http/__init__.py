@@ -11,9 +11,7 @@ from typing import TYPE_CHECKING
 from gulliver._lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from gulliver.serve.http.options import ServerOptions
-    from gulliver.serve.http.server import Server
-
-__all__ = ["Server", "ServerOptions"]
+    from gulliver.serve.http.options import ServerOptions as ServerOptions
+    from gulliver.serve.http.server import Server as Server
 
 __getattr__, __dir__ = lazy_exports(__name__, extra="serve")

@@ -257,27 +257,18 @@ class RankOrder:
     paths: list[str]
 
 
-def start_ranks(
-    folder: Path, options: ModelOptions, sequences: int, max_in_flight: int | None = None
-) -> RanksRunner:
+def start_ranks(folder: Path, options: ModelOptions, sequences: int) -> RanksRunner:
     if options.limit is None:
         check_memory(folder, options.dtype, options.quantize)
     layout = plan_ranks(folder, options.dtype, options.tp_size, options.pp_size, options.speeds)
-    return Processes(folder, options, layout, sequences, max_in_flight).runner()
+    return Processes(folder, options, layout, sequences).runner()
 
 
 class Processes:
     """The ranks as processes on this machine."""
 
-    def __init__(
-        self,
-        folder: Path,
-        options: ModelOptions,
-        layout: Layout,
-        sequences: int,
-        max_in_flight: int | None,
-    ) -> None:
-        self._given = folder, options, layout, sequences, max_in_flight
+    def __init__(self, folder: Path, options: ModelOptions, layout: Layout, sequences: int) -> None:
+        self._given = folder, options, layout, sequences
         self._layout, self._options = layout, options
         self._meeting = tempfile.TemporaryDirectory(prefix="gulliver-ranks-")
         self._secret = secrets.token_bytes(32)
@@ -295,9 +286,7 @@ class Processes:
 
     def runner(self) -> RanksRunner:
         """Waits for the ranks to load."""
-        return RanksRunner(
-            *(self, self._layout, self._options.patience_s, START_S, BLOCK, self._given[-1])
-        )
+        return RanksRunner(self, self._layout, self._options.patience_s, START_S, BLOCK)
 
     def _start(self, listener: Listener, folder: Path, sequences: int) -> None:
         count = self._layout.ranks

@@ -22,7 +22,14 @@ from gulliver.parallel.pipeline.stage import make_stage
 from gulliver.parallel.tensor.apply import apply_tensor
 from gulliver.parallel.tensor.plan import plan_tensor
 from gulliver.quantize.files import quantize_like
-from gulliver.serve.attention import ModelShape, arguments_of, forward, inputs_of, measure
+from gulliver.serve.attention import (
+    ModelShape,
+    alibi_slopes,
+    arguments_of,
+    forward,
+    inputs_of,
+    measure,
+)
 from gulliver.serve.batch import Batch
 from gulliver.serve.local import PagedModel
 from gulliver.serve.offload import unit_paths
@@ -61,8 +68,6 @@ class Layout:
     tensor: int
     # Stage k has the blocks from ``bounds[k]`` to ``bounds[k + 1] - 1``.
     bounds: tuple[int, ...]
-    # Explains the assignment of blocks.
-    why: str = ""
 
     @property
     def stages(self) -> int:
@@ -108,7 +113,7 @@ def plan_ranks(
         found = cut(model, stack_of(model), pipeline, speeds=speeds)
     except GulliverError as error:
         raise GulliverError(_in_our_words(str(error))) from None
-    return Layout(tensor, found.bounds, str(found))
+    return Layout(tensor, found.bounds)
 
 
 def _in_our_words(text: str) -> str:
@@ -160,14 +165,19 @@ class StageModel:
             filling = Filling(self._model, source, options.quantize, quantised, group)
             streamed = fill_model(self._model, paths, filling, options)
         for path, value in slopes.items():
-            self._model.get_submodule(path).gulliver_slopes = value.to(dtype)
+            self._model.get_submodule(path).gulliver_slopes = value
         self.shape = self._measure()
         self._paged = PagedModel(self._model, self.shape, streamed, torch.device("cpu"))
         self._paged.end_step()
 
     def _cut(self, group: RankGroup, stack: Stack) -> dict[str, Tensor]:
         """Shards the model on meta for this rank; returns the ALiBi slopes of its heads."""
-        layout, slopes = self.layout, _slopes(self._model)
+        layout = self.layout
+        slopes = {
+            path: alibi_slopes(module.num_heads, torch.ones((), dtype=self.dtype))
+            for path, module in self._model.named_modules()
+            if type(module).__name__ == "BloomAttention"
+        }
         plan = plan_tensor(self._model, layout.tensor) if layout.tensor > 1 else None
         found = None
         if layout.stages > 1:
@@ -242,14 +252,3 @@ class StageModel:
 
     def close(self) -> None:
         self._paged.close()
-
-
-def _slopes(model: Any) -> dict[str, Tensor]:
-    found = {}
-    for path, module in model.named_modules():
-        if type(module).__name__ == "BloomAttention":
-            from transformers.models.bloom.modeling_bloom import build_alibi_tensor
-
-            ones = torch.ones(1, 2)
-            found[path] = build_alibi_tensor(ones, module.num_heads, torch.float32)[:, 0, 1]
-    return found

@@ -1,4 +1,4 @@
-"""`work`: a rank's loop, which receives batches and sends activations and logits."""
+"""`RankWorker`: a rank's loop, which receives batches and sends activations and logits."""
 
 from __future__ import annotations
 
@@ -49,36 +49,24 @@ class _Waiting:
     arriving: Messages | None
 
 
-def work(
-    link: Connection,
-    model: Any,
-    layout: Layout,
-    rank: int,
-    world: RankGroup | None = None,
-    before: Callable[[Batch], None] | None = None,
-) -> None:
+class RankWorker:
     """Runs batches in the order of their tickets until the controller ends the rank."""
-    _Worker(link, model, layout, rank, world, before).run()
 
-
-class _Worker:
+    # Ranks of the layout are the first ones of the world.
     def __init__(
         self,
         link: Connection,
         model: Any,
         layout: Layout,
         rank: int,
-        world: RankGroup | None,
-        before: Callable[[Batch], None] | None,
+        before: Callable[[Batch], None] | None = None,
     ) -> None:
         self._link, self._model, self._before = link, model, before
         place = layout.place(rank)
-        ranks = world.ranks if world is not None else tuple(range(layout.ranks))
-        self._group = None if world is None else world.process_group
         self._first = place.stage == 0
         self._last = place.stage == layout.stages - 1
-        self._previous = None if self._first else ranks[rank - layout.tensor]
-        self._next = None if self._last else ranks[rank + layout.tensor]
+        self._previous = None if self._first else rank - layout.tensor
+        self._next = None if self._last else rank + layout.tensor
         self._speaks = self._last and place.tensor == 0
         self._waiting: deque[_Waiting] = deque()
         self._sent: deque[Messages] = deque()
@@ -115,7 +103,7 @@ class _Worker:
             self._waiting.append(_Waiting(batch, None, None))
             return
         carry = torch.empty(1, batch.tokens, self._model.width, dtype=self._model.dtype)
-        arriving = post([(self._previous, carry)], [], self._group, CARRY_TAG)
+        arriving = post([(self._previous, carry)], [], None, CARRY_TAG)
         self._waiting.append(_Waiting(batch, carry, arriving))
 
     def _run(self, one: _Waiting) -> None:
@@ -131,7 +119,7 @@ class _Worker:
             content = out.contiguous().numpy().tobytes()
             self._link.send(RankMessage("logits", one.batch.ticket, (tuple(out.shape), content)))
         elif self._next is not None:
-            self._sent.append(post([], [(self._next, out)], self._group, CARRY_TAG))
+            self._sent.append(post([], [(self._next, out)], None, CARRY_TAG))
             # Sends that are older than a round of the pipeline have arrived.
             while len(self._sent) > KEPT:
                 self._sent.popleft().wait()
@@ -166,8 +154,7 @@ def serve(
             return
         model.take_cache(blocks, block_size)
         link.send(RankMessage("ready"))
-        world = RankGroup(tuple(range(layout.ranks)), rank)
-        work(link, model, layout, rank, world, before)
+        RankWorker(link, model, layout, rank, before).run()
         model.close()
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return  # the controller has gone

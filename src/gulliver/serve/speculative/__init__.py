@@ -11,26 +11,13 @@ from typing import TYPE_CHECKING
 from gulliver._lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from gulliver.serve.speculative.proposers import Proposer
-    from gulliver.serve.speculative.report import measure_draft
-    from gulliver.serve.speculative.speculator import (
-        AcceptanceRate,
-        GuessChoice,
-        SpeculationOptions,
-        Speculator,
-        make_speculator,
-    )
-    from gulliver.serve.speculative.train_config import TrainDraftConfig
-
-__all__ = [
-    "AcceptanceRate",
-    "GuessChoice",
-    "Proposer",
-    "SpeculationOptions",
-    "Speculator",
-    "TrainDraftConfig",
-    "make_speculator",
-    "measure_draft",
-]
+    from gulliver.serve.speculative.proposers import Proposer as Proposer
+    from gulliver.serve.speculative.report import measure_draft as measure_draft
+    from gulliver.serve.speculative.speculator import AcceptanceRate as AcceptanceRate
+    from gulliver.serve.speculative.speculator import GuessChoice as GuessChoice
+    from gulliver.serve.speculative.speculator import SpeculationOptions as SpeculationOptions
+    from gulliver.serve.speculative.speculator import Speculator as Speculator
+    from gulliver.serve.speculative.speculator import make_speculator as make_speculator
+    from gulliver.serve.speculative.train_config import TrainDraftConfig as TrainDraftConfig
 
 __getattr__, __dir__ = lazy_exports(__name__)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from gulliver.checkpoint.files import read_json, write_json, write_tensors
 from gulliver.errors import GulliverError
 from gulliver.options import Options
-from gulliver.serve.attention import LayerShape, PagedSpan, Pages, attend_gathered
+from gulliver.serve.attention import LayerShape, PagedSpan, Pages, attend_gathered, gather_blocks
 from gulliver.serve.batch import Batch, Runner, Span
 from gulliver.serve.speculative.small_model import DraftCache, ModelDraft, New
 
@@ -62,11 +62,9 @@ class GlideConfig(Options):
     layers: int
     # Target layers that the draft's layers attend to, one each; empty for a plain draft.
     glimpses: tuple[int, ...]
-    # ``model_type``, heads of queries, size of a head and width of the target.
-    target_type: str
+    # Heads of queries, and size of a head of the target.
     target_heads: int
     target_dim: int
-    target_hidden: int
     # Block size of the mask with which it was trained.
     block: int = 5
     # Number of tokens that it can draft, the most frequent ones of its training data; 0 for all.
@@ -315,10 +313,7 @@ class Glimpses:
             at, end = slice(look.first, look.first + look.count), look.start + look.count
             place = layer, sequence, end
             if place not in self._gathered:
-                key, value = (
-                    kept[look.blocks].transpose(0, 1).flatten(1, 2)[:, :end].to(query.dtype)
-                    for kept in (keys, values)
-                )
+                key, value = (gather_blocks(kept, look).to(query.dtype) for kept in (keys, values))
                 self._gathered[place] = key, value
             out[at] = attend_gathered(query[:, at], *self._gathered[place], look, scale, None, None)
         return out[None]

@@ -376,6 +376,6 @@ def glide_config(config: TrainDraftConfig, model: Any) -> GlideConfig:
     return GlideConfig(
         vocabulary,
         *(hidden, heads_of_own, wide, config.layers, () if config.plain else layers),
-        *(model.config.model_type, heads, dim, width, config.block),
+        *(heads, dim, config.block),
         0 if config.drafted >= vocabulary else config.drafted,
     )
