@@ -36,7 +36,7 @@ BUSY_SIDE, BUSY_PRODUCTS = 512, 4
 """Side and number of the matrices multiplied before a collective that is timed under load."""
 SEEN_BY = 1 << 20  # message size in bytes at which links are compared
 OVERLAP_S, OVERLAP_COUNT, OVERLAP_TURNS = 0.1, 32, 5
-"""Seconds of communication beside compute, the most collectives, and the number of turns."""
+"""Seconds of communication together with compute, the most collectives, and the number of turns."""
 
 
 # [Note: from a meeting] All ranks synchronize before each timed message, as before each collective.
@@ -146,7 +146,7 @@ def probe_overlap(
 
     found = []
     for turn in range(OVERLAP_TURNS):
-        progress(f"communication beside compute, round {turn + 1} of {OVERLAP_TURNS}")
+        progress(f"communication together with compute, round {turn + 1} of {OVERLAP_TURNS}")
         sent_s = slowest(lambda: send(count)())
         computed_s = slowest(lambda: [compute() for _ in range(products)])
         hidden = sent_s + computed_s - slowest(both)
