@@ -139,7 +139,7 @@ def measured_cluster(
         axes, order = proposed_axes(world.size, probe_links(progress))
         axes = _with_collectives(axes, order, world.device, progress)
         axes = _with_host_rate(axes, order, world.device, progress)
-        overlap = _overlap(world.device, progress)
+        overlap = _overlap(world, progress)
     # The slowest rank's device counts for all, because a step waits for it.
     device = min(devices, key=lambda d: d.matmul["float32"])
     return Cluster(
@@ -272,15 +272,14 @@ def _with_host_rate(
     return axes
 
 
-def _overlap(device: torch.device, progress: Progress) -> float | None:
+def _overlap(world: World, progress: Progress) -> float | None:
     """Measures how much of a gather the ranks' own compute hides, on CPUs."""
-    if device.type != "cpu":
+    if world.device.type != "cpu":
         return None  # copy engines and NCCL's own blocks communicate
-    size = torch.distributed.get_world_size()
-    part = torch.ones(HOST_BYTES // 4 // size)
+    part = torch.ones(HOST_BYTES // 4 // world.size)
 
     def begin() -> Callable[[], object]:
-        return all_gather(torch.ones(part.numel() * size), part, async_op=True).wait
+        return all_gather(torch.ones(part.numel() * world.size), part, async_op=True).wait
 
     return probe_overlap(begin, progress)
 

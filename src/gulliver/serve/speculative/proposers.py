@@ -56,7 +56,7 @@ class Proposer(ABC):
         """Returns proposals by sequence number, none deeper than `depth` or its sequence's room."""
 
     def unread(self, one: Wanted) -> int:
-        """Number of a sequence's tokens whose work is counted in `apart`, not in `propose`."""
+        """Number of a sequence's tokens that the next `propose` reads in the seconds of `apart`."""
         del one
         return 0
 

@@ -163,6 +163,8 @@ class ModelDraft(Proposer):
         return {number: path.proposal() for number, path in paths.items() if path.tokens}
 
     def unread(self, one: Wanted) -> int:
+        if self._context is not None and len(one.tokens) >= self._context:
+            return 0  # never read
         unread = len(one.tokens) - self._known.get(one.sequence, 0)
         return unread if unread > SHORT else 0
 
