@@ -27,7 +27,7 @@ from gulliver.serve.speculative import (
     make_speculator,
 )
 from gulliver.serve.speculative.proposers import Followers, LookUp, Proposal
-from gulliver.serve.speculative.small_model import SmallModel
+from gulliver.serve.speculative.small_model import DraftCache, ModelDraft, SmallModel
 from gulliver.serve.speculative.speculator import StepCost, best
 from tests.serve.serving_models import Slots, one_by_one, probabilities, prompts, tiny
 
@@ -510,6 +510,17 @@ def test_reading_a_text_is_a_cost(life: int, pays: bool, monkeypatch: pytest.Mon
     # Drafts are twice as fast, but reading a text takes as long as ten steps.
     gain, _ = simulated(monkeypatch, Coin(0.7, 0.7, False, 0.01, 20.0), 4, 0.02, 1200, life=life)
     assert gain > 1.5 if pays else 0.97 < gain < 1.03
+
+
+def test_texts_beyond_the_context_of_a_draft_are_never_read() -> None:
+    class Short(ModelDraft):
+        def _run(self, news: Any, rows: bool) -> torch.Tensor:
+            raise AssertionError("nothing fits")
+
+    draft = Short(DraftCache(16, 4), 40)
+    fits, long = (Wanted(n, [1] * n, 0, (), 99, SamplingParams()) for n in (30, 60))
+    assert draft.propose([long], 4) == {}
+    assert [draft.unread(fits), draft.unread(long)] == [30, 0]
 
 
 def test_a_slow_first_draft_does_not_disable_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
