@@ -118,7 +118,7 @@ class Row:
     # seconds of a step of the slowest rank; None where it does not run
     measured: float | None = None
     why: str = ""  # why it does not run
-    # seconds between its fastest and its slowest measured step, on the slowest rank
+    # seconds between the quartiles of its measured steps, on the slowest rank
     spread: float = 0.0
 
 
@@ -332,7 +332,7 @@ def _peer(name: str, sizes: Sizes, steps: int) -> tuple[float, float]:
 
 
 def _seconds(step: Callable[[], object], steps: int) -> tuple[float, float]:
-    """Seconds of a step among others in a row, the mean of those of the slowest rank; their spread.
+    """Seconds of a step among others in a row, the median of the slowest rank's; their spread.
 
     Nothing is waited for between steps: what a step leaves on its way belongs to the next.
     """
@@ -344,4 +344,5 @@ def _seconds(step: Callable[[], object], steps: int) -> tuple[float, float]:
         ends.append(time.perf_counter())
     each = [later - earlier for earlier, later in itertools.pairwise(ends)]
     barrier()
-    return max(gather_objects(((ends[-1] - ends[0]) / steps, max(each) - min(each))))
+    quartiles = statistics.quantiles(each, n=4, method="inclusive")
+    return max(gather_objects((quartiles[1], quartiles[2] - quartiles[0])))

@@ -56,7 +56,7 @@ class Options:
     networks: tuple[str, ...] = tuple(NETWORKS)[:2]
     """Networks of the truth, four and a half minutes each; "equal" is run where it is named."""
     models: tuple[str, ...] = tuple(MODELS)
-    steps: int = 2  # Measured steps of each grid
+    steps: int = 7  # Measured steps of each grid
     rate: float = 6e9  # FLOP/s of the device that is slept
     keep: bool = False  # Write benchmarks/results
 

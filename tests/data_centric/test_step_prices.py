@@ -73,14 +73,23 @@ def test_launches_of_an_attention_over_ranks_are_those_that_run(
 def test_queued_messages_overlap_compute_between_waits() -> None:
     link = Link(0.0, 1e9)
     hidden = Message("reduce_scatter", 2 * 10**6, [(2, link)], 4, hidden=True)  # 1 ms each
-    stop = Message("all_to_all", 2 * 10**6, [(2, link)], 10)  # 1 ms each
+    passing = replace(link, bandwidth=2e9)
+    stop = Message("all_to_all", 4 * 10**6, [(2, passing)], 10)  # 1 ms each
     # Of each of three messages 0.3 ms are computed beside, the last never hides.
     assert exposed_seconds([hidden], 10.0, 0.3e-3) == pytest.approx(4e-3 - 3 * 0.3e-3)
     assert exposed_seconds([hidden], 1.0, 10.0) == exposed_seconds([hidden], 1.0)
     costs = predict_step((1e-3, 2e-3), 0.0, 0.0, [hidden, stop])
     assert costs.exposed == pytest.approx(10e-3 + 4e-3 - 3 * 3e-3 / 10)
+    # Over the same link 10 stops wait for those in flight: no message is hidden.
+    same = replace(stop, bytes=2 * 10**6, axes=[(2, link)])
+    costs = predict_step((1e-3, 2e-3), 0.0, 0.0, [hidden, same])
+    assert costs.exposed == pytest.approx(10e-3 + 4e-3)
+    # Two stops in 20 ms each wait for a message of 1 ms with the probability that there is one.
+    rare = replace(same, count=2)
+    costs = predict_step((0.0, 20e-3), 0.0, 0.0, [hidden, rare])
+    assert costs.exposed == pytest.approx(2e-3 + 1e-3 + 2 * 1e-3 * 4 / 20)
     # Rings of NCCL have queues of their own.
-    rings = [replace(m, axes=[(2, replace(link, ring=True))]) for m in (hidden, stop)]
+    rings = [replace(m, axes=[(2, replace(link, ring=True))]) for m in (hidden, same)]
     assert predict_step((1e-3, 2e-3), 0.0, 0.0, rings).exposed == pytest.approx(
         10e-3 + 4e-3 - 2e-3 * 3 / 4
     )

@@ -26,6 +26,9 @@ from gulliver.hardware.costs import (
     wire_bytes,
 )
 
+SAME_LINK = 1.5
+"""Links are taken for one if their rates differ by at most this factor."""
+
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "sends"]
 Pass = Literal["forward", "backward"]
 
@@ -39,8 +42,9 @@ Pass = Literal["forward", "backward"]
 # [Note: one queue] Over sockets all messages of a rank share one queue. So a rank that blocks on a
 # message while others are in flight also waits for those: each of them overlaps only with the
 # compute between two blocking messages. (On shaped links a forward with head exchanges takes as
-# long as the gathers plus its compute, docs/lab-notes.md.) Links with rings, as in NCCL, have
-# separate queues.
+# long as the gathers plus its compute, docs/lab-notes.md.) And a blocking message over a link that
+# is no faster waits for the one in flight, as often as there is one. Links with rings, as in NCCL,
+# have separate queues.
 #
 # The bytes are those of ZeRO (Rajbhandari et al. 2020): shards, gathered chunks that are needed at
 # once, and buffers in flight.
@@ -80,6 +84,11 @@ class Message:
     def queued(self) -> bool:
         """Whether these messages share one queue with all other messages of the rank."""
         return any(not link.ring for size, link in self.axes if size > 1)
+
+    @property
+    def rate(self) -> float:
+        """Bytes/s of the slowest link."""
+        return min((link.bandwidth for _, link in self.axes), default=math.inf)
 
     @property
     def seconds(self) -> float:
@@ -153,11 +162,18 @@ def predict_step(
         spent[message.kind] = spent.get(message.kind, 0.0) + message.seconds
     hidden = [m for m in messages if m.hidden]
     windows = {"forward": passes_s[0], "backward": passes_s[1] + recompute_s}
-    stops = sum(m.stops for m in messages if m.queued)
-    between = sum(windows.values()) / stops if stops else math.inf
+    stopping = [m for m in messages if m.queued and m.stops]
+    stops, whole = sum(m.stops for m in stopping), sum(windows.values())
+    between = whole / stops if stops else math.inf
+    # Messages over much faster links pass those in flight.
+    rate = max((SAME_LINK * m.rate for m in hidden if m.behind_s is None), default=0.0)
+    late = sum(m.stops for m in stopping if m.rate <= rate)
     shown = sum(
-        exposed_seconds([m for m in hidden if m.beside == name], window, between)
+        exposed_seconds(
+            [m for m in hidden if m.beside == name], window, between, late * window / whole
+        )
         for name, window in windows.items()
+        if window
     )
     posting = launch_s * sum(m.count * (m.hidden + m.launches) for m in messages)
     packing = sum(m.count * m.packing_s for m in messages)
@@ -168,9 +184,12 @@ def predict_step(
 
 
 def exposed_seconds(
-    messages: Sequence[Message], window_s: float, between_s: float = math.inf
+    messages: Sequence[Message],
+    window_s: float,
+    between_s: float = math.inf,
+    late: float = 0.0,
 ) -> float:
-    """Exposed seconds of messages that overlap with a pass."""
+    """Exposed seconds of messages that overlap with a pass, and waits of `late` blocking ones."""
     own = [m for m in messages if m.behind_s is not None and m.count]
     hops = sum(max(0.0, m.seconds - m.count * (m.behind_s or 0.0)) for m in own)
     shared = [m for m in messages if m.behind_s is None and m.seconds]
@@ -179,9 +198,12 @@ def exposed_seconds(
     number, part = sum(m.count for m in shared), max(m.part for m in shared)
     last = max(m.seconds / m.count for m in shared)
     within = part * window_s * max(0.0, 1 - 1 / number)
+    total, waits = sum(m.seconds for m in shared), 0.0
     if any(m.queued for m in shared):
         within = min(within, between_s * max(0.0, number - 1))
-    return hops + max(last, sum(m.seconds for m in shared) - within)
+        if late:
+            waits = min(total - last, part * late * last * min(1.0, total / window_s))
+    return hops + max(last + waits, total - within)
 
 
 def pipeline_seconds(
