@@ -18,7 +18,7 @@ import pytest
 import gulliver
 from gulliver.cli.dispatch import PLACES, _found, main
 from gulliver.errors import GulliverError
-from gulliver.options import AT_LEAST_1, RATE, Options, Range, check_options, from_plain, unchecked
+from gulliver.options import AT_LEAST_1, RATE, Options, Range, Size, check_options, from_plain, unchecked
 
 
 def _modules() -> Iterator[types.ModuleType]:
@@ -79,6 +79,8 @@ class Sample(Options):
     place: Path = Path("a")
     sizes: tuple[int, ...] = ()
     pair: tuple[float, float] = (1.0, 2.0)
+    limit: Annotated[str | None, Size()] = None
+    part: Annotated[str, Size(share=True)] = "70%"
 
 
 RIGHT: dict[str, list[tuple[Any, Any]]] = {
@@ -106,6 +108,15 @@ WRONG: dict[str, list[Any]] = {
     "sizes": [3, True, ["1"], [1.5]],
     "pair": [(1.0,), (1.0, 2.0, 3.0), ("a", 1.0)],
 }
+
+
+def test_sizes_are_checked_before_they_are_used() -> None:
+    assert Sample(limit="6GiB", part="5GiB").limit == "6GiB"
+    for value in ("6XiB", "10", "70%", "-1GiB", "text", 3):
+        with pytest.raises(GulliverError, match="limit"):
+            Sample(limit=value)  # type: ignore[arg-type]
+    with pytest.raises(GulliverError, match="part"):
+        Sample(part="170%")
 
 
 @pytest.mark.parametrize("name", WRONG)

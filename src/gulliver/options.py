@@ -74,6 +74,13 @@ class Range:
         return f"between {self.least:g} and {self.most:g}"
 
 
+@dataclass(frozen=True)
+class Size:
+    """Text with a size of at least 1 MiB, such as ``6GiB``; or a share, such as ``70%``."""
+
+    share: bool = False
+
+
 POSITIVE = Range(0, open_below=True)
 AT_LEAST_0 = Range(0)
 AT_LEAST_1 = Range(1)
@@ -359,6 +366,10 @@ def checked(value: Any, hint: Any, name: str) -> Any:
             # An option may be something else instead, such as a file.
             if isinstance(extra, Range) and isinstance(value, int | float) and value not in extra:
                 raise GulliverError(f"{name} is {value}, but must be {extra}")
+            if isinstance(extra, Size) and value is not None:
+                # A number without a unit counts bytes, but is hardly ever meant so.
+                if byte_size(name, value, LARGEST if extra.share else None) < UNITS["MiB"]:
+                    raise GulliverError(f"{name} is {value!r}, less than 1 MiB: {RIGHT}")
         return value
     if origin is Literal:
         value = alternative_dtype(value, arguments)

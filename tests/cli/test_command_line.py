@@ -163,6 +163,9 @@ def test_a_file_gives_options_and_flags_override_it(
         ["checkpoint", "diff", "/nonexistent", "/nonexistent"],
         ["train", "--out", "/proc/x"],
         ["chat"],
+        ["chat", "/nonexistent", "--prompt", "x"],
+        ["quantize", "/nonexistent", "--out", "x"],
+        ["plan", "memory", "/nonexistent", "--memory-limit", "1XiB"],
     ],
 )
 def test_usage_errors_exit_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:

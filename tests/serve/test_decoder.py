@@ -13,6 +13,7 @@ import transformers
 from torch import Tensor
 
 import gulliver
+from gulliver.errors import GulliverError
 from gulliver.precision.int8.formats import from_int4, from_int8
 from gulliver.precision.int8.layers import QuantizedLinear
 from gulliver.quantize import save_quantized
@@ -197,6 +198,9 @@ def test_other_models_run_their_own_forward(change: str) -> None:
     if change == "option":
         runner = LocalRunner(decoder_model("llama"), cache_tokens=64, decoder="torch")
         assert not runner.native
+        runner.submit(Batch(0, [Span(0, 0, [3], range(4), 1)]))
+        with pytest.raises(GulliverError, match="served"):  # not with what the batch left behind
+            runner._model(torch.tensor([[3]]))
         runner.close()
         return
     more = {"intermediate_size": 52} if change == "sizes" else {}

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from gulliver.errors import UsageError
-from gulliver.options import AT_LEAST_1, SHARE, Options, Range, byte_size, size_text
+from gulliver.options import AT_LEAST_1, SHARE, Options, Range, Size, byte_size, size_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -39,7 +39,7 @@ class EmbeddingConfig(Options):
     """Fraction of lookups that hit the cache; benchmarks.embedding measures it."""
     optimizer: Literal["sgd", "adagrad", "row-wise adagrad", "sparse adam"] = "sgd"
     """Optimizer of the rows, whose state is stored with them."""
-    host_memory: str | None = None
+    host_memory: Annotated[str | None, Size()] = None
     """Host memory, or disk, for each rank's rows, such as 900GiB; by default unlimited."""
     json: bool = False
     """Print JSON, in seconds and bytes."""

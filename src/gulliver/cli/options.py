@@ -23,6 +23,7 @@ from gulliver.options import (
     SHARE,
     Options,
     Range,
+    Size,
 )
 from gulliver.video.config import SamplingConfig
 
@@ -39,7 +40,7 @@ class PlanData(Options):
     cluster: str = "here"
     """Machines whose links are used with a run's costs: h100x8, a described name, a file written by
     gulliver probe, or here."""
-    memory_limit: str | None = None
+    memory_limit: Annotated[str | None, Size(share=True)] = None
     """Memory of each rank, such as 60GiB, used with a run's costs; by default 90% of a GPU, or 10%
     of the machine's memory."""
     stages: Annotated[int, Range(1, 4096)] = 1
@@ -362,9 +363,9 @@ class Memory(Options):
 
     model: tyro.conf.Positional[Path]
     """Hugging Face folder of the model; only config.json and the files' headers are read."""
-    memory_limit: str
+    memory_limit: Annotated[str, Size(share=True)]
     """Memory of each rank, such as 6GiB, or 70% of this machine's."""
-    host_memory: str | None = None
+    host_memory: Annotated[str | None, Size()] = None
     """Page-locked host memory of each GPU, such as 64GiB."""
     disk: str | None = None
     """Folder on a disk and the bytes to use there, such as /scratch:100GiB."""
@@ -421,9 +422,9 @@ class Search(Options):
     """Frames per clip of a video model; by default the model's usual number."""
     size: str | None = None
     """Height x width of an image or clip in pixels, such as 720x1280."""
-    memory_limit: str | None = None
+    memory_limit: Annotated[str | None, Size()] = None
     """Memory of each rank, such as 70GiB; by default the device's, minus the libraries' share."""
-    host_memory: str | None = None
+    host_memory: Annotated[str | None, Size()] = None
     """Page-locked host memory of each rank, such as 200GiB, for state that does not fit."""
     disk: str | None = None
     """Folder and bytes per rank for state that does not fit, such as /scratch:1TiB."""

@@ -22,6 +22,7 @@ from gulliver.options import (
     SHARE,
     Options,
     Range,
+    Size,
     Tracker,
 )
 
@@ -94,7 +95,7 @@ class FinetuneConfig(DataConfig):
     """Run folder for config, plan, log, checkpoints, samples and the result."""
     method: Literal["full", "lora"] = "full"
     """Train all weights, or low-rank adapters with frozen weights."""
-    memory_limit: str | None = None
+    memory_limit: Annotated[str | None, Size(share=True)] = None
     """Memory limit per rank for weights, gradients, optimizer state and activations: 6GiB, 70%."""
     disk: str | None = None
     """Disk folder and size for state that exceeds --memory-limit, such as /scratch:100GiB."""

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gulliver.checkpoint.huggingface import float_config, lazy_parameters, load_huggingface
-from gulliver.errors import GulliverError, missing_extra
+from gulliver.errors import GulliverError, UsageError, missing_extra
 from gulliver.io.hub import fetch
 from gulliver.options import size_text
 from gulliver.parallel.tensor.apply import materialize
@@ -253,9 +253,9 @@ def quantize_folder(
     folder = fetch(folder)
     if not folder.is_dir():
         what = "is not a folder" if folder.exists() else "does not exist"
-        raise GulliverError(f"{folder} {what}; pass a folder with a config.json and weights")
+        raise UsageError(f"{folder} {what}; pass a folder with a config.json and weights")
     if out.exists():
-        raise GulliverError(f"{out} already exists; choose a new folder")
+        raise UsageError(f"{out} already exists; choose a new folder")
     _check_calibration(rounding, calibration)
     if (folder / INDEX).is_file():
         for name, value in (("--text", text), ("--calibration", calibration)):

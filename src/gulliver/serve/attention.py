@@ -74,6 +74,7 @@ class Pages:
             for _ in range(2)
         )
         self.positions = torch.empty(0, dtype=torch.int64, device=device)
+        self._pieces: list[PagedSpan] = []
 
     def begin(self, batch: Batch) -> None:
         """Runs a batch's block copies and slot moves, and prepares its attention."""
@@ -97,6 +98,10 @@ class Pages:
         self._offsets = torch.tensor([s % size for s in slots], device=device)
         self._pieces = pieces
 
+    def end(self) -> None:
+        """Forgets the batch, so that calls of the model by others are refused."""
+        self._pieces = []
+
     def copy(self, batch: Batch) -> None:
         if batch.copies:
             sources, targets = torch.tensor(batch.copies).T.to(self.positions.device)
@@ -119,6 +124,11 @@ class Pages:
         slopes: Tensor | None = None,
     ) -> Tensor:
         """Computes attention of the packed tokens to all earlier tokens of their own sequence."""
+        if not self._pieces:
+            raise GulliverError(
+                "this model is being served by an LLM: call close() on that first, or give it a "
+                "copy.deepcopy of the model"
+            )
         keys, values = self.keys[layer], self.values[layer]
         keys[self._blocks, :, self._offsets] = key.transpose(0, 1).to(keys.dtype)
         values[self._blocks, :, self._offsets] = value.transpose(0, 1).to(values.dtype)

@@ -52,6 +52,8 @@ class PagedModel:
 
     def end_step(self) -> None:
         """Marks the end of a forward; the next one uses streamed weights in the same order."""
+        if self.pages is not None:
+            self.pages.end()
         if self.streamed is not None:
             self.streamed.end_step()
 

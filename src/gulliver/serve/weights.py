@@ -16,7 +16,7 @@ from gulliver.checkpoint.huggingface import float_config, lazy_parameters, model
 from gulliver.checkpoint.weights import open_weights
 from gulliver.comm.collectives import all_reduce
 from gulliver.comm.groups import ALONE, RankGroup
-from gulliver.errors import GulliverError, missing_extra, nearest
+from gulliver.errors import GulliverError, UsageError, missing_extra, nearest
 from gulliver.finetune.encode import load_tokenizer
 from gulliver.hardware.probe import memory_bytes
 from gulliver.memory.parts import Part, Region, region_of
@@ -596,7 +596,7 @@ def check_folder(folder: Path) -> None:
     if (folder / "adapter_config.json").is_file():
         raise GulliverError(f"{folder} is a LoRA adapter: serve a model of finetune --merge")
     if not (folder / "config.json").is_file():
-        raise GulliverError(
+        raise UsageError(
             f"{folder} has no config.json: pass a GGUF file, or a folder written by transformers' "
             "save_pretrained"
         )

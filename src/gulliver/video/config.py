@@ -21,6 +21,7 @@ from gulliver.options import (
     SHARE,
     Options,
     Range,
+    Size,
     Tracker,
     check_needs,
 )
@@ -76,7 +77,7 @@ class PlannerConfig(Options):
     """Cost file of a run on the same hardware; default: measured at the start of the run, and saved
     in its folder as costs.json.
     """
-    memory_limit: str | None = None
+    memory_limit: Annotated[str | None, Size()] = None
     """Memory per rank, such as 20GiB; default: 90% of a GPU, or 10% of the host's memory."""
 
 

@@ -21,7 +21,7 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from gulliver.errors import GulliverError, nearest
+from gulliver.errors import UsageError, nearest
 from gulliver.options import Options, Range
 from gulliver.serve.batch import Batch, Draft, Drafter, Runner, Wanted
 from gulliver.serve.speculative.glide import GlideDraft, is_draft, load_draft
@@ -536,7 +536,7 @@ def _proposer(kind: str | Path, tokenizer: Any | None, sequences: int) -> Propos
         return LookUp(shared=kind == "suffix")
     folder = Path(kind)
     if not folder.is_dir():
-        raise GulliverError(
+        raise UsageError(
             f"speculation={str(kind)!r} is neither the folder of a draft nor a lookup method: "
             f"{nearest(str(kind), LOOK_UPS)}"
         )
