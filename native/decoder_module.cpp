@@ -24,10 +24,13 @@ namespace {
 using Address = std::uint64_t;
 using Indices = std::vector<Index>;
 
+// Fastest first.
 std::vector<const Kernels*> available() {
   std::vector<const Kernels*> all;
-  if (avx512_bf16.name && has_avx512_bf16()) all.push_back(&avx512_bf16);
   if (avx512_vnni.name && has_avx512_vnni()) all.push_back(&avx512_vnni);
+  if (avx512_bf16.name && has_avx512_bf16()) {
+    all.insert(fast_bf16() ? all.begin() : all.end(), &avx512_bf16);
+  }
   if (avx512.name && has_avx512()) all.push_back(&avx512);
   if (avx2.name && has_avx2_f16c()) all.push_back(&avx2);
   return all;

@@ -52,4 +52,14 @@ inline bool has_avx512_bf16() {
 #endif
 }
 
+// Whether `vdpbf16ps` multiplies more values a second than float32 instructions do: Intel's starts
+// every other cycle only, and a step of 8 sequences takes twice as long with it.
+inline bool fast_bf16() {
+#if defined(__x86_64__)
+  return !__builtin_cpu_is("intel");
+#else
+  return false;
+#endif
+}
+
 }  // namespace gulliver
