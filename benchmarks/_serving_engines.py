@@ -193,67 +193,6 @@ def llamacpp(path: Path, kind: str, threads: int) -> Run:
     return run
 
 
-def llamacpp_native(path: Path, kind: str, threads: int) -> Run:
-    """llama.cpp compiled for this machine: one `llama_decode` a step for all sequences."""
-    import ctypes
-
-    import llama_cpp as llama  # pyright: ignore[reportMissingImports]
-    import numpy as np
-
-    sizes = llama.llama_context_default_params()
-    sizes.n_ctx, sizes.n_seq_max = MOST * LONGEST, MOST
-    sizes.n_batch = sizes.n_ubatch = STEP
-    sizes.n_threads = sizes.n_threads_batch = threads
-    if kind == "f32":
-        sizes.type_k = sizes.type_v = llama.GGML_TYPE_F32
-    model = llama.llama_model_load_from_file(bytes(path), llama.llama_model_default_params())
-    context = llama.llama_init_from_model(model, sizes)
-    words = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(model))
-    batch = llama.llama_batch_init(STEP, 0, 1)
-    memory, free = llama.llama_get_memory(context), list(range(MOST))
-    # By request: its sequence, tokens that are not read yet, the position of the first, and tokens
-    # that it may still get.
-    active: dict[int, tuple[int, list[int], int, int]] = {}
-
-    def add(prompt: list[int], count: int) -> int:
-        request = next(numbers)
-        active[request] = free.pop(), prompt, 0, count
-        return request
-
-    def step(_: Sequence[int]) -> list[tuple[int, list[int]]]:
-        at, ends = 0, dict[int, int]()
-        for request in sorted(active, key=lambda one: len(active[one][1])):  # decoding first
-            sequence, tokens, place, left = active[request]
-            taken = min(len(tokens), STEP - at)
-            for n, token in enumerate(tokens[:taken]):
-                batch.token[at], batch.pos[at], batch.n_seq_id[at] = token, place + n, 1
-                batch.seq_id[at][0], batch.logits[at] = sequence, n + 1 == len(tokens)
-                at += 1
-            if taken == len(tokens):
-                ends[request] = at - 1
-            active[request] = sequence, tokens[taken:], place + taken, left
-        batch.n_tokens = at
-        if llama.llama_decode(context, batch):
-            raise RuntimeError("llama_decode failed")
-        came = []
-        for request, row in ends.items():
-            logits = ctypes.cast(
-                llama.llama_get_logits_ith(context, row), ctypes.POINTER(ctypes.c_float)
-            )
-            token = int(np.ctypeslib.as_array(logits, (words,)).argmax())
-            sequence, _, place, left = active.pop(request)
-            if left > 1:
-                active[request] = sequence, [token], place, left - 1
-            else:
-                llama.llama_memory_seq_rm(memory, sequence, -1, -1)
-                free.append(sequence)
-            came.append((request, [token]))
-        return came
-
-    numbers = counted()
-    return _looped(add, step)
-
-
 def openvino(path: Path, kind: str, threads: int) -> Run:
     """OpenVINO GenAI's continuous batching; the cache has 8 bits, but in float32."""
     import numpy as np
@@ -304,7 +243,6 @@ def transformers(path: Path, kind: str, threads: int) -> Run:
 ENGINES: dict[str, Callable[[Path, str, int], Run]] = {
     "gulliver": gulliver,
     "llama.cpp": llamacpp,
-    "llama.cpp native": llamacpp_native,
     "OpenVINO": openvino,
     "transformers": transformers,
 }

