@@ -109,7 +109,8 @@ def gulliver(path: Path, kind: str, threads: int) -> Run:
 
     torch.set_num_threads(threads)
     ways = {"f32": {"dtype": "float32"}, "f16": {"dtype": "bfloat16"}}
-    how: dict[str, Any] = ways.get(kind, {"quantize": "int8_dynamic"})
+    int8 = {"quantize": "int8_dynamic", "dtype": "bfloat16"}  # the cache has 16 bits
+    how: dict[str, Any] = ways.get(kind, int8)
     llm = LLM(
         *(path, None),
         options=EngineOptions(STEP, MOST, share_prefixes=False),
