@@ -18,7 +18,16 @@ import pytest
 import gulliver
 from gulliver.cli.dispatch import PLACES, _found, main
 from gulliver.errors import GulliverError
-from gulliver.options import AT_LEAST_1, RATE, Options, Range, Size, check_options, from_plain, unchecked
+from gulliver.options import (
+    AT_LEAST_1,
+    RATE,
+    Options,
+    Range,
+    Size,
+    check_options,
+    from_plain,
+    unchecked,
+)
 
 
 def _modules() -> Iterator[types.ModuleType]:

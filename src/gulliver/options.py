@@ -80,6 +80,11 @@ class Size:
 
     share: bool = False
 
+    def check(self, name: str, value: str) -> None:
+        # A number without a unit counts bytes, but is hardly ever meant so.
+        if byte_size(name, value, LARGEST if self.share else None) < UNITS["MiB"]:
+            raise GulliverError(f"{name} is {value!r}, less than 1 MiB: {RIGHT}")
+
 
 POSITIVE = Range(0, open_below=True)
 AT_LEAST_0 = Range(0)
@@ -367,9 +372,7 @@ def checked(value: Any, hint: Any, name: str) -> Any:
             if isinstance(extra, Range) and isinstance(value, int | float) and value not in extra:
                 raise GulliverError(f"{name} is {value}, but must be {extra}")
             if isinstance(extra, Size) and value is not None:
-                # A number without a unit counts bytes, but is hardly ever meant so.
-                if byte_size(name, value, LARGEST if extra.share else None) < UNITS["MiB"]:
-                    raise GulliverError(f"{name} is {value!r}, less than 1 MiB: {RIGHT}")
+                extra.check(name, value)
         return value
     if origin is Literal:
         value = alternative_dtype(value, arguments)
