@@ -88,6 +88,11 @@ def test_queued_messages_overlap_compute_between_waits() -> None:
     rare = replace(same, count=2)
     costs = predict_step((0.0, 20e-3), 0.0, 0.0, [hidden, rare])
     assert costs.exposed == pytest.approx(2e-3 + 1e-3 + 2 * 1e-3 * 4 / 20)
+    assert predict_step((1.0, 0.0), 0.0, 0.0, [hidden, rare]).exposed == pytest.approx(2e-3 + 4e-3)
+    # What is read from the memory of other ranks is in no queue.
+    read = replace(hidden, reads=True, axes=[(2, replace(link, host_rate=1e9))])
+    costs = predict_step((0.0, 20e-3), 0.0, 0.0, [read, rare])
+    assert costs.exposed == pytest.approx(2e-3 + 1e-3)
     # Rings of NCCL have queues of their own.
     rings = [replace(m, axes=[(2, replace(link, ring=True))]) for m in (hidden, same)]
     assert predict_step((1e-3, 2e-3), 0.0, 0.0, rings).exposed == pytest.approx(

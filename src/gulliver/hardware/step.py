@@ -83,7 +83,8 @@ class Message:
     @property
     def queued(self) -> bool:
         """Whether these messages share one queue with all other messages of the rank."""
-        return any(not link.ring for size, link in self.axes if size > 1)
+        read = self.reads and host_seconds(self.axes, self.kind, self.bytes) is not None
+        return not read and any(not link.ring for size, link in self.axes if size > 1)
 
     @property
     def rate(self) -> float:
@@ -168,13 +169,10 @@ def predict_step(
     # Messages over much faster links pass those in flight.
     rate = max((SAME_LINK * m.rate for m in hidden if m.behind_s is None), default=0.0)
     late = sum(m.stops for m in stopping if m.rate <= rate)
-    shown = sum(
-        exposed_seconds(
-            [m for m in hidden if m.beside == name], window, between, late * window / whole
-        )
-        for name, window in windows.items()
-        if window
-    )
+    shown = 0.0
+    for name, window in windows.items():
+        own = [m for m in hidden if m.beside == name]
+        shown += exposed_seconds(own, window, between, late * window / whole if whole else 0.0)
     posting = launch_s * sum(m.count * (m.hidden + m.launches) for m in messages)
     packing = sum(m.count * m.packing_s for m in messages)
     exposed = sum(spent.values()) - free * (sum(m.seconds for m in hidden) - shown)
