@@ -80,7 +80,7 @@ class Size:
 
     share: bool = False
 
-    def check(self, name: str, value: str) -> None:
+    def check(self, name: str, value: Any) -> None:
         # A number without a unit counts bytes, but is hardly ever meant so.
         if byte_size(name, value, LARGEST if self.share else None) < UNITS["MiB"]:
             raise GulliverError(f"{name} is {value!r}, less than 1 MiB: {RIGHT}")
