@@ -332,9 +332,9 @@ def _peer(name: str, sizes: Sizes, steps: int) -> tuple[float, float]:
 
 
 def _seconds(step: Callable[[], object], steps: int) -> tuple[float, float]:
-    """Seconds of a step among others in a row, the median of the slowest rank's; their spread.
+    """Median seconds of consecutive steps and their interquartile range, of the slowest rank.
 
-    Nothing is waited for between steps: what a step leaves on its way belongs to the next.
+    Nothing is waited for between steps: messages that a step leaves in flight delay the next.
     """
     barrier()
     step()

@@ -165,7 +165,7 @@ def test_a_file_gives_options_and_flags_override_it(
         ["chat"],
         ["chat", "/nonexistent", "--prompt", "x"],
         ["quantize", "/nonexistent", "--out", "x"],
-        ["plan", "memory", "/nonexistent", "--memory-limit", "1XiB"],
+        ["plan", "llama-3-8b", "--memory-limit", "10"],
     ],
 )
 def test_usage_errors_exit_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:

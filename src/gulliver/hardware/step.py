@@ -27,7 +27,7 @@ from gulliver.hardware.costs import (
 )
 
 SAME_LINK = 1.5
-"""Links are taken for one if their rates differ by at most this factor."""
+"""Maximum ratio of the rates of two mesh axes that are assumed to use the same link."""
 
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "sends"]
 Pass = Literal["forward", "backward"]
@@ -42,9 +42,9 @@ Pass = Literal["forward", "backward"]
 # [Note: one queue] Over sockets all messages of a rank share one queue. So a rank that blocks on a
 # message while others are in flight also waits for those: each of them overlaps only with the
 # compute between two blocking messages. (On shaped links a forward with head exchanges takes as
-# long as the gathers plus its compute, docs/lab-notes.md.) And a blocking message over a link that
-# is no faster waits for the one in flight, as often as there is one. Links with rings, as in NCCL,
-# have separate queues.
+# long as the gathers plus its compute, docs/lab-notes.md.) A blocking message on a link that is no
+# faster also waits for the message in flight, if there is one: with the probability that is the
+# fraction of the pass that messages take. Links with rings, as in NCCL, have separate queues.
 #
 # The bytes are those of ZeRO (Rajbhandari et al. 2020): shards, gathered chunks that are needed at
 # once, and buffers in flight.
@@ -166,13 +166,13 @@ def predict_step(
     stopping = [m for m in messages if m.queued and m.stops]
     stops, whole = sum(m.stops for m in stopping), sum(windows.values())
     between = whole / stops if stops else math.inf
-    # Messages over much faster links pass those in flight.
+    # Messages on much faster links do not wait for those in flight.
     rate = max((SAME_LINK * m.rate for m in hidden if m.behind_s is None), default=0.0)
-    late = sum(m.stops for m in stopping if m.rate <= rate)
+    waiting = sum(m.stops for m in stopping if m.rate <= rate)
     shown = 0.0
     for name, window in windows.items():
         own = [m for m in hidden if m.beside == name]
-        shown += exposed_seconds(own, window, between, late * window / whole if whole else 0.0)
+        shown += exposed_seconds(own, window, between, waiting * window / whole if whole else 0.0)
     posting = launch_s * sum(m.count * (m.hidden + m.launches) for m in messages)
     packing = sum(m.count * m.packing_s for m in messages)
     exposed = sum(spent.values()) - free * (sum(m.seconds for m in hidden) - shown)
@@ -185,9 +185,9 @@ def exposed_seconds(
     messages: Sequence[Message],
     window_s: float,
     between_s: float = math.inf,
-    late: float = 0.0,
+    waiting: float = 0.0,
 ) -> float:
-    """Exposed seconds of messages that overlap with a pass, and waits of `late` blocking ones."""
+    """Exposed seconds of messages that overlap with a pass, on which `waiting` others may wait."""
     own = [m for m in messages if m.behind_s is not None and m.count]
     hops = sum(max(0.0, m.seconds - m.count * (m.behind_s or 0.0)) for m in own)
     shared = [m for m in messages if m.behind_s is None and m.seconds]
@@ -199,8 +199,8 @@ def exposed_seconds(
     total, waits = sum(m.seconds for m in shared), 0.0
     if any(m.queued for m in shared):
         within = min(within, between_s * max(0.0, number - 1))
-        if late:
-            waits = min(total - last, part * late * last * min(1.0, total / window_s))
+        if waiting:  # not longer than the messages take that can be in flight meanwhile
+            waits = min(total - last, part * waiting * last * min(1.0, total / window_s))
     return hops + max(last + waits, total - within)
 
 
